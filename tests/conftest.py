@@ -1,0 +1,20 @@
+"""Every test sees four logical CPU devices and a fixed seed."""
+
+import os
+
+# With TensorFlow's default of two inter-op threads, in-process collectives can starve and hang.
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import keras
+import pytest
+
+from tests.helpers import open_logical_cpus
+
+open_logical_cpus(4)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    keras.utils.set_random_seed(0)

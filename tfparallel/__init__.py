@@ -1,0 +1,51 @@
+"""Distribution strategies for Keras 3 on TensorFlow: every way of training in parallel, by scope.
+
+The names below are the public ones. They load on first use, so that the command line starts
+without TensorFlow.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+from tfparallel.version import __version__
+
+if importlib.util.find_spec("tensorflow") is None:
+    raise ImportError(
+        "tfparallel needs TensorFlow 2.20 or 2.21, which is not installed. Install it with one of "
+        "the extras: pip install 'tfparallel[cpu]', 'tfparallel[gpu]' or 'tfparallel[tpu]'."
+    )
+
+if TYPE_CHECKING:
+    from tfparallel.strategies.central_storage import CentralStorageStrategy
+    from tfparallel.strategies.mirrored import MirroredStrategy
+    from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from tfparallel.strategies.one_device import OneDeviceStrategy
+    from tfparallel.strategies.tpu import TPUStrategy
+
+_MODULES = {
+    "CentralStorageStrategy": "tfparallel.strategies.central_storage",
+    "MirroredStrategy": "tfparallel.strategies.mirrored",
+    "MultiWorkerMirroredStrategy": "tfparallel.strategies.multi_worker",
+    "OneDeviceStrategy": "tfparallel.strategies.one_device",
+    "TPUStrategy": "tfparallel.strategies.tpu",
+}
+
+__all__ = [
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "TPUStrategy",
+    "__version__",
+]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tfparallel' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

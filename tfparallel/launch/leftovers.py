@@ -1,0 +1,80 @@
+"""The mark that all processes of a job carry, by which none is left behind.
+
+The mark is an environment variable, so children inherit it however they were started. Signals to
+a process group miss a child that opened a session of its own, and a launcher that is killed with
+SIGKILL signals nobody. Therefore a guard, a process of this file, waits until the launcher has
+ended, in whatever way, and then kills everything that still carries the mark:
+
+    launcher --- pipe ---> guard        end of file: the launcher is done, or dead
+       |
+       +-- worker (mark) -- child (mark) -- its child (mark)
+
+Imports the standard library only, to start fast.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+MARK_VARIABLE = "TFPARALLEL_JOB"
+
+# A process can fork while we look, so we look until a pass finds nothing. The bound is for one
+# that cannot be killed: it waits for a dead disk, say.
+_MAX_PASSES = 100
+_PAUSE_S = 0.02
+
+
+@contextlib.contextmanager
+def marked_job() -> Iterator[str]:
+    """Yield the value of `MARK_VARIABLE` for the processes of one job; kill all of them at exit."""
+    # A job started by a process of another job is part of that job.
+    enclosing_job = os.environ.get(MARK_VARIABLE)
+    mark = f"{enclosing_job}/{uuid.uuid4().hex}" if enclosing_job else uuid.uuid4().hex
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the launcher
+    )
+    assert guard.stdin is not None
+    try:
+        yield mark
+    finally:
+        guard.stdin.close()
+        guard.wait()
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that carries `mark`, or the mark of a job within that job."""
+    for _ in range(_MAX_PASSES):
+        pids = [pid for pid in _all_pids() if _carries(pid, mark)]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")  # a zombie has none
+    except OSError:  # gone, or another user's
+        return False
+    setting = f"{MARK_VARIABLE}={mark}".encode()
+    return any(v == setting or v.startswith(setting + b"/") for v in variables)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    kill_marked(sys.argv[1])

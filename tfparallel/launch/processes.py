@@ -1,0 +1,262 @@
+"""A group of worker processes that starts together, ends together and leaves nothing behind.
+
+Who ends whom:
+
+    a worker fails, Ctrl-C, SIGTERM  ->  SIGTERM to each worker's process group,
+                                         SIGKILL when `grace_s` is over
+    at the end, always               ->  SIGKILL to all that carry the job's mark (leftovers.py)
+    the launcher is killed           ->  the kernel kills the workers (die_with_launcher.py),
+                                         the guard the rest (leftovers.py)
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from tfparallel.launch.failure import describe_status, exit_status, failure_report
+from tfparallel.launch.leftovers import MARK_VARIABLE, marked_job
+from tfparallel.launch.output import ByteStream, Outbox, Relay, label_prefix
+
+_DIE_WITH_LAUNCHER = str(Path(__file__).with_name("die_with_launcher.py"))
+
+# How long output may take to end after every process that we know of is dead.
+_DRAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """A process to run.
+
+    Attributes:
+        label: names it in the output, for example "worker 1".
+        argv: the program and its arguments.
+        env: its whole environment.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def run_processes(
+    commands: Sequence[WorkerCommand],
+    *,
+    grace_s: float = 10.0,
+    stdout: ByteStream | None = None,
+    stderr: ByteStream | None = None,
+) -> int:
+    """Run all commands at once until all have ended, or one has failed.
+
+    Linux only. Call it from the main thread if SIGINT, SIGTERM and SIGHUP are to stop the job;
+    from another thread, they are left as they are.
+
+    Args:
+        commands: what to run; the position in this list is the rank.
+        grace_s: how long processes may take to end after SIGTERM; 10 s, as for `docker stop`. A
+            second signal to the launcher cuts it short.
+        stdout, stderr: where labelled output goes; by default this process's own.
+
+    Returns:
+        0 if all commands returned 0. Otherwise the exit status of the command that failed first;
+        128 + n if it was killed by signal n. If the launcher was told to stop by signal n, also
+        128 + n.
+    """
+    if not commands:
+        raise ValueError("Expected at least one command to run. Received: none.")
+    if grace_s < 0:
+        raise ValueError(f"grace_s must be 0 or more. Received: {grace_s}.")
+    events: _Events = queue.SimpleQueue()
+    with Outbox(stdout, stderr) as outbox:
+        group = _Group(commands, events, outbox)
+        with _signals_as_events(events), marked_job() as mark:
+            try:
+                group.start(mark)
+                ending = group.wait_for_end()
+            finally:
+                group.stop(grace_s)
+        group.drain()
+        if ending.failed_rank is not None:
+            outbox.put(outbox.stderr, group.report_on(ending.failed_rank))
+    return ending.status
+
+
+@dataclass(frozen=True)
+class _Exited:
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class _OutputEnded:
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    number: int
+
+
+_Event = _Exited | _OutputEnded | _Signalled
+_Events = queue.SimpleQueue[_Event]
+
+
+@dataclass(frozen=True)
+class _Ending:
+    status: int
+    failed_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    stdout_relay: Relay
+    stderr_relay: Relay
+
+
+class _Group:
+    """The processes of one job. All methods are for one thread; others only send events."""
+
+    def __init__(self, commands: Sequence[WorkerCommand], events: _Events, outbox: Outbox):
+        self._commands = commands
+        self._events = events
+        self._outbox = outbox
+        self._workers: list[_Worker] = []
+        self._statuses: dict[int, int] = {}
+        self._num_open_outputs = 0
+
+    def start(self, mark: str) -> None:
+        """Start every command, in a session and so a process group of its own."""
+        for rank, command in enumerate(self._commands):
+            process = subprocess.Popen(
+                # -I -S: starts in 10 ms, as it loads nothing.
+                [sys.executable, "-I", "-S", _DIE_WITH_LAUNCHER, str(os.getpid()), *command.argv],
+                env={**command.env, MARK_VARIABLE: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+            relays = [
+                Relay(
+                    pipe,
+                    self._outbox,
+                    stream,
+                    label_prefix(command.label, rank, stream),
+                    on_end=functools.partial(self._events.put, _OutputEnded(rank)),
+                )
+                for pipe, stream in (
+                    (process.stdout, self._outbox.stdout),
+                    (process.stderr, self._outbox.stderr),
+                )
+            ]
+            self._workers.append(_Worker(process, *relays))
+            self._num_open_outputs += len(relays)
+            for thread in (*relays, threading.Thread(target=self._watch, args=(rank,), daemon=True)):
+                thread.start()
+
+    def _watch(self, rank: int) -> None:
+        # WNOWAIT leaves the dead process in place until `stop`. So long its pid, which is also
+        # the id of its group, cannot pass to a stranger, and the group can be signalled safely.
+        pid = self._workers[rank].process.pid
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        self._events.put(_Exited(rank, exit_status(result)))
+
+    def wait_for_end(self) -> _Ending:
+        """Wait until all have returned 0, one has failed, or a signal has come."""
+        while len(self._statuses) < len(self._workers):
+            event = self._events.get()
+            if isinstance(event, _Signalled):
+                self._note(f"received {signal.Signals(event.number).name}, stopping all processes")
+                return _Ending(128 + event.number)
+            self._record(event)
+            if isinstance(event, _Exited) and event.status != 0:
+                label, words = self._commands[event.rank].label, describe_status(event.status)
+                self._note(f"{label} failed ({words}), stopping all processes")
+                return _Ending(event.status, failed_rank=event.rank)
+        return _Ending(0)
+
+    def stop(self, grace_s: float) -> None:
+        """End every process group: SIGTERM, then SIGKILL to what is left after `grace_s`."""
+        self._signal_groups(signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while not self._is_over():
+            try:
+                event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                self._note(f"still running after {grace_s:g} s, killing")
+                break
+            if isinstance(event, _Signalled):
+                break  # the second one: no more patience
+            self._record(event)
+        # Also when all workers have ended: a child without our pipes may be there still.
+        self._signal_groups(signal.SIGKILL)
+        for worker in self._workers:
+            worker.process.wait()
+
+    def drain(self) -> None:
+        """Wait for the last output of processes that are all dead.
+
+        A process that has shed its group and its mark may still hold a pipe: give up on that. Do
+        not give up on a reader of ours that is merely slow.
+        """
+        for worker in self._workers:
+            for relay in (worker.stdout_relay, worker.stderr_relay):
+                relay.join(_DRAIN_S)
+                while relay.is_alive() and self._outbox.is_full():
+                    relay.join(_DRAIN_S)
+
+    def report_on(self, rank: int) -> bytes:
+        """The failure report for one worker; call after `drain`."""
+        tail = tuple(self._workers[rank].stderr_relay.tail)
+        return failure_report(self._commands[rank].label, self._statuses[rank], tail)
+
+    def _record(self, event: _Event) -> None:
+        if isinstance(event, _Exited):
+            self._statuses[event.rank] = event.status
+        elif isinstance(event, _OutputEnded):
+            self._num_open_outputs -= 1
+
+    def _is_over(self) -> bool:
+        # An open output means a living child of a worker, even if the worker itself has ended.
+        return len(self._statuses) == len(self._workers) and self._num_open_outputs == 0
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, number)
+
+    def _note(self, text: str) -> None:
+        self._outbox.put_if_room(self._outbox.stderr, f"[launcher] {text}\n".encode())
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: _Events) -> Iterator[None]:
+    """Turn SIGINT, SIGTERM and SIGHUP into events, while in the context."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        events.put(_Signalled(number))  # SimpleQueue.put is reentrant, so a handler may call it
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,88 @@
+"""The plan of a job on one machine: which processes it has and what tells each its place.
+
+Pure: nothing is started here. `processes.py` starts what was planned.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tfparallel.cluster import ClusterConfig
+
+# Read when tfparallel is imported, before TensorFlow opens its devices.
+LOGICAL_CPUS_VARIABLE = "TFPARALLEL_LOGICAL_CPUS"
+
+# A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until
+# all replicas have arrived. The pool has one thread a core by default: on a machine with few, all
+# can be held by waiting replicas, and the last one never gets to run. It is a hang, not slowness.
+MIN_INTEROP_THREADS = 8
+
+Addresses = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Role:
+    """One kind of process.
+
+    Attributes:
+        name: the task type, and the first word of the label.
+        place: variables that tell a process its place in the job, from the addresses of all
+            roles, the name of its own role and its index in that.
+    """
+
+    name: str
+    place: Callable[[Addresses, str, int], dict[str, str]]
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One process of a job: its label in the output and its whole environment."""
+
+    label: str
+    env: dict[str, str]
+
+
+def tf_config_place(addresses: Addresses, role_name: str, index: int) -> dict[str, str]:
+    """The place of a task of a TensorFlow cluster."""
+    config = ClusterConfig(cluster=addresses, task_type=role_name, task_index=index)
+    return {"TF_CONFIG": config.to_tf_config()}
+
+
+# One row a role. A chief differs in its name only; a job of another kind brings its own `place`.
+WORKER = Role("worker", tf_config_place)
+
+
+def plan_processes(
+    roles: Mapping[Role, Sequence[str]],
+    base_env: Mapping[str, str],
+    *,
+    num_cores: int,
+    devices_per_worker: int | None = None,
+) -> list[PlannedProcess]:
+    """Plan a job of one process per address, in the order given.
+
+    Args:
+        roles: the addresses of each role, "host:port".
+        base_env: what every process inherits. `PYTHONUNBUFFERED` and `TF_NUM_INTEROP_THREADS`
+            are kept if they are set there.
+        num_cores: how many cores the processes may use.
+        devices_per_worker: how many logical CPU devices each process opens; None leaves it to
+            the script.
+    """
+    common_env = {"PYTHONUNBUFFERED": "1", **_enough_interop_threads(num_cores), **base_env}
+    if devices_per_worker is not None:
+        common_env[LOGICAL_CPUS_VARIABLE] = str(devices_per_worker)
+    addresses = {role.name: role_addresses for role, role_addresses in roles.items()}
+    return [
+        PlannedProcess(
+            label=f"{role.name} {index}",
+            env={**common_env, **role.place(addresses, role.name, index)},
+        )
+        for role, role_addresses in roles.items()
+        for index in range(len(role_addresses))
+    ]
+
+
+def _enough_interop_threads(num_cores: int) -> dict[str, str]:
+    if num_cores >= MIN_INTEROP_THREADS:
+        return {}
+    return {"TF_NUM_INTEROP_THREADS": str(MIN_INTEROP_THREADS)}

@@ -1,0 +1,204 @@
+"""What every strategy shares: how Keras's calls become the five decisions of a strategy.
+
+The decisions, and the method that takes each:
+
+1. where variables live          `ReplicatedExtended._create_variable`
+2. how a batch is split          `keras_step.Batch`
+3. how a step runs on replicas   `KerasStrategy.run` and `keras_step.run_keras_step`
+4. how gradients meet            `ReplicatedExtended._reduce_gradients`
+5. how a variable is updated     `ReplicatedExtended._replica_ctx_update`, `variables.py`
+"""
+
+import sys
+
+import tensorflow as tf
+
+from tfparallel.strategies import checks
+from tfparallel.strategies.keras_step import current_replica_step, run_keras_step, run_predict_step
+from tfparallel.strategies.optimizer_hooks import hook_optimizer
+from tfparallel.strategies.variables import (
+    ReplicatedVariable,
+    class_of,
+    is_statistics,
+    mark_owner,
+)
+from tfparallel.tf_internals import (
+    BaseOptimizer,
+    DistributedValues,
+    ReduceOp,
+    ReductionToOneDevice,
+    calling_trainer_frame,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    is_keras_step,
+    is_predict_step,
+    is_symbolic_build,
+    numpy_dataset,
+    owner_of_new_variable,
+    record,
+)
+
+
+class KerasStrategy(tf.distribute.Strategy):
+    """A `tf.distribute.Strategy` that trains an unmodified Keras 3 model as one device would.
+
+    Calls that Keras makes (`fit`, `evaluate`, `predict`, `*_on_batch`) get the whole global batch and
+    split it here. Every other call keeps the contract of `tf.distribute`.
+    """
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """`tf.distribute.Strategy.run`; a Keras step gets and returns what it would on one device."""
+        if self.extended._num_replicas_in_sync == 1 or not (is_keras_step(fn) or is_predict_step(fn)):
+            return super().run(fn, args, kwargs, options)
+        if is_predict_step(fn):
+            return run_predict_step(self, fn, *args)
+        checks.check_jit_compile(self, fn.__self__)
+        checks.check_model(self, fn.__self__)
+        return run_keras_step(self, fn, *args)
+
+    def _run_on_replicas(self, fn):
+        """Calls `fn()` on every local replica, as `run` does for custom loops."""
+        return super().run(fn)
+
+    def reduce(self, reduce_op, value, axis):
+        """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""
+        if is_symbolic_build(sys._getframe(1)):  # Keras only wants the shapes of one replica
+            return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
+        return tf.nest.map_structure(lambda leaf: self._reduce_leaf(reduce_op, leaf, axis), value)
+
+    def _reduce_leaf(self, reduce_op, value, axis):
+        local = self.experimental_local_results(value)[0]
+        if axis == 0 and getattr(local, "shape", tf.TensorShape(None)).rank == 0:
+            axis = None
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """`tf.distribute.Strategy.experimental_distribute_dataset`.
+
+        Keras's own input path gets the dataset as it is: its batches are split inside the step, so
+        any dataset works, of any batch size, known length or not.
+        """
+        frame = calling_trainer_frame()
+        if frame is None:
+            return super().experimental_distribute_dataset(dataset, options)
+        checks.check_model(self, frame.f_locals["self"])
+        return self.extended._keras_dataset(dataset, frame)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas that train together; 1 inside a Keras step, which is written for one device."""
+        return 1 if current_replica_step() is not None else super().num_replicas_in_sync
+
+
+class ReplicatedExtended:
+    """Mixin for `MirroredExtended`: replicas that compute alike, from gradients reduced once."""
+
+    _replicated_class: type = ReplicatedVariable
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator, **kwargs):
+        owner = owner_of_new_variable()
+        if isinstance(owner, BaseOptimizer):
+            hook_optimizer(owner, self._container_strategy())
+        colocate_with = kwargs.pop("colocate_with", None)
+        if isinstance(colocate_with, numpy_dataset.SingleDevice):
+            with tf.device(colocate_with.device):
+                return next_creator(**kwargs)
+        statistics = is_statistics(owner, kwargs)
+        variable_class = class_of(owner, kwargs.get("synchronization"), self._class_for(statistics))
+        devices = self._variable_devices(variable_class)
+
+        def create_copies(**kwargs):
+            copies: list = []
+            name = kwargs.get("name") or "Variable"
+            for i, device in enumerate(devices):
+                with tf.device(device), record.stop_recording():
+                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                        replica_id=i, device=device, primary_var=copies[0] if copies else None, **kwargs
+                    )
+                    if i > 0:
+                        kwargs["name"] = f"{name}/replica_{i}"
+                    copies.append(next_creator(**kwargs))
+            return copies
+
+        classes = dict.fromkeys(tf.VariableSynchronization, variable_class)
+        variable = distribute_utils.create_mirrored_variable(
+            self._container_strategy(), create_copies, classes, {}, **kwargs
+        )
+        mark_owner(variable, owner, statistics)
+        return variable
+
+    def _class_for(self, statistics: bool) -> type:
+        return ReplicatedVariable if statistics else self._replicated_class
+
+    def _variable_devices(self, variable_class: type):
+        return self._devices
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _use_merge_call(self) -> bool:
+        """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
+        return False
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        context = distribute_lib.get_replica_context()
+
+        def merge(_, *tensors):
+            return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
+
+        flat = tf.nest.flatten(value)
+        if self._num_replicas_in_sync == 1:
+            return value
+        return tf.nest.pack_sequence_as(value, context.merge_call(merge, args=flat))
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        """Sum over replicas of gradients (tensors or IndexedSlices); called in a replica context."""
+        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients) if gradients else []
+
+    # ---- across workers: this worker is all there is ---------------------------------------------
+
+    @property
+    def _host_device(self) -> str:
+        return device_util.canonicalize("/device:CPU:0", self._devices[0])
+
+    def _keras_dataset(self, dataset, frame):
+        del frame
+        return dataset
+
+    def _sum_across_workers(self, tensor):
+        return tensor
+
+    def _sum_list_across_workers(self, tensors: list) -> list:
+        return tensors
+
+    def _gather_rows(self, rows):
+        return rows
+
+
+class LocalExtended(ReplicatedExtended):
+    """Replicas on devices of one process: reduction is a sum in the graph, no collective to match.
+
+    Collectives (NCCL) are kept for several physical GPUs, and wherever the user passed
+    `cross_device_ops`.
+    """
+
+    def _local_reduction(self):
+        if self._user_cross_device_ops is not None:
+            return self._user_cross_device_ops
+        if all("gpu" in device.lower() for device in self._devices) and not _has_virtual_gpus():
+            return self._collective_ops
+        return ReductionToOneDevice()
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
+            return ReductionToOneDevice().reduce(reduce_op, value, destinations)
+        return super()._reduce_to(reduce_op, value, destinations, options)
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        return self._local_reduction().batch_reduce(reduce_op, value_destination_pairs, options)
+
+
+def _has_virtual_gpus() -> bool:
+    return len(tf.config.list_logical_devices("GPU")) > len(tf.config.list_physical_devices("GPU"))

@@ -1,0 +1,56 @@
+"""Data parallel with the variables in one place: replicas read them from there."""
+
+from tfparallel.strategies.base import KerasStrategy
+from tfparallel.strategies.checks import check_devices
+from tfparallel.strategies.mirrored import MirroredLocalExtended
+from tfparallel.strategies.variables import CentralVariable
+from tfparallel.tf_internals import device_util, values_util
+
+
+class CentralStorageStrategy(KerasStrategy):
+    """Variables on one device, computation on all.
+
+    Drop-in for `tf.distribute.experimental.CentralStorageStrategy`. Weights and optimizer slots
+    exist once. What a replica keeps of its own rows (metrics, BatchNorm statistics, seeds) exists
+    once a replica.
+
+    Args:
+        compute_devices: devices that compute; None takes all GPUs, or all logical CPUs.
+        parameter_device: where variables live; None takes the only GPU if there is just one,
+            else the CPU.
+
+    Raises:
+        ValueError: for devices that do not exist or are named twice.
+    """
+
+    _collective_key_base = 0
+
+    def __init__(self, compute_devices=None, parameter_device=None):
+        compute_devices = check_devices(compute_devices, "compute_devices")
+        check_devices(parameter_device, "parameter_device")
+        super().__init__(CentralStorageExtended(self, compute_devices, parameter_device))
+
+
+class CentralStorageExtended(MirroredLocalExtended):
+    """Replicated computation over variables that exist once."""
+
+    _replicated_class = CentralVariable
+
+    def __init__(self, container_strategy, compute_devices=None, parameter_device=None):
+        super().__init__(container_strategy, compute_devices)
+        if parameter_device is None:
+            gpus = [device for device in self._devices if "GPU" in device]
+            parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
+        self._parameter_device = device_util.canonicalize(parameter_device)
+
+    def _variable_devices(self, variable_class: type):
+        return (self._parameter_device,) if variable_class is CentralVariable else self._devices
+
+    def _replica_ctx_update(self, var, fn, args, kwargs, group):
+        if isinstance(var, CentralVariable) and values_util.get_current_replica_id_as_int() != 0:
+            return None  # replica 0 computes the same update, for all
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    @property
+    def parameter_devices(self):
+        return (self._parameter_device,)

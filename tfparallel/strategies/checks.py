@@ -1,0 +1,133 @@
+"""Misuse that would train wrongly or crash far away is refused here, in the user's words."""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.tf_internals import DistributedVariable
+
+_THREE_LINES = (
+    "Build and compile the model inside `with strategy.scope():` of the strategy it trains under, "
+    "and call fit, evaluate and predict outside of any other strategy's scope."
+)
+
+
+def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses a model that was not built and compiled under `strategy`.
+
+    Raises:
+        ValueError: naming what was created outside of the scope.
+    """
+    current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy
+    if current is not strategy:
+        raise ValueError(
+            f"A model trains under the strategy it was built under. Received: model "
+            f"'{model.name}' built under {_name(strategy)}, used inside the scope of another "
+            f"strategy, {_name(current)}. {_THREE_LINES}"
+        )
+    if model._distribute_strategy is not strategy:
+        raise ValueError(
+            f"Expected a model built under this {_name(strategy)}. Received: model "
+            f"'{model.name}' built outside of its scope. {_THREE_LINES}"
+        )
+    outside = [v.path for v in model.variables if not _belongs_to(v, strategy)]
+    if outside:
+        raise ValueError(
+            f"Expected all variables of model '{model.name}' to be created in the scope of this "
+            f"{_name(strategy)}. Received: {len(outside)} created outside of it: {outside[:5]}. "
+            f"{_THREE_LINES}"
+        )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return
+    for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+        if not all(_belongs_to(v, strategy) for v in part.variables):
+            raise ValueError(
+                f"Expected model '{model.name}' to be compiled, and its optimizer to be created, in "
+                f"the scope of this {_name(strategy)}. Received: optimizer '{part.name}' created "
+                f"outside of it. {_THREE_LINES}"
+            )
+
+
+def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `jit_compile=True` where one XLA program would need several devices.
+
+    Raises:
+        ValueError: at the first step, before XLA sees it.
+    """
+    if not model.jit_compile:
+        return
+    devices = strategy.extended.worker_devices
+    if len(devices) > 1:
+        raise ValueError(
+            "jit_compile=True needs one replica per process: XLA compiles a step for one device. "
+            f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile the "
+            "model with jit_compile=False, or start one process per device."
+        )
+    if "gpu" not in devices[0].lower():
+        raise ValueError(
+            "jit_compile=True with several workers needs GPUs: TensorFlow's collectives cannot be "
+            f"compiled by XLA on other devices. Received: {devices[0]}. Compile the model with "
+            "jit_compile=False."
+        )
+
+
+def check_devices(devices, what: str = "devices") -> list[str] | None:
+    """Refuses devices that do not exist, or one device named twice.
+
+    Args:
+        devices: names as `tf.distribute` takes them ("GPU:0", "/device:CPU:1"), or None for all.
+        what: the argument's name, for the message.
+
+    Raises:
+        ValueError: listing the devices that exist.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        devices = [devices]
+    devices = list(devices)
+    if not devices:
+        raise ValueError(f"`{what}` needs at least one device. Received: an empty list.")
+    existing = {(d.device_type, _index(d.name)): d.name for d in tf.config.list_logical_devices()}
+    seen: dict[tuple, str] = {}
+    for device in devices:
+        key = _parse(device, what)
+        if key not in existing:
+            raise ValueError(
+                f"`{what}` must name devices of this process. Received: {device!r}. There are: "
+                f"{sorted(existing.values())}. Logical CPU devices are made by "
+                "`tf.config.set_logical_device_configuration` before TensorFlow starts."
+            )
+        if key in seen:
+            raise ValueError(
+                f"`{what}` must name each device once. Received: {seen[key]!r} and {device!r}, "
+                "the same device."
+            )
+        seen[key] = device
+    return devices
+
+
+def _parse(device, what: str) -> tuple[str, int]:
+    try:
+        spec = tf.DeviceSpec.from_string(str(device) if "/" in str(device) else f"/device:{device}")
+    except ValueError as error:
+        raise ValueError(
+            f"`{what}` takes names such as 'GPU:0'. Received: {device!r} ({error})."
+        ) from error
+    return (spec.device_type or "").upper(), spec.device_index or 0
+
+
+def _index(name: str) -> int:
+    return tf.DeviceSpec.from_string(name).device_index
+
+
+def _belongs_to(variable, strategy) -> bool:
+    value = getattr(variable, "value", variable)
+    if getattr(variable, "_value", None) is None and isinstance(variable, keras.Variable):
+        return True  # not created yet
+    value = variable._value if isinstance(variable, keras.Variable) else value
+    return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
+
+
+def _name(strategy) -> str:
+    return type(strategy).__name__

@@ -1,0 +1,37 @@
+"""Data parallel on the devices of one process: every device holds all variables."""
+
+import tensorflow as tf
+
+from tfparallel.strategies.base import KerasStrategy, LocalExtended
+from tfparallel.strategies.checks import check_devices
+from tfparallel.tf_internals import MirroredExtended
+
+
+class MirroredStrategy(KerasStrategy):
+    """Synchronous data parallelism on several devices of one machine.
+
+    Drop-in for `tf.distribute.MirroredStrategy`.
+
+    Args:
+        devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or the CPU where
+            there are none.
+        cross_device_ops: a `tf.distribute.CrossDeviceOps` that sums gradients. None takes NCCL
+            for several physical GPUs, and a sum on the first device otherwise.
+
+    Raises:
+        ValueError: for devices that do not exist or are named twice.
+    """
+
+    _collective_key_base = 0
+
+    def __init__(self, devices=None, cross_device_ops=None):
+        devices = check_devices(devices)
+        super().__init__(MirroredLocalExtended(self, devices, cross_device_ops))
+
+
+class MirroredLocalExtended(LocalExtended, MirroredExtended):
+    """`MirroredExtended` that reduces before optimizers look, without collectives on CPU."""
+
+    def __init__(self, container_strategy: tf.distribute.Strategy, devices, cross_device_ops=None):
+        self._user_cross_device_ops = cross_device_ops
+        super().__init__(container_strategy, devices, cross_device_ops)

@@ -1,0 +1,23 @@
+"""Everything on one device: the reference all other strategies are measured against."""
+
+from tfparallel.strategies.base import KerasStrategy
+from tfparallel.strategies.checks import check_devices
+from tfparallel.strategies.mirrored import MirroredLocalExtended
+
+
+class OneDeviceStrategy(KerasStrategy):
+    """Places variables and computation on one device.
+
+    Drop-in for `tf.distribute.OneDeviceStrategy`.
+
+    Args:
+        device: device name such as `"GPU:0"`.
+
+    Raises:
+        ValueError: if the device does not exist.
+    """
+
+    _collective_key_base = 0
+
+    def __init__(self, device: str):
+        super().__init__(MirroredLocalExtended(self, check_devices(device, "device")))

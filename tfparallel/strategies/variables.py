@@ -1,0 +1,144 @@
+"""What a variable is under our strategies: where its copies live, and who may change them.
+
+Note: the five kinds of variable
+--------------------------------
+kind         Keras's use                    copies            assigned in a replica context
+-----------  -----------------------------  ----------------  --------------------------------------
+replicated   weights, optimizer slots,      one a replica     by every replica to its own copy: all
+             counters, learning rate                          computed the same from reduced gradients
+central      the same, under               one               by replica 0 only, for the same reason
+             CentralStorageStrategy
+statistics   BatchNorm's moving mean        one a replica     by every replica from its own rows; the
+                                                              step ends with their mean (keras_step)
+seed         `SeedGenerator.state`          one a replica     as replicated; replica r reads a stream
+                                                              of its own, replica 0 that of one device
+metric       `Metric.add_variable`          one a replica     by every replica; their sum when read
+             (ON_READ)                                        outside replicas
+
+A variable with an explicit aggregation that Keras did not create follows `tf.distribute`: values
+assigned in a replica context are aggregated first.
+"""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.strategies.keras_step import current_replica_step
+from tfparallel.tf_internals import (
+    BaseOptimizer,
+    MirroredVariable,
+    SyncOnReadVariable,
+    distribute_lib,
+    values_util,
+)
+
+_SEED_STRIDE = 0x9E3779B9  # 2**32 / golden ratio: seeds of different replicas differ in all bits
+
+
+class ReplicatedVariable(MirroredVariable):
+    """One copy a replica, kept equal because every replica assigns what it computed alike.
+
+    Attributes set after creation by `mark_owner`:
+        _assigned_alike: replicas assign equal values, nothing is aggregated.
+        _is_statistics: replicas assign values of their own rows, averaged at the end of a step.
+    """
+
+    _assigned_alike = False
+    _is_statistics = False
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        step = current_replica_step()
+        if self._is_statistics and step is not None:
+            step.statistics.append(self)
+        if self._assigned_alike or self.aggregation == tf.VariableAggregation.NONE:
+            return update_fn(self._get_replica(_replica_id()), value, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class SeedVariable(ReplicatedVariable):
+    """A seed generator's state `[seed, counter]`: replica r reads `seed + r * stride`.
+
+    The stored value is the same on all replicas, so that one copy is saved and any number of
+    replicas can restore it.
+    """
+
+    def _offset(self):
+        """Shape `[2]`, what this replica adds when reading; None where nothing is to add."""
+        context = distribute_lib.get_replica_context()
+        if context is None or not isinstance(context.strategy, tf.distribute.Strategy):
+            return None
+        if context.strategy is not self.distribute_strategy:
+            return None
+        replica = tf.cast(context.replica_id_in_sync_group, self.dtype)
+        return tf.stack([replica * tf.constant(_SEED_STRIDE, self.dtype), tf.zeros((), self.dtype)])
+
+    def _get(self):
+        copy, offset = super()._get(), self._offset()
+        return copy if offset is None else copy + offset
+
+    def value(self):
+        copy, offset = super().value(), self._offset()
+        return copy if offset is None else copy + offset
+
+    def assign(self, value, *args, **kwargs):
+        offset = self._offset()
+        return super().assign(value if offset is None else value - offset, *args, **kwargs)
+
+
+class CentralVariable(ReplicatedVariable):
+    """One copy that all replicas read, and replica 0 assigns for all."""
+
+    def _get_replica(self, replica_id):
+        return self._primary
+
+    def _get(self):
+        return self._get_cross_replica() if _replica_id() is None else self._primary
+
+    def _get_on_device_or_primary(self):
+        return self._primary
+
+    @property
+    def handle(self):
+        return self._primary.handle
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        if not (self._assigned_alike or self.aggregation == tf.VariableAggregation.NONE):
+            return super()._update_replica(update_fn, value, **kwargs)
+        if _replica_id() == 0:
+            return update_fn(self._primary, value, **kwargs)
+        return self._primary
+
+
+class MetricVariable(SyncOnReadVariable):
+    """One copy a replica, reduced when read outside of replicas."""
+
+
+def class_of(owner, synchronization, replicated: type) -> type:
+    """The variable class for what `owner` (a Keras object or None) creates."""
+    if synchronization == tf.VariableSynchronization.ON_READ:
+        return MetricVariable
+    return SeedVariable if isinstance(owner, keras.random.SeedGenerator) else replicated
+
+
+def is_statistics(owner, kwargs) -> bool:
+    """Whether a layer creates a variable that each replica will assign from its own rows.
+
+    Synchronised BatchNorm computes the same statistics everywhere: nothing is left to average.
+    """
+    return (
+        isinstance(owner, keras.layers.Layer)
+        and not kwargs.get("trainable", True)
+        and kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ
+        and tf.as_dtype(kwargs.get("dtype") or tf.float32).is_floating
+        and not getattr(owner, "synchronized", False)
+    )
+
+
+def mark_owner(variable, owner, statistics: bool) -> None:
+    """Tells a new variable how it will be assigned, by who created it."""
+    if isinstance(variable, ReplicatedVariable):
+        variable._is_statistics = statistics
+        variable._assigned_alike = isinstance(owner, BaseOptimizer)
+
+
+def _replica_id():
+    return values_util.get_current_replica_id_as_int()

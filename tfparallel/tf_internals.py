@@ -1,0 +1,125 @@
+"""The only file that imports private modules of TensorFlow and Keras, each with its reason.
+
+Supported: TensorFlow 2.20 and 2.21, Keras 3.12 to 3.15. When a new version moves a name, this is the
+file to change.
+"""
+
+import inspect
+import sys
+from types import FrameType
+
+# Keras keeps the name scopes that are open, with the object that opened each, in its global state.
+# It is how a variable under creation finds the layer, metric or optimizer that owns it.
+from keras.src.backend.common import global_state
+
+# The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses.
+from keras.src.metrics import reduction_metrics
+
+# The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+# StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
+# distribution and replica threads of `tf.distribute` are kept as they are.
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_ops,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    mirrored_strategy,
+    numpy_dataset,
+    reduce_util,
+    values,
+    values_util,
+)
+
+# Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
+from tensorflow.python.eager import context, record
+
+MirroredExtended = mirrored_strategy.MirroredExtended
+CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
+DistributedValues = values.DistributedValues
+DistributedVariable = values.DistributedVariable
+MirroredVariable = values.MirroredVariable
+SyncOnReadVariable = values.SyncOnReadVariable
+PerReplica = values.PerReplica
+ReduceOp = reduce_util.ReduceOp
+Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
+
+__all__ = [
+    "BaseOptimizer",
+    "CollectiveAllReduceExtended",
+    "DistributedValues",
+    "DistributedVariable",
+    "Mean",
+    "MirroredExtended",
+    "MirroredVariable",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "Sum",
+    "SyncOnReadVariable",
+    "calling_trainer_frame",
+    "context",
+    "device_util",
+    "distribute_lib",
+    "distribute_utils",
+    "is_keras_step",
+    "is_predict_step",
+    "is_symbolic_build",
+    "numpy_dataset",
+    "owner_of_new_variable",
+    "record",
+    "uses_stock_train_step",
+    "values_util",
+]
+
+
+def owner_of_new_variable():
+    """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return stack[-1].caller if stack else None
+
+
+def calling_trainer_frame() -> FrameType | None:
+    """The frame of the `Model.fit`, `evaluate` or `predict` that is preparing its data, if one is.
+
+    Keras hands a strategy the dataset but not the model. The model's checks and the callbacks'
+    files need it before the first step, so it is read from the stack, which is always
+    `fit -> TFEpochIterator.__init__ -> strategy.experimental_distribute_dataset`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_code is not keras_trainer.TFEpochIterator.__init__.__code__:
+        return None
+    while (frame := frame.f_back) is not None:
+        if isinstance(frame.f_locals.get("self"), keras_trainer.TensorFlowTrainer):
+            return frame
+    return None
+
+
+def is_predict_step(fn) -> bool:
+    """Whether `fn` is the function that `Model.predict` passes to `Strategy.run`."""
+    wrapped = inspect.unwrap(fn)
+    return getattr(wrapped, "__qualname__", "").startswith("TensorFlowTrainer.make_predict_function")
+
+
+def is_keras_step(fn) -> bool:
+    """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
+    model = getattr(fn, "__self__", None)
+    name = getattr(fn, "__name__", "")
+    return isinstance(model, keras_trainer.TensorFlowTrainer) and name in ("train_step", "test_step")
+
+
+def uses_stock_train_step(model) -> bool:
+    """Whether `model` trains by Keras's own `train_step`, which calls `optimizer.scale_loss`."""
+    return type(model).train_step is keras_trainer.TensorFlowTrainer.train_step
+
+
+def is_symbolic_build(frame: FrameType | None) -> bool:
+    """Whether `frame` is Keras building a model from the shapes of its first batch."""
+    build = keras_trainer.TensorFlowTrainer._maybe_symbolic_build
+    return frame is not None and frame.f_code is build.__code__
