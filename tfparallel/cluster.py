@@ -20,7 +20,9 @@ TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
 # "host:port"; an IPv6 host stands in brackets, since it has colons of its own.
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
-_ADDRESS_FORM = '"host:port" with a port from 1 to 65535, for example "10.0.0.1:2222" or "[::1]:2222"'
+_ADDRESS_FORM = (
+    '"host:port" with a port from 1 to 65535, for example "10.0.0.1:2222" or "[::1]:2222"'
+)
 
 
 class ClusterConfigError(ValueError):
@@ -286,7 +288,7 @@ def _parse_address(address: object) -> tuple[str, int] | None:
 
 
 def _task_problems(task: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
-    task_type = task.get("type")
+    task_type: Any = task.get("type")
     known_type = task_type in TASK_TYPES
     if "type" not in task:
         yield f"task.type: expected one of {', '.join(TASK_TYPES)}. Received: nothing."

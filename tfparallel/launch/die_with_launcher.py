@@ -4,6 +4,9 @@
 
 A script of its own rather than a `preexec_fn`, which runs Python between fork and exec and can
 deadlock in a process that has threads. Imports the standard library only.
+
+Strictly, the kernel waits for the thread that started the process: start workers in a thread that
+outlives them, as `run_processes` does.
 """
 
 import ctypes

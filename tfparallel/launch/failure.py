@@ -1,6 +1,8 @@
-"""What there is to say about the worker that failed first."""
+"""What there is to say about the worker that failed first.
 
-import os
+A return code is `subprocess`'s: -n for a process that signal n killed.
+"""
+
 import signal
 from collections.abc import Sequence
 
@@ -12,35 +14,36 @@ _CHAINED = (
 _LINES_WITHOUT_TRACEBACK = 30
 
 
-def exit_status(result: os.waitid_result) -> int:
-    """The exit status as shells count it: 128 + the signal's number for a killed process."""
-    if result.si_code == os.CLD_EXITED:
-        return result.si_status
-    return 128 + result.si_status
+def exit_status(returncode: int) -> int:
+    """The status that a shell reports: 128 + n for a process that signal n killed."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
-def describe_status(status: int) -> str:
-    """The exit status in words: "exit status 137, killed by SIGKILL"."""
+def describe_end(returncode: int) -> str:
+    """How a process ended: "exit status 1", or "killed by SIGKILL (exit status 137)"."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
     try:
-        return f"exit status {status}, killed by {signal.Signals(status - 128).name}"
-    except ValueError:
-        return f"exit status {status}"
+        name = signal.Signals(-returncode).name
+    except ValueError:  # real-time signals have numbers only
+        name = f"signal {-returncode}"
+    return f"killed by {name} (exit status {exit_status(returncode)})"
 
 
-def failure_report(label: str, status: int, stderr_tail: Sequence[bytes]) -> bytes:
-    """A heading that names the worker and its status, then what it said last.
+def failure_report(label: str, returncode: int, stderr_tail: Sequence[bytes]) -> bytes:
+    """A heading that names the worker and how it ended, then what it said last.
 
     Args:
         label: of the worker that failed.
-        status: its exit status.
+        returncode: how it ended.
         stderr_tail: the last lines of its standard error.
     """
-    heading = f"======== {label} failed first: {describe_status(status)} ========"
+    heading = f"======== {label} failed first: {describe_end(returncode)} ========"
     lines = [heading.encode(), *(last_traceback(stderr_tail) or [b"(no error output)"])]
-    if status == 128 + signal.SIGKILL:
+    if returncode == -signal.SIGKILL:
         lines.append(
-            b"SIGKILL does not come from this launcher before a failure. On Linux it is mostly the "
-            b"kernel's, for want of memory: see `dmesg`, and lower the batch size."
+            b"This launcher did not send that SIGKILL. When nobody else did, the kernel was out "
+            b"of memory (`dmesg` says so): use a smaller batch or fewer workers."
         )
     return b"\n".join(lines) + b"\n"
 
@@ -48,12 +51,19 @@ def failure_report(label: str, status: int, stderr_tail: Sequence[bytes]) -> byt
 def last_traceback(lines: Sequence[bytes]) -> Sequence[bytes]:
     """The lines from the last Python traceback on; the last few if there is none.
 
-    A chain of exceptions counts as one traceback, since its first part names the cause.
+    A chain of exceptions counts as one traceback, since its first part names the cause. So does
+    an exception group.
     """
     starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:
-        return list(lines)[-_LINES_WITHOUT_TRACEBACK:]
+        return lines[-_LINES_WITHOUT_TRACEBACK:]
     start = starts.pop()
-    while starts and any(line.strip() in _CHAINED for line in list(lines)[starts[-1] : start]):
+    while starts and _belong_together(lines[starts[-1] : start + 1]):
         start = starts.pop()
-    return list(lines)[start:]
+    return lines[start:]
+
+
+def _belong_together(lines: Sequence[bytes]) -> bool:
+    """Whether the traceback that starts at the last line continues the one at the first."""
+    is_nested_in_group = lines[-1].lstrip().startswith(b"|")
+    return is_nested_in_group or any(line.strip(b" |") in _CHAINED for line in lines)

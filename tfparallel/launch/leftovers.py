@@ -14,11 +14,11 @@ Imports the standard library only, to start fast.
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 
 MARK_VARIABLE = "TFPARALLEL_JOB"
@@ -34,7 +34,8 @@ def marked_job() -> Iterator[str]:
     """Yield the value of `MARK_VARIABLE` for the processes of one job; kill all of them at exit."""
     # A job started by a process of another job is part of that job.
     enclosing_job = os.environ.get(MARK_VARIABLE)
-    mark = f"{enclosing_job}/{uuid.uuid4().hex}" if enclosing_job else uuid.uuid4().hex
+    job = secrets.token_hex(8)
+    mark = f"{enclosing_job}/{job}" if enclosing_job else job
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark],
         stdin=subprocess.PIPE,
@@ -49,20 +50,22 @@ def marked_job() -> Iterator[str]:
         guard.wait()
 
 
+def marked_pids(mark: str) -> list[int]:
+    """The living processes that carry `mark`, or the mark of a job within that job."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if _carries(pid, mark)]
+
+
 def kill_marked(mark: str) -> None:
-    """Kill every process that carries `mark`, or the mark of a job within that job."""
+    """Kill every process that carries `mark`, and those they start meanwhile."""
     for _ in range(_MAX_PASSES):
-        pids = [pid for pid in _all_pids() if _carries(pid, mark)]
+        pids = marked_pids(mark)
         if not pids:
             return
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _carries(pid: int, mark: str) -> bool:

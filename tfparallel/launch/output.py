@@ -8,13 +8,14 @@ launcher, which must stay able to stop them.
 """
 
 import collections
+import contextlib
 import io
 import os
 import queue
 import select
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import IO, Protocol
 
 # How much of a worker's standard error is kept for the report on its failure.
 TAIL_LINES = 500
@@ -31,8 +32,11 @@ _LABEL_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "
 class ByteStream(Protocol):
     """What the launcher needs of a stream it writes to: an unbuffered binary file, or BytesIO."""
 
-    def write(self, data: bytes, /) -> int | None:
+    def write(self, data: bytes | memoryview, /) -> int | None:
         """Write some of `data`; return how much, None for nothing yet."""
+
+    def fileno(self) -> int:
+        """The file descriptor; asked for only after `write` returned None."""
 
     def isatty(self) -> bool:
         """Whether this is a terminal."""
@@ -55,9 +59,10 @@ class Outbox:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not KeyboardInterrupt:  # which says that the reader has been waited for enough
+            self._queue.put(None)
+            self._thread.join()
 
     def put(self, stream: ByteStream, text: bytes) -> None:
         """Hand over whole lines; waits while the queue is full."""
@@ -65,14 +70,12 @@ class Outbox:
 
     def put_if_room(self, stream: ByteStream, text: bytes) -> None:
         """Hand over whole lines; drops them when the queue is full. Never waits."""
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put_nowait((stream, text))
-        except queue.Full:
-            pass
 
-    def is_full(self) -> bool:
-        """Whether the next `put` would wait."""
-        return self._queue.full()
+    def is_empty(self) -> bool:
+        """Whether all that was handed over is written, or being written."""
+        return self._queue.empty()
 
     def _write_all(self) -> None:
         closed: list[ByteStream] = []
@@ -96,7 +99,7 @@ class Relay(threading.Thread):
 
     def __init__(
         self,
-        pipe: io.IOBase,
+        pipe: IO[bytes],
         outbox: Outbox,
         stream: ByteStream,
         prefix: bytes,
@@ -143,8 +146,8 @@ def label_prefix(label: str, index: int, stream: ByteStream) -> bytes:
 def _write(stream: ByteStream, text: bytes) -> None:
     rest = memoryview(text)
     while rest:
-        num_written = stream.write(rest)  # type: ignore[arg-type]
+        num_written = stream.write(rest)
         if num_written is None:  # another program has made our terminal non-blocking
-            select.select([], [stream], [])  # type: ignore[list-item]
+            select.select([], [stream], [])
         else:
             rest = rest[num_written:]

@@ -2,9 +2,9 @@
 
 Who ends whom:
 
-    a worker fails, Ctrl-C, SIGTERM  ->  SIGTERM to each worker's process group,
-                                         SIGKILL when `grace_s` is over
-    at the end, always               ->  SIGKILL to all that carry the job's mark (leftovers.py)
+    a worker fails, Ctrl-C, SIGTERM  ->  SIGTERM to each worker's process group and to all others
+                                         that carry the job's mark (leftovers.py)
+    `grace_s` later, or at the end   ->  SIGKILL to the same
     the launcher is killed           ->  the kernel kills the workers (die_with_launcher.py),
                                          the guard the rest (leftovers.py)
 """
@@ -22,9 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
-from tfparallel.launch.failure import describe_status, exit_status, failure_report
-from tfparallel.launch.leftovers import MARK_VARIABLE, marked_job
+from tfparallel.launch.failure import describe_end, exit_status, failure_report
+from tfparallel.launch.leftovers import MARK_VARIABLE, marked_job, marked_pids
 from tfparallel.launch.output import ByteStream, Outbox, Relay, label_prefix
 
 _DIE_WITH_LAUNCHER = str(Path(__file__).with_name("die_with_launcher.py"))
@@ -77,10 +78,10 @@ def run_processes(
         raise ValueError(f"grace_s must be 0 or more. Received: {grace_s}.")
     events: _Events = queue.SimpleQueue()
     with Outbox(stdout, stderr) as outbox:
-        group = _Group(commands, events, outbox)
         with _signals_as_events(events), marked_job() as mark:
+            group = _Group(commands, mark, events, outbox)
             try:
-                group.start(mark)
+                group.start()
                 ending = group.wait_for_end()
             finally:
                 group.stop(grace_s)
@@ -93,7 +94,7 @@ def run_processes(
 @dataclass(frozen=True)
 class _Exited:
     rank: int
-    status: int
+    returncode: int  # as in `subprocess`: -n after signal n
 
 
 @dataclass(frozen=True)
@@ -119,83 +120,92 @@ class _Ending:
 @dataclass(frozen=True)
 class _Worker:
     process: subprocess.Popen[bytes]
+    watch: threading.Thread
     stdout_relay: Relay
     stderr_relay: Relay
+
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        return self.watch, self.stdout_relay, self.stderr_relay
 
 
 class _Group:
     """The processes of one job. All methods are for one thread; others only send events."""
 
-    def __init__(self, commands: Sequence[WorkerCommand], events: _Events, outbox: Outbox):
+    def __init__(
+        self, commands: Sequence[WorkerCommand], mark: str, events: _Events, outbox: Outbox
+    ):
         self._commands = commands
+        self._mark = mark
         self._events = events
         self._outbox = outbox
         self._workers: list[_Worker] = []
-        self._statuses: dict[int, int] = {}
+        self._returncodes: dict[int, int] = {}
         self._num_open_outputs = 0
 
-    def start(self, mark: str) -> None:
+    def start(self) -> None:
         """Start every command, in a session and so a process group of its own."""
         for rank, command in enumerate(self._commands):
             process = subprocess.Popen(
                 # -I -S: starts in 10 ms, as it loads nothing.
                 [sys.executable, "-I", "-S", _DIE_WITH_LAUNCHER, str(os.getpid()), *command.argv],
-                env={**command.env, MARK_VARIABLE: mark},
+                env={**command.env, MARK_VARIABLE: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
             )
-            relays = [
-                Relay(
-                    pipe,
-                    self._outbox,
-                    stream,
-                    label_prefix(command.label, rank, stream),
-                    on_end=functools.partial(self._events.put, _OutputEnded(rank)),
-                )
-                for pipe, stream in (
-                    (process.stdout, self._outbox.stdout),
-                    (process.stderr, self._outbox.stderr),
-                )
-            ]
-            self._workers.append(_Worker(process, *relays))
-            self._num_open_outputs += len(relays)
-            for thread in (*relays, threading.Thread(target=self._watch, args=(rank,), daemon=True)):
+            worker = _Worker(
+                process,
+                threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True),
+                stdout_relay=self._relay(rank, process.stdout, self._outbox.stdout),
+                stderr_relay=self._relay(rank, process.stderr, self._outbox.stderr),
+            )
+            self._workers.append(worker)
+            for thread in worker.threads:
                 thread.start()
 
-    def _watch(self, rank: int) -> None:
+    def _relay(self, rank: int, pipe: IO[bytes] | None, stream: ByteStream) -> Relay:
+        assert pipe is not None
+        self._num_open_outputs += 1
+        prefix = label_prefix(self._commands[rank].label, rank, stream)
+        on_end = functools.partial(self._events.put, _OutputEnded(rank))
+        return Relay(pipe, self._outbox, stream, prefix, on_end)
+
+    def _watch(self, rank: int, pid: int) -> None:
         # WNOWAIT leaves the dead process in place until `stop`. So long its pid, which is also
         # the id of its group, cannot pass to a stranger, and the group can be signalled safely.
-        pid = self._workers[rank].process.pid
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
-        self._events.put(_Exited(rank, exit_status(result)))
+        was_killed = result.si_code != os.CLD_EXITED
+        self._events.put(_Exited(rank, -result.si_status if was_killed else result.si_status))
 
     def wait_for_end(self) -> _Ending:
         """Wait until all have returned 0, one has failed, or a signal has come."""
-        while len(self._statuses) < len(self._workers):
+        while len(self._returncodes) < len(self._workers):
             event = self._events.get()
             if isinstance(event, _Signalled):
-                self._note(f"received {signal.Signals(event.number).name}, stopping all processes")
+                self._note(f"received {signal.Signals(event.number).name}; stopping all processes")
                 return _Ending(128 + event.number)
             self._record(event)
-            if isinstance(event, _Exited) and event.status != 0:
-                label, words = self._commands[event.rank].label, describe_status(event.status)
-                self._note(f"{label} failed ({words}), stopping all processes")
-                return _Ending(event.status, failed_rank=event.rank)
+            if isinstance(event, _Exited) and event.returncode != 0:
+                label, end = self._commands[event.rank].label, describe_end(event.returncode)
+                self._note(f"{label} failed: {end}; stopping all processes")
+                return _Ending(exit_status(event.returncode), failed_rank=event.rank)
         return _Ending(0)
 
     def stop(self, grace_s: float) -> None:
         """End every process group: SIGTERM, then SIGKILL to what is left after `grace_s`."""
         self._signal_groups(signal.SIGTERM)
+        self._terminate_marked_outside_groups()
         deadline_s = time.monotonic() + grace_s
         while not self._is_over():
             try:
                 event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                self._note(f"still running after {grace_s:g} s, killing")
+                if marked_pids(self._mark):  # else it is the reader of our output that is late
+                    self._note(f"some still run after {grace_s:g} s; killing them")
                 break
             if isinstance(event, _Signalled):
                 break  # the second one: no more patience
@@ -203,39 +213,48 @@ class _Group:
         # Also when all workers have ended: a child without our pipes may be there still.
         self._signal_groups(signal.SIGKILL)
         for worker in self._workers:
+            worker.watch.join()
             worker.process.wait()
 
     def drain(self) -> None:
         """Wait for the last output of processes that are all dead.
 
         A process that has shed its group and its mark may still hold a pipe: give up on that. Do
-        not give up on a reader of ours that is merely slow.
+        not give up while text is on its way to a reader that is merely slow.
         """
         for worker in self._workers:
             for relay in (worker.stdout_relay, worker.stderr_relay):
                 relay.join(_DRAIN_S)
-                while relay.is_alive() and self._outbox.is_full():
+                while relay.is_alive() and not self._outbox.is_empty():
                     relay.join(_DRAIN_S)
 
     def report_on(self, rank: int) -> bytes:
         """The failure report for one worker; call after `drain`."""
         tail = tuple(self._workers[rank].stderr_relay.tail)
-        return failure_report(self._commands[rank].label, self._statuses[rank], tail)
+        return failure_report(self._commands[rank].label, self._returncodes[rank], tail)
 
     def _record(self, event: _Event) -> None:
         if isinstance(event, _Exited):
-            self._statuses[event.rank] = event.status
+            self._returncodes[event.rank] = event.returncode
         elif isinstance(event, _OutputEnded):
             self._num_open_outputs -= 1
 
     def _is_over(self) -> bool:
         # An open output means a living child of a worker, even if the worker itself has ended.
-        return len(self._statuses) == len(self._workers) and self._num_open_outputs == 0
+        return len(self._returncodes) == len(self._workers) and self._num_open_outputs == 0
 
     def _signal_groups(self, number: signal.Signals) -> None:
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, number)
+
+    def _terminate_marked_outside_groups(self) -> None:
+        # One SIGTERM each: programs take a second one for impatience.
+        groups = {worker.process.pid for worker in self._workers}
+        for pid in marked_pids(self._mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) not in groups:
+                    os.kill(pid, signal.SIGTERM)
 
     def _note(self, text: str) -> None:
         self._outbox.put_if_room(self._outbox.stderr, f"[launcher] {text}\n".encode())
@@ -255,6 +274,8 @@ def _signals_as_events(events: _Events) -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, handle) for number in numbers}
+    # A launcher that was started with SIGCHLD ignored would never learn an exit status.
+    previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ The decisions, and the method that takes each:
 5. how a variable is updated     `ReplicatedExtended._replica_ctx_update`, `variables.py`
 """
 
+import contextlib
 import sys
 
 import tensorflow as tf
@@ -175,6 +176,10 @@ class ReplicatedExtended:
 
     def _gather_rows(self, rows):
         return rows
+
+    def _metrics_read_together(self, metrics):
+        del metrics
+        return contextlib.nullcontext()
 
 
 class LocalExtended(ReplicatedExtended):

@@ -172,9 +172,13 @@ def _hooked_model(model, strategy, global_results: list):
         vars(instance)[name] = function
         shadows.append((vars(instance), name))
 
-    shadow(model, "get_metrics_result", _in_cross_replica(model.get_metrics_result, global_results))
-    for metric in model.metrics:
-        shadow(metric, "result", _in_cross_replica(metric.result, global_results))
+    def in_cross_replica(result, metrics):
+        return _in_cross_replica(result, metrics, strategy.extended, global_results)
+
+    metrics = model.metrics
+    shadow(model, "get_metrics_result", in_cross_replica(model.get_metrics_result, metrics))
+    for metric in metrics:
+        shadow(metric, "result", in_cross_replica(metric.result, [metric]))
         if type(metric).update_state in (Mean.update_state, Sum.update_state):
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
     compile_loss = getattr(model, "_compile_loss", None)
@@ -192,14 +196,18 @@ def _hooked_model(model, strategy, global_results: list):
             del attributes[name]
 
 
-def _in_cross_replica(result, global_results: list):
+def _in_cross_replica(result, metrics, extended, global_results: list):
     """`result()` computed once from the state of all replicas, the same tensors for each."""
+
+    def compute(_, *args, **kwargs):
+        with extended._metrics_read_together(metrics):
+            return result(*args, **kwargs)
 
     def merged(*args, **kwargs):
         context = distribute_lib.get_replica_context()
         if context is None or current_replica_step() is None:
             return result(*args, **kwargs)
-        value = context.merge_call(lambda strategy: result(*args, **kwargs))
+        value = context.merge_call(compute, args, kwargs)
         global_results.append(value)
         return value
 

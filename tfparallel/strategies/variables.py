@@ -19,6 +19,9 @@ A variable with an explicit aggregation that Keras did not create follows `tf.di
 assigned in a replica context are aggregated first.
 """
 
+import contextlib
+import threading
+
 import keras
 import tensorflow as tf
 
@@ -110,6 +113,23 @@ class CentralVariable(ReplicatedVariable):
 
 class MetricVariable(SyncOnReadVariable):
     """One copy a replica, reduced when read outside of replicas."""
+
+    def _get_cross_replica(self):
+        prefetched = getattr(_prefetched, "values", {}).get(id(self))
+        return super()._get_cross_replica() if prefetched is None else prefetched
+
+
+_prefetched = threading.local()
+
+
+@contextlib.contextmanager
+def prefetched_metrics(values: dict):
+    """Within it, a `MetricVariable` reads as `values[id(variable)]`, already reduced."""
+    _prefetched.values = values
+    try:
+        yield
+    finally:
+        _prefetched.values = {}
 
 
 def class_of(owner, synchronization, replicated: type) -> type:

@@ -1,0 +1,81 @@
+"""BatchNorm keeps one set of statistics, whatever the replicas saw."""
+
+import keras
+import numpy as np
+
+from tests.conformance.case import Run, case, claim
+from tests.helpers import BATCH, EVEN_ROWS, momentum_sgd, tiny_data
+
+MOMENTUM, EPSILON = 0.9, 1e-3
+
+
+def _build(synchronized: bool) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.BatchNormalization(
+                momentum=MOMENTUM, epsilon=EPSILON, synchronized=synchronized
+            ),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+@case()
+def synchronized_with_few_rows(run: Run):
+    """A last batch of one row: most replicas have nothing to say about its mean."""
+    return run.train(build=lambda: _build(True), rows=BATCH + 1).results()
+
+
+@claim(core=True)
+def statistics_are_the_average_over_replicas(run: Run):
+    """Not synchronized: `synchronized=False` averages what each replica measured on its rows."""
+    training = run.train(build=lambda: _build(False), rows=EVEN_ROWS, epochs=1)
+    mean, variance = _expected_statistics(tiny_data(EVEN_ROWS)[0], run.row.num_replicas)
+    *_, moving_mean, moving_variance = training.model.layers[0].get_weights()
+    np.testing.assert_allclose(moving_mean, mean, atol=1e-6)
+    np.testing.assert_allclose(moving_variance, variance, atol=1e-6)
+
+
+@claim()
+def every_replica_reads_the_same_statistics(run: Run):
+    """Inference gives one answer per row, whichever replica the row lands on."""
+    training = run.train(build=lambda: _build(False), rows=EVEN_ROWS)
+    same_row = np.repeat(tiny_data(1)[0], BATCH, axis=0)
+    predicted = training.model.predict(same_row, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(predicted, predicted[:1].repeat(BATCH, axis=0), atol=1e-6)
+
+
+@claim()
+def the_average_is_what_is_saved(run: Run):
+    training = run.train(build=lambda: _build(False), rows=EVEN_ROWS, epochs=1)
+    path = run.own_folder / "model.keras"
+    training.model.save(path)
+    mean, variance = _expected_statistics(tiny_data(EVEN_ROWS)[0], run.row.num_replicas)
+    *_, moving_mean, moving_variance = keras.models.load_model(path).layers[0].get_weights()
+    np.testing.assert_allclose(moving_mean, mean, atol=1e-6)
+    np.testing.assert_allclose(moving_variance, variance, atol=1e-6)
+
+
+@claim()
+def trains_after_its_statistics_are_set(run: Run):
+    """`set_weights` reaches every replica's statistics."""
+    training = run.train(build=lambda: _build(False), rows=EVEN_ROWS, epochs=1)
+    wanted = [weight + 1 for weight in training.model.get_weights()]
+    training.model.set_weights(wanted)
+    for weight, value in zip(training.model.get_weights(), wanted):
+        np.testing.assert_allclose(weight, value, atol=1e-6)
+    with run.scope():
+        training.model.compile(optimizer=momentum_sgd(), loss="sparse_categorical_crossentropy")
+
+
+def _expected_statistics(x: np.ndarray, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Moving mean and variance after one pass over `x`, each batch cut into equal parts."""
+    mean, variance = np.zeros(x.shape[1]), np.ones(x.shape[1])
+    for start in range(0, len(x), BATCH):
+        parts = np.split(x[start : start + BATCH].astype("float64"), num_replicas)
+        seen_mean = np.mean([part.mean(axis=0) for part in parts], axis=0)
+        seen_variance = np.mean([part.var(axis=0) for part in parts], axis=0)
+        mean = MOMENTUM * mean + (1 - MOMENTUM) * seen_mean
+        variance = MOMENTUM * variance + (1 - MOMENTUM) * seen_variance
+    return mean, variance

@@ -1,0 +1,201 @@
+"""A user's own `train_step` and a user's own loop train as on one device."""
+
+import keras
+import tensorflow as tf
+
+from tests.conformance.case import Run, case
+from tests.conformance.models import MODELS
+from tests.helpers import BATCH, EVEN_ROWS, Training, numbered, tiny_data, tiny_model
+
+
+class GuideModel(keras.Model):
+    """The `train_step` of Keras' guide, word for word."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        trainable_vars = self.trainable_variables
+        gradients = tape.gradient(loss, trainable_vars)
+        self.optimizer.apply(gradients, trainable_vars)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class OwnEverything(keras.Model):
+    """No `compute_loss`, no compiled optimizer: all of it is the model's own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.own_optimizer = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.error = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker, self.error]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.losses.MeanSquaredError()(y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.own_optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.loss_tracker.update_state(loss)
+        self.error.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class TwoOptimizers(keras.Model):
+    """Two parts, each with its optimizer, as in a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)
+        self.first_optimizer = keras.optimizers.SGD(0.1)
+        self.second_optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x))
+        for part, optimizer in [
+            (self.first, self.first_optimizer),
+            (self.second, self.second_optimizer),
+        ]:
+            weights = part.trainable_weights
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+
+def _functional(model_class: type) -> keras.Model:
+    x = keras.Input((6,))
+    return model_class(x, keras.layers.Dense(2)(keras.layers.Dense(5, "tanh")(x)))
+
+
+@case(core=True)
+def guide_train_step(run: Run):
+    return run.train("values", build=lambda: _functional(GuideModel), rows=EVEN_ROWS).results()
+
+
+@case()
+def guide_train_step_with_uneven_batch(run: Run):
+    return run.train("values", build=lambda: _functional(GuideModel)).results()
+
+
+@case()
+def own_loss_and_optimizer(run: Run):
+    training = run.train("values", build=lambda: _functional(OwnEverything), rows=EVEN_ROWS)
+    return {**training.results(), **_slots(training.model.own_optimizer)}
+
+
+@case()
+def own_loss_and_optimizer_with_uneven_batch(run: Run):
+    training = run.train("values", build=lambda: _functional(OwnEverything))
+    return {**training.results(), **_slots(training.model.own_optimizer)}
+
+
+@case()
+def two_optimizers(run: Run):
+    return run.train("values", build=TwoOptimizers, rows=EVEN_ROWS).results()
+
+
+def _slots(optimizer: keras.Optimizer) -> dict:
+    return numbered("own_optimizer", [v.numpy() for v in optimizer.variables])
+
+
+@case(core=True)
+def loop(run: Run):
+    """`experimental_distribute_dataset`, `run`, `reduce` and `gather`, with an uneven last batch."""
+    return _loop(run, lambda: keras.optimizers.Adam(0.01))
+
+
+@case()
+def loop_with_clipnorm(run: Run):
+    return _loop(run, lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.02))
+
+
+@case()
+def loop_with_global_clipnorm(run: Run):
+    return _loop(run, lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.02))
+
+
+@case()
+def loop_without_tf_function(run: Run):
+    return _loop(run, lambda: keras.optimizers.SGD(0.1), compiled=lambda function: function)
+
+
+@case()
+def loop_over_a_tf_variable(run: Run):
+    """No Keras at all: `tf.Variable`, reduced by hand and updated with `assign_sub`."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    with run.scope():
+        slope = tf.Variable(tf.zeros((6,)))
+    x, y = MODELS["values"].data(EVEN_ROWS)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(BATCH)
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            error = tf.square(tf.linalg.matvec(x, slope) - y)
+            loss = tf.nn.compute_average_loss(error, global_batch_size=BATCH)
+        gradient = tape.gradient(loss, slope)
+        slope.assign_sub(
+            0.1 * tf.distribute.get_replica_context().all_reduce("SUM", gradient)
+        )
+        return loss
+
+    @tf.function
+    def step(batch):
+        return strategy.reduce("SUM", strategy.run(replica_step, args=batch), axis=None)
+
+    with run.scope():
+        slope_losses = [step(b) for b in strategy.experimental_distribute_dataset(dataset)]
+    return {"slope": slope.numpy(), "losses": [loss.numpy() for loss in slope_losses]}
+
+
+def _loop(run: Run, make_optimizer, compiled=tf.function) -> dict:
+    strategy = run.strategy or tf.distribute.get_strategy()
+    keras.utils.set_random_seed(1)
+    with run.scope():
+        model, optimizer = tiny_model(), make_optimizer()
+        optimizer.build(model.trainable_variables)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        loss_function = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=None
+        )
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            scores = model(x, training=True)
+            loss = tf.nn.compute_average_loss(loss_function(y, scores), global_batch_size=BATCH)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        accuracy.update_state(y, scores)
+        return loss
+
+    @compiled
+    def train_step(batch):
+        return strategy.reduce("SUM", strategy.run(replica_step, args=batch), axis=None)
+
+    @compiled
+    def predict_step(batch):
+        return strategy.gather(strategy.run(lambda x, y: model(x), args=batch), axis=0)
+
+    dataset = tf.data.Dataset.from_tensor_slices(tiny_data(BATCH + 5)).batch(BATCH)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    losses = [train_step(batch).numpy() for _ in range(2) for batch in distributed]
+    gathered = [predict_step(batch).numpy() for batch in distributed]
+    model.optimizer = optimizer
+    extra = {"losses": losses, "accuracy": accuracy.result().numpy()}
+    # The order of the rows is the strategy's own affair; that all are there is not.
+    rows = [batch[batch[:, 0].argsort()] for batch in gathered]
+    return Training(model, {}, {**extra, **numbered("gathered", rows)}).results()

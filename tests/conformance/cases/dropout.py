@@ -1,0 +1,116 @@
+"""Dropout draws a mask of its own for every row, and the same ones for the same seed."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.conformance.case import Run, claim
+from tests.helpers import EVEN_ROWS, SEED
+
+WIDTH = 64  # two masks of 64 coins are never equal by chance
+
+
+class Recorder(keras.layers.Layer):
+    """Passes its input on and remembers every row of it while training."""
+
+    def __init__(self, rows: list):
+        super().__init__()
+        self._rows = rows
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        recorded = tf.numpy_function(self._record, [x], tf.int64)
+        with tf.control_dependencies([recorded]):
+            return tf.identity(x)
+
+    def _record(self, x: np.ndarray) -> int:
+        self._rows.extend(x)
+        return len(x)
+
+
+class GlobalSeedDropout(keras.layers.Layer):
+    """Draws from Keras' global seed generator."""
+
+    def call(self, x, training=False):
+        return keras.random.dropout(x, 0.5) if training else x
+
+
+def _masks(run: Run, name: str, dropout, before=lambda: None) -> tuple[np.ndarray, list]:
+    """Every mask drawn by all workers in two epochs, sorted, and the final weights."""
+    rows: list = []
+
+    def build():
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), dropout(), Recorder(rows), keras.layers.Dense(3)]
+        )
+
+    def data(rows):
+        return np.ones((rows, WIDTH), "float32"), np.arange(rows) % 3
+
+    keras.utils.set_random_seed(SEED)
+    before()
+    training = run.train(build=build, data=data, rows=EVEN_ROWS)
+    np.save(run.folder / f"{name}-{run.rank}.npy", np.array(rows))
+    run.barrier()
+    everyone = [np.load(file) for file in sorted(run.folder.glob(f"{name}-*.npy"))]
+    masks = np.concatenate(everyone) != 0
+    return masks[np.lexsort(masks.T)], training.model.get_weights()
+
+
+def _differ_and_repeat(run: Run, dropout) -> None:
+    masks, weights = _masks(run, "first", dropout)
+    assert len(masks) == 2 * EVEN_ROWS
+    assert len(np.unique(masks, axis=0)) == len(masks), "Two rows were given the same mask."
+    assert 0.45 < masks.mean() < 0.55
+    again, weights_again = _masks(run, "again", dropout)
+    np.testing.assert_array_equal(masks, again)
+    for weight, weight_again in zip(weights, weights_again):
+        np.testing.assert_allclose(weight, weight_again, atol=1e-6)
+
+
+@claim(core=True)
+def masks_differ_and_repeat(run: Run):
+    _differ_and_repeat(run, lambda: keras.layers.Dropout(0.5))
+
+
+@claim()
+def masks_with_a_seed_of_their_own_differ_and_repeat(run: Run):
+    _differ_and_repeat(run, lambda: keras.layers.Dropout(0.5, seed=7))
+
+
+@claim()
+def masks_from_the_global_seed_differ_and_repeat(run: Run):
+    _differ_and_repeat(run, GlobalSeedDropout)
+
+
+@claim()
+def a_global_seed_drawn_from_before_the_scope_works(run: Run):
+    """A random number drawn first creates Keras' global generator outside the strategy."""
+    masks, _ = _masks(run, "masks", GlobalSeedDropout, lambda: keras.random.uniform((1,)))
+    assert len(np.unique(masks, axis=0)) == 2 * EVEN_ROWS, "Two rows were given the same mask."
+
+
+@claim()
+def masks_differ_in_a_custom_loop(run: Run):
+    strategy = run.strategy or tf.distribute.get_strategy()
+    with run.scope():
+        layer = keras.layers.Dropout(0.5)
+
+    @tf.function
+    def step():
+        masks = strategy.run(lambda: layer(tf.ones((2, WIDTH)), training=True))
+        return strategy.gather(masks, axis=0)
+
+    masks = np.concatenate([step().numpy(), step().numpy()])
+    assert len(masks) == 4 * run.row.num_replicas
+    assert len(np.unique(masks, axis=0)) == len(masks), "Two rows were given the same mask."
+
+
+@claim()
+def nothing_is_dropped_in_evaluation(run: Run):
+    with run.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dropout(0.5)])
+        model.compile(loss="mse")
+    ones = np.ones((5, WIDTH), "float32")
+    np.testing.assert_array_equal(model.predict(ones, verbose=0), ones)

@@ -1,0 +1,222 @@
+"""However the rows come, `fit`, `evaluate` and `predict` see each of them once."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.conformance.case import Run, case
+from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, momentum_sgd, numbered, tiny_data
+
+
+@case(core=True)
+def even_batches(run: Run):
+    return run.train(rows=EVEN_ROWS).results()
+
+
+@case(core=True)
+def last_batch_of_one_row(run: Run):
+    return run.train(rows=BATCH + 1).results()
+
+
+@case()
+def every_batch_of_one_row(run: Run):
+    return run.train(rows=3, batch_size=1).results()
+
+
+@case()
+def shuffled_arrays(run: Run):
+    return run.train(shuffle=True).results()
+
+
+@case(core=True)
+def sample_weight(run: Run):
+    return run.train(sample_weight=_row_weights(UNEVEN_ROWS)).results()
+
+
+@case()
+def class_weight(run: Run):
+    return run.train(class_weight={0: 0.2, 1: 1.0, 2: 3.0}).results()
+
+
+@case()
+def validation_data(run: Run):
+    return run.train(validation_data=tiny_data(BATCH + 1, seed=1)).results()
+
+
+@case()
+def validation_data_with_sample_weight(run: Run):
+    data = (*tiny_data(BATCH + 1, seed=1), _row_weights(BATCH + 1))
+    return run.train(validation_data=data, validation_batch_size=5).results()
+
+
+@case()
+def validation_split(run: Run):
+    return run.train(validation_split=0.3).results()
+
+
+@case(core=True)
+def steps_per_execution(run: Run):
+    """Four batches of 12 and one of 5, three at a time: the last execution has two."""
+    return _with_compile(run, steps_per_execution=3, rows=4 * BATCH + 5)
+
+
+@case()
+def steps_per_execution_in_evaluate_and_predict(run: Run):
+    training = run.train(compile_options=lambda: _compiled(steps_per_execution=2))
+    return {**training.results(), **_evaluate_and_predict(training.model)}
+
+
+@case()
+def steps_per_epoch(run: Run):
+    dataset = _dataset(UNEVEN_ROWS).repeat()
+    return run.train(data=None, x=dataset, steps_per_epoch=4).results()
+
+
+@case()
+def steps_per_epoch_of_arrays(run: Run):
+    return run.train(steps_per_epoch=2).results()
+
+
+@case(core=True)
+def python_generator(run: Run):
+    """Every batch of a generator is used once: none is lost by looking at its shape."""
+    x, y = tiny_data(4 * BATCH)
+
+    def batches():
+        for start in range(0, len(x), 8):
+            yield x[start : start + 8], y[start : start + 8]
+
+    return run.train(data=None, x=batches(), steps_per_epoch=3).results()
+
+
+@case()
+def python_generator_of_uneven_batches(run: Run):
+    x, y = tiny_data(30)
+
+    def batches():
+        for start, stop in [(0, 7), (7, 8), (8, 20), (20, 30)]:
+            yield x[start:stop], y[start:stop]
+
+    return run.train(data=None, x=batches(), epochs=1).results()
+
+
+@case()
+def unknown_cardinality(run: Run):
+    dataset = _dataset(UNEVEN_ROWS).filter(lambda x, y: tf.shape(x)[0] > 0)
+    return run.train(data=None, x=dataset).results()
+
+
+@case()
+def batches_of_unknown_size(run: Run):
+    """A dataset that hides how many rows a batch has, and changes it."""
+    x, y = tiny_data(30)
+    pieces = [(x[a:b], y[a:b]) for a, b in [(0, 7), (7, 8), (8, 20), (20, 30)]]
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(pieces),
+        output_signature=(
+            tf.TensorSpec((None, 6), tf.float32),
+            tf.TensorSpec((None,), tf.int64),
+        ),
+    )
+    return run.train(data=None, x=dataset).results()
+
+
+@case()
+def dataset_for_validation(run: Run):
+    return run.train(validation_data=_dataset(BATCH + 1)).results()
+
+
+class Batches(keras.utils.PyDataset):
+    """Arrays as a PyDataset."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self._x, self._y = tiny_data(rows)
+
+    def __len__(self) -> int:
+        return -(-len(self._x) // BATCH)
+
+    def __getitem__(self, index: int):
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self._x[part], self._y[part]
+
+
+@case()
+def py_dataset(run: Run):
+    return run.train(data=None, x=Batches(UNEVEN_ROWS)).results()
+
+
+@case()
+def run_eagerly(run: Run):
+    return _with_compile(run, run_eagerly=True, epochs=1)
+
+
+@case(core=True)
+def evaluate_and_predict_without_fit(run: Run):
+    keras.utils.set_random_seed(1)
+    model = _untrained(run)
+    return _evaluate_and_predict(model)
+
+
+@case()
+def evaluate_with_sample_weight(run: Run):
+    model = _untrained(run)
+    x, y = tiny_data(UNEVEN_ROWS)
+    evaluated = model.evaluate(x, y, BATCH, verbose=0, sample_weight=_row_weights(UNEVEN_ROWS))
+    return numbered("evaluate", evaluated)
+
+
+@case()
+def predict_fewer_rows_than_replicas(run: Run):
+    model = _untrained(run)
+    return {"predict": model.predict(tiny_data(1)[0], verbose=0)}
+
+
+@case()
+def predict_a_dataset_of_unknown_cardinality(run: Run):
+    dataset = _dataset(UNEVEN_ROWS).map(lambda x, y: x).filter(lambda x: True)
+    return {"predict": _untrained(run).predict(dataset, verbose=0)}
+
+
+@case()
+def fit_again_with_another_batch_size(run: Run):
+    training = run.train()
+    x, y = tiny_data(20, seed=2)
+    training.extra = training.model.fit(x, y, batch_size=7, shuffle=False, verbose=0).history
+    return training.results()
+
+
+def _row_weights(rows: int) -> np.ndarray:
+    return np.random.default_rng(3).uniform(0, 2, rows).astype("float32")
+
+
+def _dataset(rows: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(BATCH)
+
+
+def _compiled(**options) -> dict:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {"loss": loss, "metrics": ["accuracy"], **options}
+
+
+def _with_compile(run: Run, rows: int = UNEVEN_ROWS, epochs: int = 2, **options) -> dict:
+    compile_options = lambda: _compiled(**options)  # noqa: E731
+    return run.train(compile_options=compile_options, rows=rows, epochs=epochs).results()
+
+
+def _untrained(run: Run) -> keras.Model:
+    from tests.conformance.models import MODELS
+
+    keras.utils.set_random_seed(1)
+    with run.scope():
+        model = MODELS["mlp"].build()
+        model.compile(optimizer=momentum_sgd(), **_compiled())
+    return model
+
+
+def _evaluate_and_predict(model: keras.Model) -> dict:
+    x, y = tiny_data(UNEVEN_ROWS)
+    return {
+        **numbered("evaluate", model.evaluate(x, y, batch_size=BATCH, verbose=0)),
+        "predict": model.predict(x, batch_size=BATCH, verbose=0),
+    }

@@ -1,0 +1,147 @@
+"""Whatever a loss divides by, it divides by it once for the whole global batch."""
+
+import keras
+import numpy as np
+
+from tests.conformance.case import Run, case
+from tests.conformance.models import MODELS
+from tests.helpers import UNEVEN_ROWS
+
+
+def _options(reduction: str) -> dict:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    return {"loss": loss, "metrics": ["accuracy"]}
+
+
+def _weights() -> np.ndarray:
+    return np.linspace(0, 2, UNEVEN_ROWS, dtype="float32")
+
+
+def _gentle_sgd() -> keras.Optimizer:
+    return keras.optimizers.SGD(0.01)  # a sum over rows is twelve times a mean
+
+
+@case()
+def reduction_sum(run: Run):
+    return run.train(compile_options=lambda: _options("sum"), optimizer=_gentle_sgd).results()
+
+
+@case()
+def reduction_sum_with_sample_weight(run: Run):
+    return run.train(
+        compile_options=lambda: _options("sum"), optimizer=_gentle_sgd, sample_weight=_weights()
+    ).results()
+
+
+@case()
+def mean_with_sample_weight(run: Run):
+    """Divides by the sum of the weights of all rows, not by that of a replica's rows."""
+    return run.train(
+        compile_options=lambda: _options("mean_with_sample_weight"), sample_weight=_weights()
+    ).results()
+
+
+@case()
+def mean_with_sample_weight_without_weights(run: Run):
+    return run.train(compile_options=lambda: _options("mean_with_sample_weight")).results()
+
+
+@case()
+def sum_next_to_mean(run: Run):
+    """Two outputs: one loss is a sum over rows, the other a mean."""
+
+    def options():
+        summed = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        return {"loss": {"class": summed, "value": "mse"}}
+
+    return run.train(
+        "dict_inputs_and_outputs", compile_options=options, optimizer=_gentle_sgd
+    ).results()
+
+
+@case()
+def sum_with_regularizer(run: Run):
+    return run.train(
+        "regularized", compile_options=lambda: _options("sum"), optimizer=_gentle_sgd
+    ).results()
+
+
+@case()
+def masked_sequence(run: Run):
+    """A mean over the steps that are not masked: replicas hold different numbers of them."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                keras.layers.Embedding(20, 4, mask_zero=True),
+                keras.layers.LSTM(4, return_sequences=True),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    def data(rows):
+        tokens, _ = MODELS["masking"].data(rows)
+        return tokens, tokens % 3
+
+    return run.train(build=build, data=data).results()
+
+
+class WithComputeLoss(keras.Model):
+    """Keras' guide: `compute_loss` overridden with a mean over rows and the model's losses."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = keras.ops.mean(keras.ops.square(y_pred - y))
+        return loss + sum(self.losses)
+
+
+@case()
+def overridden_compute_loss(run: Run):
+    def build():
+        x = keras.Input((6,))
+        hidden = keras.layers.Dense(5, "tanh", kernel_regularizer="l2")(x)
+        return WithComputeLoss(x, keras.layers.Dense(2)(hidden))
+
+    return run.train("values", build=build, compile_options=lambda: {"metrics": ["mae"]}).results()
+
+
+@case()
+def extended_compute_loss(run: Run):
+    """`compute_loss` that adds to what Keras computes."""
+
+    class Model(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            usual = super().compute_loss(x, y, y_pred, sample_weight, training)
+            return usual + 0.1 * keras.ops.mean(keras.ops.abs(y_pred))
+
+    def build():
+        x = keras.Input((6,))
+        return Model(x, keras.layers.Dense(2)(keras.layers.Dense(5, "tanh")(x)))
+
+    return run.train("values", build=build).results()
+
+
+@case()
+def function_as_loss(run: Run):
+    """A plain function that gives one number per row."""
+
+    def options():
+        return {"loss": lambda y, p: keras.ops.mean(keras.ops.square(y - p), axis=-1)}
+
+    return run.train("values", compile_options=options).results()
+
+
+@case()
+def activity_regularizer(run: Run):
+    """Keras 3 sums it over the rows of the batch."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(5, "tanh", activity_regularizer=keras.regularizers.L2(0.01)),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    return run.train(build=build).results()

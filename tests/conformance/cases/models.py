@@ -1,0 +1,27 @@
+"""Every model trains, evaluates and predicts as on one device, with an uneven last batch."""
+
+from tests.conformance.case import Run, add_case
+from tests.conformance.models import MODELS
+from tests.helpers import BATCH, UNEVEN_ROWS, numbered
+
+import keras
+
+
+def _train_evaluate_predict(run: Run, model: str) -> dict:
+    training = run.train(model)
+    x, y = MODELS[model].data(UNEVEN_ROWS)
+    evaluated = training.model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    predicted = training.model.predict(x, batch_size=BATCH, verbose=0)
+    return {
+        **training.results(),
+        **{f"evaluate/{name}": value for name, value in evaluated.items()},
+        **numbered("predict", keras.tree.flatten(predicted)),
+    }
+
+
+for _name in MODELS:
+    add_case(
+        f"models.{_name}",
+        lambda run, name=_name: _train_evaluate_predict(run, name),
+        core=_name in ("mlp", "cnn", "embedding", "dict_inputs_and_outputs"),
+    )

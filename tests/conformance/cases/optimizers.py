@@ -1,0 +1,102 @@
+"""Every optimizer, and every option that looks at gradients, acts as on one device."""
+
+import keras
+import tensorflow as tf
+
+from tests.conformance.case import Run, add_case, case, claim
+from tests.helpers import BATCH
+
+optimizers = keras.optimizers
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.1),
+    "adam": lambda: optimizers.Adam(0.01),
+    "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "lion": lambda: optimizers.Lion(0.001),
+    "rmsprop": lambda: optimizers.RMSprop(0.01),
+    "exponential_decay": lambda: optimizers.SGD(
+        optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
+    ),
+    "cosine_decay": lambda: optimizers.Adam(
+        optimizers.schedules.CosineDecay(0.01, decay_steps=5, warmup_target=0.02, warmup_steps=2)
+    ),
+    "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.05),
+    "global_clipnorm": lambda: optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.5, clipvalue=0.01),
+    "gradient_accumulation": lambda: optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=2
+    ),
+    "gradient_accumulation_with_clipnorm": lambda: optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, global_clipnorm=0.05
+    ),
+    "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    "ema_overwrite": lambda: optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "loss_scale_factor": lambda: optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0),
+}
+CORE = ("adam", "global_clipnorm", "gradient_accumulation", "ema_overwrite")
+
+for _name, _make in OPTIMIZERS.items():
+    add_case(
+        f"optimizers.{_name}",
+        lambda run, make=_make: run.train(optimizer=make).results(),
+        core=_name in CORE,
+    )
+
+
+@case()
+def adam_on_an_embedding(run: Run):
+    return run.train("embedding", optimizer=lambda: optimizers.Adam(0.01)).results()
+
+
+@case()
+def clipnorm_on_an_embedding(run: Run):
+    return run.train("embedding", optimizer=lambda: optimizers.SGD(0.5, clipnorm=0.02)).results()
+
+
+@case()
+def gradient_accumulation_on_an_embedding(run: Run):
+    return run.train("embedding", optimizer=OPTIMIZERS["gradient_accumulation"]).results()
+
+
+@case()
+def steps_per_execution_with_accumulation_and_clipping(run: Run):
+    def options():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return {"loss": loss, "metrics": ["accuracy"], "steps_per_execution": 3}
+
+    return run.train(
+        rows=4 * BATCH + 5,
+        compile_options=options,
+        optimizer=OPTIMIZERS["gradient_accumulation_with_clipnorm"],
+    ).results()
+
+
+@case()
+def frozen_weights(run: Run):
+    """A frozen layer and, as on one device, no gradient for what the loss does not reach."""
+
+    def build():
+        from tests.helpers import tiny_model
+
+        model = tiny_model()
+        model.layers[0].trainable = False
+        return model
+
+    return run.train(build=build).results()
+
+
+@claim()
+def sparse_gradients_stay_sparse(run: Run):
+    """An embedding's gradient arrives at the optimizer as rows, not as the whole table."""
+    seen = {}
+
+    class Watching(optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            seen.setdefault(tuple(variable.shape), type(gradient))
+            super().update_step(gradient, variable, learning_rate)
+
+    run.train("embedding", optimizer=lambda: Watching(0.1), epochs=1)
+    assert issubclass(seen[20, 4], tf.IndexedSlices), seen
+    assert not issubclass(seen[4, 3], tf.IndexedSlices), seen

@@ -1,0 +1,151 @@
+"""The command line: `tfparallel launch --standalone --workers 2 train.py`.
+
+Imports no TensorFlow, so that mistakes on the command line show at once.
+"""
+
+import argparse
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
+from tfparallel.launch.processes import WorkerCommand, run_processes
+from tfparallel.launch.roles import WORKER, plan_processes
+from tfparallel.version import __version__
+
+_DEFAULT_GRACE_S = 10.0
+
+_NOT_STANDALONE = """\
+launch starts all workers on this machine and expects --standalone. Received: no --standalone.
+  Workers on this machine: tfparallel launch --standalone --workers 2 train.py (options of launch \
+stand before the script)
+  Workers on several hosts: run `python train.py` on each, with TF_CONFIG set by you or by the \
+scheduler (docs/launch.md)."""
+
+_TF_CONFIG_IS_SET = """\
+--standalone starts a cluster of its own and expects no TF_CONFIG. Received: TF_CONFIG={}
+  To join the cluster that TF_CONFIG describes: python train.py
+  To start another one: env --unset=TF_CONFIG tfparallel launch --standalone ..."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments without the program's name; those of this process by default.
+
+    Returns:
+        The exit status: of the first worker that failed (128 + n if killed by signal n), 128 + n
+        if signal n stopped the launcher, 0 otherwise. Mistakes in `argv` exit with 2.
+    """
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    _check_launch(args)
+    try:
+        return _launch(args)
+    except KeyboardInterrupt:  # all workers are gone, but the reader of our output is stuck
+        return 130
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfparallel", description="Distribution strategies for Keras 3 on TensorFlow."
+    )
+    parser.add_argument("--version", action="version", version=f"tfparallel {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    launch = commands.add_parser(
+        "launch",
+        help="start the workers of a training script",
+        usage="tfparallel launch --standalone --workers N [options] [-m] SCRIPT [ARGUMENT ...]",
+        description="Start N workers of a training script on this machine, as one cluster.",
+        epilog="Everything after SCRIPT belongs to the script.",
+        allow_abbrev=False,
+    )
+    launch.set_defaults(error=launch.error)
+    launch.add_argument(
+        "--standalone", action="store_true", help="all workers on this machine, TF_CONFIG made here"
+    )
+    launch.add_argument("--workers", type=_positive_int, metavar="N", help="how many workers")
+    launch.add_argument(
+        "--devices-per-worker",
+        type=_positive_int,
+        metavar="D",
+        help="logical CPU devices in each worker (default: left to the script)",
+    )
+    launch.add_argument(
+        "--grace-seconds",
+        type=_non_negative_float,
+        metavar="S",
+        default=_DEFAULT_GRACE_S,
+        help="time between SIGTERM and SIGKILL when workers are stopped (default: %(default)g)",
+    )
+    launch.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
+    )
+    launch.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    launch.add_argument("script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _check_launch(args: argparse.Namespace) -> None:
+    """Exit with status 2 and a message if the job cannot start."""
+    if not args.standalone:
+        args.error(_NOT_STANDALONE)
+    if args.workers is None:
+        args.error("--standalone expects the number of workers. Received: none. Add --workers 2.")
+    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        args.error(_TF_CONFIG_IS_SET.format(os.environ["TF_CONFIG"]))
+    if sys.platform != "linux":
+        args.error(
+            "launch expects Linux, whose kernel ends the workers of a launcher that dies. "
+            f"Received: {sys.platform}. Set TF_CONFIG and run the script once per worker."
+        )
+    if args.is_module and not _module_exists(args.script):
+        args.error(f"-m expects a module that can be imported. Received: {args.script!r}.")
+    if not args.is_module and not Path(args.script).is_file():
+        args.error(
+            f"SCRIPT must be a file. Received: {args.script!r}, which is not one in {os.getcwd()}. "
+            "For a module, put -m before it."
+        )
+
+
+def _launch(args: argparse.Namespace) -> int:
+    what = ["-m", args.script] if args.is_module else [args.script]
+    argv = (sys.executable, *what, *args.script_args)
+    with reserved_addresses(args.workers) as addresses:
+        plan = plan_processes(
+            {WORKER: addresses},
+            {**os.environ, **REUSE_PORT_ENV},
+            num_cores=len(os.sched_getaffinity(0)),
+            devices_per_worker=args.devices_per_worker,
+        )
+        commands = [WorkerCommand(process.label, argv, process.env) for process in plan]
+        return run_processes(commands, grace_s=args.grace_seconds)
+
+
+def _module_exists(name: str) -> bool:
+    """Whether the top level of `name` can be found; deeper, looking would import it."""
+    top_level = name.partition(".")[0]
+    # python -m looks in the current directory first, whatever sys.path is here.
+    if importlib.machinery.PathFinder.find_spec(top_level, [os.getcwd()]) is not None:
+        return True
+    return any(finder.find_spec(top_level, None) is not None for finder in sys.meta_path)
+
+
+def _positive_int(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected an integer from 1. Received: {text!r}.")
+    return int(text)
+
+
+def _non_negative_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more. Received: {text!r}.")
+    return value

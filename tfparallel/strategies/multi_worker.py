@@ -1,0 +1,207 @@
+"""Data parallel over several processes or hosts: each holds all variables, gradients are all-reduced."""
+
+import contextlib
+import itertools
+
+import keras
+import tensorflow as tf
+
+from tfparallel.cluster import read_tf_config
+from tfparallel.communication.agreement import Agreement, DisagreementError
+from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
+from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
+from tfparallel.strategies.worker_files import keep_files_of_other_workers_apart
+from tfparallel.tf_internals import (
+    CollectiveAllReduceExtended,
+    PerReplica,
+    ReduceOp,
+    owner_of_new_variable,
+)
+
+_KEYS_PER_STRATEGY = 100_000  # collective group keys: strategies of one process must not share them
+_strategy_numbers = itertools.count()
+
+
+class MultiWorkerMirroredStrategy(KerasStrategy):
+    """Synchronous data parallelism over the workers of a cluster.
+
+    Drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. The batch size of `fit` is global.
+    Every worker runs the same script with the same data and keeps the rows of its replicas; with
+    `tf.data.Options.experimental_distribute.auto_shard_policy` FILE or DATA it reads only its shard.
+
+    Args:
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads `TF_CONFIG`.
+        communication_options: a `tf.distribute.experimental.CommunicationOptions`.
+
+    Raises:
+        ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
+    """
+
+    _collective_key_base = 0
+
+    def __init__(self, cluster_resolver=None, communication_options=None):
+        if cluster_resolver is None and (cluster := read_tf_config()) is not None:
+            cluster_resolver = cluster.cluster_resolver()
+        if communication_options is None:
+            communication_options = tf.distribute.experimental.CommunicationOptions()
+        self._number = next(_strategy_numbers)
+        self._collective_key_base = _KEYS_PER_STRATEGY * self._number
+        super().__init__(MultiWorkerExtended(self, cluster_resolver, communication_options))
+
+    @property
+    def cluster_resolver(self):
+        """The cluster resolver of this strategy."""
+        return self.extended._cluster_resolver
+
+
+class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
+    """`CollectiveAllReduceExtended` whose workers agree on each step before a collective can hang."""
+
+    _server_started = False  # of the process: TensorFlow starts one server in it
+
+    def __init__(self, container_strategy, cluster_resolver, communication_options):
+        self._std_server_started = MultiWorkerExtended._server_started
+        super().__init__(container_strategy, cluster_resolver, communication_options)
+        MultiWorkerExtended._server_started = self._num_workers > 1
+        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
+            for launcher in cross_device_ops._launchers:
+                # Keys fixed when tracing: those drawn at call time cannot enter `tf.while_loop`.
+                launcher._use_unique_instance_key = lambda: False
+        self._agreement = Agreement(
+            str(container_strategy._number), self._id_in_cluster, self._num_workers
+        )
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        devices, device_type = super()._initialize_local_devices(cluster_resolver, worker_device)
+        if device_type == "CPU":  # all logical ones: the stock strategy takes only the first
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            num_devices = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
+        return devices, device_type
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator, **kwargs):
+        if self._num_workers > 1:
+            owner = owner_of_new_variable()
+            name = f"{getattr(owner, 'name', None) or type(owner).__name__}/{kwargs.get('name')}"
+            shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+            self._agreement.require_equal(
+                "create a variable", [name, str(shape), str(dtype and tf.as_dtype(dtype).name)]
+            )
+        return super()._create_variable(next_creator, **kwargs)
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    def _keras_dataset(self, dataset, frame):
+        if self._num_workers == 1:
+            return dataset
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        cardinality = int(dataset.cardinality())
+        self._agreement.require_equal(
+            f"call {frame.f_code.co_name}",
+            {
+                "batches": "unknown" if cardinality < -1 else cardinality,
+                "element_spec": str(dataset.element_spec),
+                "auto_shard_policy": policy.name,
+                "variables": [[v.path, list(v.shape)] for v in frame.f_locals["self"].variables],
+            },
+        )
+        if not self._is_chief:
+            keep_files_of_other_workers_apart(frame.f_locals.get("callbacks"))
+        if policy.name in ("FILE", "DATA"):
+            strategy = self._container_strategy()
+            local = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
+            return AgreedBatches(local, self._agreement, self._as_per_replica)
+        if cardinality < 0 and cardinality != tf.data.INFINITE_CARDINALITY:
+            return AgreedBatches(dataset, self._agreement, lambda batch: batch)
+        return dataset
+
+    def _as_per_replica(self, batch):
+        """A batch that is this worker's already, also where it has one replica only."""
+        return keras.tree.map_structure(
+            lambda leaf: leaf if isinstance(leaf, PerReplica) else PerReplica([leaf]), batch
+        )
+
+    # ---- across workers --------------------------------------------------------------------------
+
+    @property
+    def _host_device(self) -> str:
+        return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
+
+    def _sum_across_workers(self, tensor):
+        return self._sum_list_across_workers([tensor])[0]
+
+    def _sum_list_across_workers(self, tensors: list) -> list:
+        """Sums of the workers' tensors, in one all-reduce for each dtype."""
+        if self._num_workers == 1:
+            return tensors
+        sums: list = [None] * len(tensors)
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in chosen], 0)
+            flat = self._host_sum(flat)
+            parts = tf.split(flat, [tf.size(tensors[i]) for i in chosen])
+            for i, part in zip(chosen, parts):
+                sums[i] = tf.reshape(part, tf.shape(tensors[i]))
+        return sums
+
+    def _host_sum(self, tensor):
+        with tf.device(self._host_device):
+            tensor = tf.identity(tensor)
+            reduced = self._host_cross_device_ops.reduce(ReduceOp.SUM, tensor, self._host_device)
+        return self._local_results(reduced)[0]
+
+    def _gather_rows(self, rows):
+        if self._num_workers == 1:
+            return rows
+        if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
+            raise NotImplementedError(
+                "predict over several workers gathers dense tensors. Received: "
+                f"{type(rows).__name__}. Predict in one process, or return `to_tensor()`."
+            )
+        if tf.executing_eagerly():
+            return tf.function(self._gather_rows)(rows)
+        scalar = rows.shape.rank == 0
+        launcher = self._host_cross_device_ops._launchers[0]
+        return launcher.all_gather(rows[tf.newaxis] if scalar else rows, axis=0)
+
+    @contextlib.contextmanager
+    def _metrics_read_together(self, metrics):
+        """Reads all metric variables in one all-reduce instead of one for each."""
+        variables = [v._value for metric in metrics for v in metric.variables]
+        variables = [v for v in variables if isinstance(v, MetricVariable)]
+        if self._num_workers == 1 or not variables:
+            yield
+            return
+        local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
+        sums = self._sum_list_across_workers(local)
+        with prefetched_metrics({id(v): value for v, value in zip(variables, sums)}):
+            yield
+
+
+class AgreedBatches:
+    """Batches of a dataset whose length is not known, or differs by worker, checked batch by batch.
+
+    Iterates in Python: one announcement a batch is the price of an error instead of a hang.
+    """
+
+    def __init__(self, dataset, agreement: Agreement, convert):
+        self._dataset, self._agreement, self._convert = dataset, agreement, convert
+
+    def __iter__(self):
+        end = object()
+        iterator = iter(self._dataset)
+        for number in itertools.count():
+            batch = next(iterator, end)
+            have = self._agreement.exchange("read a batch", batch is not end)
+            if not any(have):
+                return
+            if not all(have):
+                ranks = [rank for rank, has in enumerate(have) if not has]
+                raise DisagreementError(
+                    "All workers must have the same number of batches. Received: the data of "
+                    f"rank {', '.join(map(str, ranks))} ended after {number} batches, the others "
+                    f"have more. (Rank {self._agreement._rank} is speaking.)"
+                )
+            yield self._convert(batch)
