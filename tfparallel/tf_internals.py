@@ -7,6 +7,7 @@ file to change.
 import inspect
 import sys
 from types import FrameType
+from typing import NamedTuple
 
 # Keras keeps the name scopes that are open, with the object that opened each, in its global state.
 # It is how a variable under creation finds the layer, metric or optimizer that owns it.
@@ -21,6 +22,9 @@ from keras.src.metrics import reduction_metrics
 # The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+# Tells a `tf.data.Dataset` of the user from one that Keras made of arrays, with options of its own.
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
 from tensorflow.python.distribute import (
@@ -32,6 +36,7 @@ from tensorflow.python.distribute import (
     mirrored_strategy,
     numpy_dataset,
     reduce_util,
+    tpu_strategy,
     values,
     values_util,
 )
@@ -41,6 +46,7 @@ from tensorflow.python.eager import context, record
 
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+TPUExtended = tpu_strategy.TPUExtended
 ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
 DistributedValues = values.DistributedValues
 DistributedVariable = values.DistributedVariable
@@ -63,7 +69,9 @@ __all__ = [
     "ReductionToOneDevice",
     "Sum",
     "SyncOnReadVariable",
-    "calling_trainer_frame",
+    "TPUExtended",
+    "TrainerCall",
+    "calling_trainer",
     "context",
     "device_util",
     "distribute_lib",
@@ -85,33 +93,50 @@ def owner_of_new_variable():
     return stack[-1].caller if stack else None
 
 
-def calling_trainer_frame() -> FrameType | None:
-    """The frame of the `Model.fit`, `evaluate` or `predict` that is preparing its data, if one is.
+class TrainerCall(NamedTuple):
+    """The call of `Model.fit`, `evaluate` or `predict` that is preparing its data."""
 
-    Keras hands a strategy the dataset but not the model. The model's checks and the callbacks'
-    files need it before the first step, so it is read from the stack, which is always
-    `fit -> TFEpochIterator.__init__ -> strategy.experimental_distribute_dataset`.
+    method: str
+    model: keras_trainer.TensorFlowTrainer
+    callbacks: object
+    is_dataset_of_user: bool  # a `tf.data.Dataset`, with the options its author chose
+
+
+def calling_trainer() -> TrainerCall | None:
+    """The call of a Keras trainer that hands its dataset to the strategy, if that is the caller.
+
+    Keras hands over the dataset but not the model. The model's checks and the callbacks' files need
+    it before the first step, so it is read from the stack, which is always
+    `fit -> TFEpochIterator.__init__ -> strategy.experimental_distribute_dataset -> here`.
     """
     frame: FrameType | None = sys._getframe(2)
     if frame is None or frame.f_code is not keras_trainer.TFEpochIterator.__init__.__code__:
         return None
+    adapter = frame.f_locals["self"].data_adapter
     while (frame := frame.f_back) is not None:
-        if isinstance(frame.f_locals.get("self"), keras_trainer.TensorFlowTrainer):
-            return frame
+        model = frame.f_locals.get("self")
+        if isinstance(model, keras_trainer.TensorFlowTrainer):
+            return TrainerCall(
+                frame.f_code.co_name,
+                model,
+                frame.f_locals.get("callbacks"),
+                isinstance(adapter, TFDatasetAdapter),
+            )
     return None
 
 
 def is_predict_step(fn) -> bool:
     """Whether `fn` is the function that `Model.predict` passes to `Strategy.run`."""
     wrapped = inspect.unwrap(fn)
-    return getattr(wrapped, "__qualname__", "").startswith("TensorFlowTrainer.make_predict_function")
+    name = getattr(wrapped, "__qualname__", "")
+    return name.startswith("TensorFlowTrainer.make_predict_function")
 
 
 def is_keras_step(fn) -> bool:
     """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
-    model = getattr(fn, "__self__", None)
-    name = getattr(fn, "__name__", "")
-    return isinstance(model, keras_trainer.TensorFlowTrainer) and name in ("train_step", "test_step")
+    if getattr(fn, "__name__", "") not in ("train_step", "test_step"):
+        return False
+    return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
 
 
 def uses_stock_train_step(model) -> bool:

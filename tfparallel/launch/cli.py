@@ -104,7 +104,10 @@ def _check_launch(args: argparse.Namespace) -> None:
             f"Received: {sys.platform}. Set TF_CONFIG and run the script once per worker."
         )
     if args.is_module and not _module_exists(args.script):
-        args.error(f"-m expects a module that can be imported. Received: {args.script!r}.")
+        args.error(
+            f"-m expects a module that can be imported. Received: {args.script!r}. "
+            "For a file, leave -m out."
+        )
     if not args.is_module and not Path(args.script).is_file():
         args.error(
             f"SCRIPT must be a file. Received: {args.script!r}, which is not one in {os.getcwd()}. "
@@ -128,6 +131,8 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _module_exists(name: str) -> bool:
     """Whether the top level of `name` can be found; deeper, looking would import it."""
+    if Path(name).is_file() or not all(part.isidentifier() for part in name.split(".")):
+        return False
     top_level = name.partition(".")[0]
     # python -m looks in the current directory first, whatever sys.path is here.
     if importlib.machinery.PathFinder.find_spec(top_level, [os.getcwd()]) is not None:

@@ -33,6 +33,10 @@ _DIE_WITH_LAUNCHER = str(Path(__file__).with_name("die_with_launcher.py"))
 # How long output may take to end after every process that we know of is dead.
 _DRAIN_S = 1.0
 
+# A Ctrl-C that comes this long into the stopping is a person's second. Sooner, it is the first one
+# twice: `timeout` signals its command and then the command's group. Other signals never hurry.
+_IMPATIENCE_S = 0.5
+
 
 @dataclass(frozen=True)
 class WorkerCommand:
@@ -64,7 +68,7 @@ def run_processes(
     Args:
         commands: what to run; the position in this list is the rank.
         grace_s: how long processes may take to end after SIGTERM; 10 s, as for `docker stop`. A
-            second signal to the launcher cuts it short.
+            second Ctrl-C cuts it short.
         stdout, stderr: where labelled output goes; by default this process's own.
 
     Returns:
@@ -162,9 +166,9 @@ class _Group:
                 stdout_relay=self._relay(rank, process.stdout, self._outbox.stdout),
                 stderr_relay=self._relay(rank, process.stderr, self._outbox.stderr),
             )
-            self._workers.append(worker)
             for thread in worker.threads:
                 thread.start()
+            self._workers.append(worker)
 
     def _relay(self, rank: int, pipe: IO[bytes] | None, stream: ByteStream) -> Relay:
         assert pipe is not None
@@ -199,7 +203,8 @@ class _Group:
         """End every process group: SIGTERM, then SIGKILL to what is left after `grace_s`."""
         self._signal_groups(signal.SIGTERM)
         self._terminate_marked_outside_groups()
-        deadline_s = time.monotonic() + grace_s
+        start_s = time.monotonic()
+        deadline_s = start_s + grace_s
         while not self._is_over():
             try:
                 event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
@@ -207,8 +212,8 @@ class _Group:
                 if marked_pids(self._mark):  # else it is the reader of our output that is late
                     self._note(f"some still run after {grace_s:g} s; killing them")
                 break
-            if isinstance(event, _Signalled):
-                break  # the second one: no more patience
+            if event == _Signalled(signal.SIGINT) and time.monotonic() > start_s + _IMPATIENCE_S:
+                break
             self._record(event)
         # Also when all workers have ended: a child without our pipes may be there still.
         self._signal_groups(signal.SIGKILL)

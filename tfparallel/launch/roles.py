@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tfparallel.cluster import ClusterConfig
 
-# Read when tfparallel is imported, before TensorFlow opens its devices.
+# How many logical CPU devices a worker is to open. Only set here: opening is TensorFlow's business.
 LOGICAL_CPUS_VARIABLE = "TFPARALLEL_LOGICAL_CPUS"
 
 # A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until

@@ -9,17 +9,22 @@ The decisions, and the method that takes each:
 5. how a variable is updated     `ReplicatedExtended._replica_ctx_update`, `variables.py`
 """
 
+import collections
 import contextlib
+import functools
+import itertools
 import sys
 
+import keras
 import tensorflow as tf
 
 from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import current_replica_step, run_keras_step, run_predict_step
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
+from tfparallel.strategies.seed_hooks import hook_seed_generator
 from tfparallel.strategies.variables import (
+    MetricVariable,
     ReplicatedVariable,
-    class_of,
     is_statistics,
     mark_owner,
 )
@@ -28,7 +33,8 @@ from tfparallel.tf_internals import (
     DistributedValues,
     ReduceOp,
     ReductionToOneDevice,
-    calling_trainer_frame,
+    TrainerCall,
+    calling_trainer,
     device_util,
     distribute_lib,
     distribute_utils,
@@ -40,6 +46,9 @@ from tfparallel.tf_internals import (
     record,
 )
 
+_KEYS_PER_STRATEGY = 100_000
+_strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertools.count)
+
 
 class KerasStrategy(tf.distribute.Strategy):
     """A `tf.distribute.Strategy` that trains an unmodified Keras 3 model as one device would.
@@ -48,9 +57,19 @@ class KerasStrategy(tf.distribute.Strategy):
     split it here. Every other call keeps the contract of `tf.distribute`.
     """
 
+    @functools.cached_property
+    def _collective_key_base(self) -> int:
+        """Where the keys of this strategy's collectives start: no two in a process share keys.
+
+        Numbered by class, so that a strategy that only some workers create shifts no one's keys.
+        """
+        return _KEYS_PER_STRATEGY * (next(_strategy_numbers[type(self)]) + 1)
+
     def run(self, fn, args=(), kwargs=None, options=None):
         """`tf.distribute.Strategy.run`; a Keras step gets and returns what it would on one device."""
-        if self.extended._num_replicas_in_sync == 1 or not (is_keras_step(fn) or is_predict_step(fn)):
+        if self.extended._num_replicas_in_sync == 1 or not (
+            is_keras_step(fn) or is_predict_step(fn)
+        ):
             return super().run(fn, args, kwargs, options)
         if is_predict_step(fn):
             return run_predict_step(self, fn, *args)
@@ -80,11 +99,11 @@ class KerasStrategy(tf.distribute.Strategy):
         Keras's own input path gets the dataset as it is: its batches are split inside the step, so
         any dataset works, of any batch size, known length or not.
         """
-        frame = calling_trainer_frame()
-        if frame is None:
+        call = calling_trainer()
+        if call is None:
             return super().experimental_distribute_dataset(dataset, options)
-        checks.check_model(self, frame.f_locals["self"])
-        return self.extended._keras_dataset(dataset, frame)
+        checks.check_model(self, call.model)
+        return self.extended._keras_dataset(dataset, call)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -101,14 +120,13 @@ class ReplicatedExtended:
 
     def _create_variable(self, next_creator, **kwargs):
         owner = owner_of_new_variable()
-        if isinstance(owner, BaseOptimizer):
-            hook_optimizer(owner, self._container_strategy())
+        hook_owner(owner, self._container_strategy())
         colocate_with = kwargs.pop("colocate_with", None)
         if isinstance(colocate_with, numpy_dataset.SingleDevice):
             with tf.device(colocate_with.device):
                 return next_creator(**kwargs)
         statistics = is_statistics(owner, kwargs)
-        variable_class = class_of(owner, kwargs.get("synchronization"), self._class_for(statistics))
+        variable_class = self._variable_class(kwargs.get("synchronization"), statistics)
         devices = self._variable_devices(variable_class)
 
         def create_copies(**kwargs):
@@ -117,7 +135,10 @@ class ReplicatedExtended:
             for i, device in enumerate(devices):
                 with tf.device(device), record.stop_recording():
                     kwargs["initial_value"] = self._get_variable_creator_initial_value(
-                        replica_id=i, device=device, primary_var=copies[0] if copies else None, **kwargs
+                        replica_id=i,
+                        device=device,
+                        primary_var=copies[0] if copies else None,
+                        **kwargs,
                     )
                     if i > 0:
                         kwargs["name"] = f"{name}/replica_{i}"
@@ -131,7 +152,9 @@ class ReplicatedExtended:
         mark_owner(variable, owner, statistics)
         return variable
 
-    def _class_for(self, statistics: bool) -> type:
+    def _variable_class(self, synchronization, statistics: bool) -> type:
+        if synchronization == tf.VariableSynchronization.ON_READ:
+            return MetricVariable
         return ReplicatedVariable if statistics else self._replicated_class
 
     def _variable_devices(self, variable_class: type):
@@ -164,8 +187,8 @@ class ReplicatedExtended:
     def _host_device(self) -> str:
         return device_util.canonicalize("/device:CPU:0", self._devices[0])
 
-    def _keras_dataset(self, dataset, frame):
-        del frame
+    def _keras_dataset(self, dataset, call: TrainerCall):
+        del call
         return dataset
 
     def _sum_across_workers(self, tensor):
@@ -203,6 +226,14 @@ class LocalExtended(ReplicatedExtended):
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         return self._local_reduction().batch_reduce(reduce_op, value_destination_pairs, options)
+
+
+def hook_owner(owner, strategy: tf.distribute.Strategy) -> None:
+    """Hooks the optimizer or seed generator that creates a variable under `strategy`."""
+    if isinstance(owner, BaseOptimizer):
+        hook_optimizer(owner, strategy)
+    elif isinstance(owner, keras.random.SeedGenerator):
+        hook_seed_generator(owner, strategy)
 
 
 def _has_virtual_gpus() -> bool:

@@ -23,8 +23,6 @@ class CentralStorageStrategy(KerasStrategy):
         ValueError: for devices that do not exist or are named twice.
     """
 
-    _collective_key_base = 0
-
     def __init__(self, compute_devices=None, parameter_device=None):
         compute_devices = check_devices(compute_devices, "compute_devices")
         check_devices(parameter_device, "parameter_device")

@@ -106,7 +106,9 @@ class Batch:
             if any(isinstance(leaf, PerReplica) for leaf in leaves):
                 self.parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
                 self.rows = [_num_rows(part) for part in self.parts]
-                total = extended._sum_across_workers(tf.add_n([tf.cast(n, tf.int32) for n in self.rows]))
+                total = extended._sum_across_workers(
+                    tf.add_n([tf.cast(n, tf.int32) for n in self.rows])
+                )
             else:
                 data = keras.tree.map_structure(_as_tensor, data)
                 total = _num_rows(data)
@@ -242,10 +244,14 @@ def _weighted_by_rows(loss):
         if step is None:
             return value
         reduction = getattr(loss, "reduction", "mean")
+        if value.shape == (0,) and reduction not in ("none", None):
+            value = tf.reduce_sum(value)  # eagerly, Keras returns a loss over no rows unreduced
         mask = getattr(y_pred, "_keras_mask", None)
         if reduction in ("sum", "none", None):
             share = tf.ones((), value.dtype)
-        elif reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+        elif reduction == "mean_with_sample_weight" and not (
+            sample_weight is None and mask is None
+        ):
             share = _share_of(_sum_of_weights(sample_weight, mask, value.dtype))
         elif mask is not None:
             share = _share_of(tf.reduce_sum(tf.cast(mask, value.dtype)))
@@ -289,7 +295,9 @@ def _weigh_backward_of_all_reduce(context, step: ReplicaStep) -> None:
         @tf.custom_gradient
         def forward(*tensors):
             def backward(*gradients):
-                reduced = all_reduce(reduce_op, [g * tf.cast(step.weight, g.dtype) for g in gradients])
+                reduced = all_reduce(
+                    reduce_op, [g * tf.cast(step.weight, g.dtype) for g in gradients]
+                )
                 return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in reduced]
 
             return all_reduce(reduce_op, list(tensors), options), backward
@@ -310,7 +318,8 @@ def _average_statistics(extended, variables: list, batch: Batch) -> None:
     means = []
     for variable in variables:
         local = [
-            tf.where(tf.greater(n, 0), copy.read_value(), tf.zeros_like(copy)) * tf.cast(w, copy.dtype)
+            tf.where(tf.greater(n, 0), copy.read_value(), tf.zeros_like(copy))
+            * tf.cast(w, copy.dtype)
             for copy, n, w in zip(variable.values, batch.rows, batch.weights)
         ]
         means.append(tf.add_n(local))
@@ -369,8 +378,9 @@ def _slice_rows(leaf, start, size):
         extent = tf.concat([[tf.cast(size, tf.int64)], leaf.dense_shape[1:]], 0)
         return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), extent)
     part = leaf[start : start + size]
-    if not _is_static(size) and isinstance(part, tf.Tensor):
-        part.set_shape([None, *leaf.shape[1:]])
+    if _is_static(size) and size == 0 and not tf.executing_eagerly():
+        # Keras returns losses of static shape [0] unreduced: hide that there are no rows.
+        part = tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
     return part
 
 

@@ -22,8 +22,6 @@ class MirroredStrategy(KerasStrategy):
         ValueError: for devices that do not exist or are named twice.
     """
 
-    _collective_key_base = 0
-
     def __init__(self, devices=None, cross_device_ops=None):
         devices = check_devices(devices)
         super().__init__(MirroredLocalExtended(self, devices, cross_device_ops))

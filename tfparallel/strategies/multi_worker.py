@@ -15,11 +15,18 @@ from tfparallel.tf_internals import (
     CollectiveAllReduceExtended,
     PerReplica,
     ReduceOp,
+    TrainerCall,
     owner_of_new_variable,
 )
 
-_KEYS_PER_STRATEGY = 100_000  # collective group keys: strategies of one process must not share them
-_strategy_numbers = itertools.count()
+_SHARDING = (
+    tf.data.experimental.AutoShardPolicy.FILE,
+    tf.data.experimental.AutoShardPolicy.DATA,
+)
+_CARDINALITIES = {
+    int(tf.data.UNKNOWN_CARDINALITY): "unknown",
+    int(tf.data.INFINITE_CARDINALITY): "infinite",
+}
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy):
@@ -37,15 +44,11 @@ class MultiWorkerMirroredStrategy(KerasStrategy):
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
     """
 
-    _collective_key_base = 0
-
     def __init__(self, cluster_resolver=None, communication_options=None):
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
             cluster_resolver = cluster.cluster_resolver()
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        self._number = next(_strategy_numbers)
-        self._collective_key_base = _KEYS_PER_STRATEGY * self._number
         super().__init__(MultiWorkerExtended(self, cluster_resolver, communication_options))
 
     @property
@@ -68,7 +71,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
                 # Keys fixed when tracing: those drawn at call time cannot enter `tf.while_loop`.
                 launcher._use_unique_instance_key = lambda: False
         self._agreement = Agreement(
-            str(container_strategy._number), self._id_in_cluster, self._num_workers
+            str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
@@ -93,27 +96,28 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     # ---- how a batch is split --------------------------------------------------------------------
 
-    def _keras_dataset(self, dataset, frame):
+    def _keras_dataset(self, dataset, call: TrainerCall):
         if self._num_workers == 1:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
+        shards = call.is_dataset_of_user and policy in _SHARDING
         cardinality = int(dataset.cardinality())
         self._agreement.require_equal(
-            f"call {frame.f_code.co_name}",
+            f"call {call.method}",
             {
-                "batches": "unknown" if cardinality < -1 else cardinality,
+                "batches": _CARDINALITIES.get(cardinality, cardinality),
                 "element_spec": str(dataset.element_spec),
-                "auto_shard_policy": policy.name,
-                "variables": [[v.path, list(v.shape)] for v in frame.f_locals["self"].variables],
+                "reads_shards": shards,
+                "variables": [[v.path, list(v.shape)] for v in call.model.variables],
             },
         )
         if not self._is_chief:
-            keep_files_of_other_workers_apart(frame.f_locals.get("callbacks"))
-        if policy.name in ("FILE", "DATA"):
+            keep_files_of_other_workers_apart(call.callbacks)
+        if shards:
             strategy = self._container_strategy()
-            local = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
-            return AgreedBatches(local, self._agreement, self._as_per_replica)
-        if cardinality < 0 and cardinality != tf.data.INFINITE_CARDINALITY:
+            shard = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
+            return AgreedBatches(shard, self._agreement, self._as_per_replica)
+        if cardinality == tf.data.UNKNOWN_CARDINALITY:
             return AgreedBatches(dataset, self._agreement, lambda batch: batch)
         return dataset
 

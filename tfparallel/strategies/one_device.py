@@ -17,7 +17,5 @@ class OneDeviceStrategy(KerasStrategy):
         ValueError: if the device does not exist.
     """
 
-    _collective_key_base = 0
-
     def __init__(self, device: str):
         super().__init__(MirroredLocalExtended(self, check_devices(device, "device")))

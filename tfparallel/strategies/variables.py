@@ -1,17 +1,15 @@
 """What a variable is under our strategies: where its copies live, and who may change them.
 
-Note: the five kinds of variable
+Note: the four kinds of variable
 --------------------------------
 kind         Keras's use                    copies            assigned in a replica context
 -----------  -----------------------------  ----------------  --------------------------------------
 replicated   weights, optimizer slots,      one a replica     by every replica to its own copy: all
-             counters, learning rate                          computed the same from reduced gradients
+             counters, learning rate, seeds                   computed the same from reduced gradients
 central      the same, under               one               by replica 0 only, for the same reason
              CentralStorageStrategy
 statistics   BatchNorm's moving mean        one a replica     by every replica from its own rows; the
                                                               step ends with their mean (keras_step)
-seed         `SeedGenerator.state`          one a replica     as replicated; replica r reads a stream
-                                                              of its own, replica 0 that of one device
 metric       `Metric.add_variable`          one a replica     by every replica; their sum when read
              (ON_READ)                                        outside replicas
 
@@ -30,11 +28,8 @@ from tfparallel.tf_internals import (
     BaseOptimizer,
     MirroredVariable,
     SyncOnReadVariable,
-    distribute_lib,
     values_util,
 )
-
-_SEED_STRIDE = 0x9E3779B9  # 2**32 / golden ratio: seeds of different replicas differ in all bits
 
 
 class ReplicatedVariable(MirroredVariable):
@@ -55,36 +50,6 @@ class ReplicatedVariable(MirroredVariable):
         if self._assigned_alike or self.aggregation == tf.VariableAggregation.NONE:
             return update_fn(self._get_replica(_replica_id()), value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
-
-
-class SeedVariable(ReplicatedVariable):
-    """A seed generator's state `[seed, counter]`: replica r reads `seed + r * stride`.
-
-    The stored value is the same on all replicas, so that one copy is saved and any number of
-    replicas can restore it.
-    """
-
-    def _offset(self):
-        """Shape `[2]`, what this replica adds when reading; None where nothing is to add."""
-        context = distribute_lib.get_replica_context()
-        if context is None or not isinstance(context.strategy, tf.distribute.Strategy):
-            return None
-        if context.strategy is not self.distribute_strategy:
-            return None
-        replica = tf.cast(context.replica_id_in_sync_group, self.dtype)
-        return tf.stack([replica * tf.constant(_SEED_STRIDE, self.dtype), tf.zeros((), self.dtype)])
-
-    def _get(self):
-        copy, offset = super()._get(), self._offset()
-        return copy if offset is None else copy + offset
-
-    def value(self):
-        copy, offset = super().value(), self._offset()
-        return copy if offset is None else copy + offset
-
-    def assign(self, value, *args, **kwargs):
-        offset = self._offset()
-        return super().assign(value if offset is None else value - offset, *args, **kwargs)
 
 
 class CentralVariable(ReplicatedVariable):
@@ -130,13 +95,6 @@ def prefetched_metrics(values: dict):
         yield
     finally:
         _prefetched.values = {}
-
-
-def class_of(owner, synchronization, replicated: type) -> type:
-    """The variable class for what `owner` (a Keras object or None) creates."""
-    if synchronization == tf.VariableSynchronization.ON_READ:
-        return MetricVariable
-    return SeedVariable if isinstance(owner, keras.random.SeedGenerator) else replicated
 
 
 def is_statistics(owner, kwargs) -> bool:

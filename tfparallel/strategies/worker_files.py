@@ -33,7 +33,9 @@ def keep_files_of_other_workers_apart(callbacks) -> None:
             if isinstance(callback, kind) and "_tfparallel_path" not in vars(callback):
                 path = os.fspath(getattr(callback, attribute))
                 callback._tfparallel_path = path
-                setattr(callback, attribute, os.path.join(_scratch_folder(), os.path.basename(path)))
+                setattr(
+                    callback, attribute, os.path.join(_scratch_folder(), os.path.basename(path))
+                )
 
 
 def _scratch_folder() -> str:

@@ -1,0 +1,228 @@
+"""The configuration of a training run: what a YAML file may say.
+
+    strategy: {name: mirrored, devices: ["GPU:0", "GPU:1"]}
+    optimizer: {name: adam, learning_rate: 0.001}
+    data: {global_batch_size: 64}
+
+Whatever a file leaves out has the default given here. Imports no TensorFlow, so that mistakes in
+a file show at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tfparallel.launch.config_problems import ConfigError, describe_problems
+from tfparallel.launch.config_yaml import apply_override, read_yaml
+
+DeviceName = Annotated[str, Field(min_length=1)]
+DeviceNames = Annotated[list[DeviceName], Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, values keep their YAML type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class StrategySection(Section):
+    """How the run is divided: the name of a strategy, next to its keyword arguments."""
+
+    name: str
+    class_name: ClassVar[str]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `tfparallel.<class_name>`."""
+        return self.model_dump(exclude={"name"})
+
+
+class OneDevice(StrategySection):
+    """`device` None is the first GPU, or the CPU where there is none."""
+
+    class_name = "OneDeviceStrategy"
+    name: Literal["one_device"]
+    device: DeviceName | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        default = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+        return {"device": self.device or default}
+
+
+class Mirrored(StrategySection):
+    """`devices` None is all GPUs, or all logical CPUs where there is none."""
+
+    class_name = "MirroredStrategy"
+    name: Literal["mirrored"]
+    devices: DeviceNames | None = None
+    cross_device_ops: Literal["nccl", "hierarchical_copy", "reduction_to_one_device"] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        cross_device_ops = {
+            None: lambda: None,
+            "nccl": tf.distribute.NcclAllReduce,
+            "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+            "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
+        }
+        return {
+            "devices": self.devices,
+            "cross_device_ops": cross_device_ops[self.cross_device_ops](),
+        }
+
+
+class Communication(Section):
+    """The fields of `tf.distribute.experimental.CommunicationOptions`."""
+
+    implementation: Literal["AUTO", "RING", "NCCL"] = "AUTO"
+    bytes_per_pack: int = Field(default=0, ge=0)  # 0 lets TensorFlow choose
+    timeout_seconds: float | None = Field(default=None, gt=0)
+
+
+class MultiWorkerMirrored(StrategySection):
+    """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
+
+    class_name = "MultiWorkerMirroredStrategy"
+    name: Literal["multi_worker_mirrored"]
+    communication: Communication = Communication()
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        options = self.communication.model_dump()
+        return {"communication_options": tf.distribute.experimental.CommunicationOptions(**options)}
+
+
+class CentralStorage(StrategySection):
+    """`compute_devices` None is all GPUs, or all logical CPUs where there is none."""
+
+    class_name = "CentralStorageStrategy"
+    name: Literal["central_storage"]
+    compute_devices: DeviceNames | None = None
+    parameter_device: DeviceName | None = None
+
+
+class Tpu(StrategySection):
+    """`tpu` is the TPU's name or address; None finds it from the environment of a TPU VM."""
+
+    class_name = "TPUStrategy"
+    name: Literal["tpu"]
+    tpu: str | None = None
+    zone: str | None = None
+    project: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
+            **self.model_dump(exclude={"name"})
+        )
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return {"tpu_cluster_resolver": resolver}
+
+
+# A new strategy is one new row.
+STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, CentralStorage, Tpu)
+
+if TYPE_CHECKING:
+    AnyStrategy = StrategySection
+else:
+    AnyStrategy = Annotated[Union[STRATEGIES], Field(discriminator="name")]  # noqa: UP007
+
+
+class Devices(Section):
+    """What to open before TensorFlow starts. Ignored on a machine with GPUs."""
+
+    logical_cpus: int = Field(default=1, ge=1)
+
+
+class Model(Section):
+    """A small convolutional classifier: convolution and pooling pairs, then one hidden layer."""
+
+    filters: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = [16, 32]
+    hidden_units: int = Field(default=64, ge=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+class Optimizer(Section):
+    """`global_clipnorm` limits the norm of all gradients together, after they are reduced."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    learning_rate: float = Field(default=0.05, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    global_clipnorm: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _momentum_is_for_sgd(self) -> Optimizer:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(
+                f"momentum must be left out for {self.name}, which has its own. "
+                f"Received: {self.momentum}"
+            )
+        return self
+
+
+class Data(Section):
+    """Which examples, and how many rows one step of all replicas together takes."""
+
+    train_examples: int = Field(default=4000, ge=1)
+    global_batch_size: int = Field(default=64, ge=1)
+
+
+class Training(Section):
+    """How long to train; `seed` fixes the initial weights, the shuffling and Dropout."""
+
+    epochs: int = Field(default=3, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    steps_per_execution: int = Field(default=1, ge=1)
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    strategy: AnyStrategy = OneDevice(name="one_device")
+    devices: Devices = Devices()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    data: Data = Data()
+    training: Training = Training()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's configuration.
+
+    Args:
+        path: the YAML file.
+        overrides: `"section.key=value"` each, the value a YAML scalar or list; applied in order,
+            over what the file says.
+
+    Raises:
+        ConfigError: listing everything that is wrong, in the file and in the overrides.
+    """
+    document, problems = read_yaml(path)
+    for override in overrides:
+        problems += apply_override(document, override)
+    try:
+        config = RunConfig.model_validate(document)
+    except ValidationError as error:
+        problems += describe_problems(error, RunConfig)
+    if problems:
+        raise ConfigError(problems, source=str(path))
+    return config
+
+
+def build_strategy(strategy: StrategySection) -> Any:
+    """Create the `tf.distribute.Strategy` that a configuration names.
+
+    Call it on every worker, before anything else uses TensorFlow's devices.
+    """
+    import tfparallel
+
+    return getattr(tfparallel, strategy.class_name)(**strategy.arguments())

@@ -1,0 +1,91 @@
+"""YAML as configurations use it: no key twice, `1e-3` is a number, values set by dotted path."""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two changes: a repeated key is an error and `1e-3` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is there twice", key_node.start_mark
+                )
+            seen.add(key if isinstance(key, Hashable) else None)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 wants a point in the mantissa and a sign in the exponent, as in 1.0e-3.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """Read a file of named sections.
+
+    Returns:
+        The sections (empty if there are problems) and the problems.
+    """
+    try:
+        document = _parse(Path(path).read_bytes())
+    except OSError as error:
+        return {}, [f"expected a file that can be read. Received: {error.strerror}."]
+    except ValueError as error:
+        return {}, [str(error)]
+    if document is None:
+        return {}, []
+    if not isinstance(document, dict):
+        return {}, [f"expected sections such as `training:`. Received: {document!r}."]
+    # A section whose keys are all commented out has the value None.
+    return {key: {} if value is None else value for key, value in document.items()}, []
+
+
+def apply_override(document: dict[str, Any], override: str) -> list[str]:
+    """Set the value at a dotted path, in place.
+
+    Args:
+        document: the sections to change.
+        override: `"section.key=value"`.
+
+    Returns:
+        The problems.
+    """
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        return [f"expected section.key=value. Received: {override!r}."]
+    try:
+        value = _parse(text)
+    except ValueError as error:
+        return [f"{path}: in {override!r}, {error}"]
+    section = document
+    for depth, key in enumerate(keys[:-1], start=1):
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            parent = ".".join(keys[:depth])
+            return [f"{path}: expected a section at {parent}. Received: {section!r}."]
+    section[keys[-1]] = value
+    return []
+
+
+def _parse(text: bytes | str) -> Any:
+    """Return the value of a YAML text; a ValueError names the line of a mistake."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{where}expected YAML. Received: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"expected YAML. Received: {error}.") from None

@@ -1,0 +1,99 @@
+"""Data parallel on the cores of a TPU: a thin layer over the stock strategy.
+
+A TPU runs one XLA program of static shapes on all cores, so the input stays TensorFlow's own and
+every batch must have the same number of rows, a multiple of the number of replicas.
+"""
+
+import sys
+
+import tensorflow as tf
+
+from tfparallel.strategies.base import hook_owner
+from tfparallel.strategies.variables import is_statistics
+from tfparallel.tf_internals import (
+    ReduceOp,
+    TPUExtended,
+    distribute_lib,
+    is_symbolic_build,
+    owner_of_new_variable,
+)
+
+
+class TPUStrategy(tf.distribute.TPUStrategy):
+    """Synchronous data parallelism on TPUs.
+
+    Drop-in for `tf.distribute.TPUStrategy`, that connects by itself. Gradients are reduced before
+    they are clipped, Dropout masks differ by replica and BatchNorm statistics are averaged, as under
+    the other strategies. Datasets need `drop_remainder=True`.
+
+    Args:
+        tpu_cluster_resolver: an initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
+            None connects to `tpu` and initialises it.
+        experimental_device_assignment, experimental_spmd_xla_partitioning: as the stock ones.
+        tpu: without a resolver, the TPU's name or address; "local" is the TPU of this TPU VM.
+
+    Raises:
+        RuntimeError: if no TPU is found, saying what was looked for.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver=None,
+        experimental_device_assignment=None,
+        experimental_spmd_xla_partitioning=False,
+        *,
+        tpu: str = "local",
+    ):
+        resolver = tpu_cluster_resolver or connect_to_tpu(tpu)
+        super().__init__(
+            resolver, experimental_device_assignment, experimental_spmd_xla_partitioning
+        )
+        self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
+
+    def reduce(self, reduce_op, value, axis):
+        """`tf.distribute.Strategy.reduce`, also over nests."""
+        if is_symbolic_build(sys._getframe(1)):
+            return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
+        reduce = super().reduce
+        return tf.nest.map_structure(lambda leaf: reduce(reduce_op, leaf, axis), value)
+
+
+class KerasTPUExtended(TPUExtended):
+    """`TPUExtended` with the hooks of our strategies that one XLA program allows."""
+
+    def _create_variable(self, next_creator, **kwargs):
+        owner = owner_of_new_variable()
+        hook_owner(owner, self._container_strategy())
+        if is_statistics(owner, kwargs):
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
+            kwargs["aggregation"] = tf.VariableAggregation.MEAN
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        context = distribute_lib.get_replica_context()
+        return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
+
+
+def connect_to_tpu(tpu: str = "local"):
+    """Finds and initialises a TPU.
+
+    Args:
+        tpu: name or address of a TPU, or "local" for the TPU of this TPU VM.
+
+    Returns:
+        An initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
+
+    Raises:
+        RuntimeError: if there is none, saying what was looked for.
+    """
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu)
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+        looked_for = (
+            "the TPU of this TPU VM (tpu='local')" if tpu == "local" else f"a TPU at tpu={tpu!r}"
+        )
+        raise RuntimeError(
+            f"TPUStrategy looked for {looked_for} and found none; it needs a machine with a TPU and "
+            "`pip install 'tfparallel[tpu]'`."
+        ) from error
+    return resolver
