@@ -112,6 +112,9 @@ class Batch:
             else:
                 data = keras.tree.map_structure(_as_tensor, data)
                 total = _num_rows(data)
+                if _is_static(total) and total < extended._num_replicas_in_sync:
+                    data = keras.tree.map_structure(_hide_num_rows, data)
+                    total = _num_rows(data)
                 first = extended._get_replica_id_in_sync_group(0)
                 starts, self.rows = split_rows(
                     total, extended._num_replicas_in_sync, range(first, first + num_local)
@@ -377,11 +380,17 @@ def _slice_rows(leaf, start, size):
         begin = tf.concat([[start], tf.zeros([tf.rank(leaf) - 1], tf.int32)], 0)
         extent = tf.concat([[tf.cast(size, tf.int64)], leaf.dense_shape[1:]], 0)
         return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), extent)
-    part = leaf[start : start + size]
-    if _is_static(size) and size == 0 and not tf.executing_eagerly():
-        # Keras returns losses of static shape [0] unreduced: hide that there are no rows.
-        part = tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
-    return part
+    return leaf[start : start + size]
+
+
+def _hide_num_rows(leaf):
+    """`leaf` with rows unknown when tracing: some replicas get none, and all must trace alike.
+
+    Keras returns a loss of static shape [0] unreduced, and leaves out ops for static shapes.
+    """
+    if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None) or tf.executing_eagerly():
+        return leaf
+    return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
 
 
 def _concat(parts):
