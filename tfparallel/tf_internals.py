@@ -100,6 +100,8 @@ class TrainerCall(NamedTuple):
     model: keras_trainer.TensorFlowTrainer
     callbacks: object
     is_dataset_of_user: bool  # a `tf.data.Dataset`, with the options its author chose
+    num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
+    is_length_known: bool  # of the data itself
 
 
 def calling_trainer() -> TrainerCall | None:
@@ -112,7 +114,7 @@ def calling_trainer() -> TrainerCall | None:
     frame: FrameType | None = sys._getframe(2)
     if frame is None or frame.f_code is not keras_trainer.TFEpochIterator.__init__.__code__:
         return None
-    adapter = frame.f_locals["self"].data_adapter
+    iterator = frame.f_locals["self"]
     while (frame := frame.f_back) is not None:
         model = frame.f_locals.get("self")
         if isinstance(model, keras_trainer.TensorFlowTrainer):
@@ -120,7 +122,9 @@ def calling_trainer() -> TrainerCall | None:
                 frame.f_code.co_name,
                 model,
                 frame.f_locals.get("callbacks"),
-                isinstance(adapter, TFDatasetAdapter),
+                isinstance(iterator.data_adapter, TFDatasetAdapter),
+                iterator.num_batches,
+                iterator.data_adapter.num_batches is not None,
             )
     return None
 

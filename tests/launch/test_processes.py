@@ -211,6 +211,21 @@ def test_other_workers_may_end_in_order_within_grace(tmp_path):
     assert saved.exists()
 
 
+def test_children_of_workers_may_end_in_order_within_grace(tmp_path):
+    # The worker dies of the SIGTERM at once; its child, in the same group, takes its time.
+    saved = tmp_path / "saved"
+    child = f"trap 'sleep 0.3; touch {saved}; exit' TERM; echo ready; sleep 600 & wait"
+    source = f"""
+        import subprocess, time
+        subprocess.Popen(["sh", "-c", {child!r}])
+        time.sleep(600)
+    """
+    start_s = time.monotonic()
+    assert run(source, "import time; time.sleep(0.5); raise SystemExit(3)")[0] == 3
+    assert saved.exists()
+    assert time.monotonic() - start_s < 4.0  # not the whole grace of 5 s
+
+
 def test_kills_a_worker_that_ignores_sigterm_when_grace_is_over():
     stubborn = """
         import os, signal, time
@@ -315,11 +330,34 @@ def test_a_second_ctrl_c_does_not_wait_for_grace(tmp_path):
         members = launcher.wait_for_members()
         launcher.signal(signal.SIGINT)
         launcher.process.stderr.readline()  # "received SIGINT ..."
+        time.sleep(1.0)
         assert is_alive(members[0])
         launcher.signal(signal.SIGINT)
         launcher.process.communicate()
         assert launcher.process.returncode == 130
         assert not [m for m in members if is_alive(m)]
+
+
+def test_a_signal_sent_twice_at_once_leaves_workers_their_grace(tmp_path):
+    # As `timeout` and closing terminals do.
+    saving = """
+        import os, signal, sys, time
+        def save(*_):
+            time.sleep(0.3)
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("pids", os.getpid(), flush=True)
+        time.sleep(600)
+    """
+    with Launcher(tmp_path, saving) as launcher:
+        launcher.wait_for_members()
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            launcher.signal(number)
+            time.sleep(0.02)
+        stdout, _ = launcher.process.communicate()
+        assert launcher.process.returncode == 130
+        assert sorted(stdout.splitlines()) == ["[worker 0] saved", "[worker 1] saved"]
 
 
 def test_kill_9_of_a_worker_stops_the_others(tmp_path):

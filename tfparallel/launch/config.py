@@ -207,12 +207,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: listing everything that is wrong, in the file and in the overrides.
     """
     document, problems = read_yaml(path)
+    readable = not problems
     for override in overrides:
         problems += apply_override(document, override)
-    try:
-        config = RunConfig.model_validate(document)
-    except ValidationError as error:
-        problems += describe_problems(error, RunConfig)
+    config = RunConfig()
+    if readable:
+        try:
+            config = RunConfig.model_validate(document)
+        except ValidationError as error:
+            problems += describe_problems(error, RunConfig)
     if problems:
         raise ConfigError(problems, source=str(path))
     return config

@@ -1,7 +1,6 @@
 """YAML as configurations use it: no key twice, `1e-3` is a number, values set by dotted path."""
 
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import yaml
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two changes: a repeated key is an error and `1e-3` is a number."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, Hashable) else None)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value]
+        for index, (key, _) in enumerate(node.value):
+            if keys[index] in keys[:index]:
+                problem = f"the key {key.value!r} a second time"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+        return node
 
 
 # YAML 1.1 wants a point in the mantissa and a sign in the exponent, as in 1.0e-3.
@@ -87,5 +84,5 @@ def _parse(text: bytes | str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"{where}expected YAML. Received: {error.problem}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         raise ValueError(f"expected YAML. Received: {error}.") from None

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfparallel.cluster import ClusterConfig
-
-# How many logical CPU devices a worker is to open. Only set here: opening is TensorFlow's business.
-LOGICAL_CPUS_VARIABLE = "TFPARALLEL_LOGICAL_CPUS"
+from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 
 # A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until
 # all replicas have arrived. The pool has one thread a core by default: on a machine with few, all

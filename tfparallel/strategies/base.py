@@ -18,6 +18,7 @@ import sys
 import keras
 import tensorflow as tf
 
+from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import current_replica_step, run_keras_step, run_predict_step
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
@@ -45,6 +46,8 @@ from tfparallel.tf_internals import (
     owner_of_new_variable,
     record,
 )
+
+open_logical_cpus()  # before TensorFlow starts, which any use of a strategy does
 
 _KEYS_PER_STRATEGY = 100_000
 _strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertools.count)

@@ -23,10 +23,6 @@ _SHARDING = (
     tf.data.experimental.AutoShardPolicy.FILE,
     tf.data.experimental.AutoShardPolicy.DATA,
 )
-_CARDINALITIES = {
-    int(tf.data.UNKNOWN_CARDINALITY): "unknown",
-    int(tf.data.INFINITE_CARDINALITY): "infinite",
-}
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy):
@@ -84,15 +80,25 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator, **kwargs):
-        if self._num_workers > 1:
-            owner = owner_of_new_variable()
-            name = f"{getattr(owner, 'name', None) or type(owner).__name__}/{kwargs.get('name')}"
-            shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
-            self._agreement.require_equal(
-                "create a variable", [name, str(shape), str(dtype and tf.as_dtype(dtype).name)]
-            )
-        return super()._create_variable(next_creator, **kwargs)
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        """Rank 0's initial value, once all ranks have said that they create the same variable."""
+        if replica_id == 0 and self._num_workers > 1:
+            initial_value, owner = kwargs["initial_value"], owner_of_new_variable()
+            name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
+
+            def announced():
+                value = initial_value() if callable(initial_value) else initial_value
+                value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
+                value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+                self._agreement.require_equal(
+                    "create a variable", f"{name} {value.dtype.name}{value.shape.as_list()}"
+                )
+                return value
+
+            kwargs["initial_value"] = announced
+        return super()._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
 
     # ---- how a batch is split --------------------------------------------------------------------
 
@@ -101,11 +107,10 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
         shards = call.is_dataset_of_user and policy in _SHARDING
-        cardinality = int(dataset.cardinality())
         self._agreement.require_equal(
             f"call {call.method}",
             {
-                "batches": _CARDINALITIES.get(cardinality, cardinality),
+                "batches": call.num_batches,
                 "element_spec": str(dataset.element_spec),
                 "reads_shards": shards,
                 "variables": [[v.path, list(v.shape)] for v in call.model.variables],
@@ -117,7 +122,8 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             strategy = self._container_strategy()
             shard = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
             return AgreedBatches(shard, self._agreement, self._as_per_replica)
-        if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        if not call.is_length_known and not endless:
             return AgreedBatches(dataset, self._agreement, lambda batch: batch)
         return dataset
 

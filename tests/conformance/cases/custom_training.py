@@ -106,7 +106,9 @@ def own_loss_and_optimizer_with_uneven_batch(run: Run):
 
 @case()
 def two_optimizers(run: Run):
-    return run.train("values", build=TwoOptimizers, rows=EVEN_ROWS).results()
+    return run.train(
+        "values", build=TwoOptimizers, rows=EVEN_ROWS, compile_options=lambda: {"loss": "mse"}
+    ).results()
 
 
 def _slots(optimizer: keras.Optimizer) -> dict:

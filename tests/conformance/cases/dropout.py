@@ -1,5 +1,7 @@
 """Dropout draws a mask of its own for every row, and the same ones for the same seed."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -11,22 +13,18 @@ WIDTH = 64  # two masks of 64 coins are never equal by chance
 
 
 class Recorder(keras.layers.Layer):
-    """Passes its input on and remembers every row of it while training."""
+    """Passes its input on and, while training, shows it to `record`."""
 
-    def __init__(self, rows: list):
+    def __init__(self, record: Callable[[np.ndarray], None]):
         super().__init__()
-        self._rows = rows
+        self._record = record
 
     def call(self, x, training=False):
         if not training:
             return x
-        recorded = tf.numpy_function(self._record, [x], tf.int64)
+        recorded = tf.numpy_function(self._record, [x], [])
         with tf.control_dependencies([recorded]):
             return tf.identity(x)
-
-    def _record(self, x: np.ndarray) -> int:
-        self._rows.extend(x)
-        return len(x)
 
 
 class GlobalSeedDropout(keras.layers.Layer):
@@ -42,7 +40,7 @@ def _masks(run: Run, name: str, dropout, before=lambda: None) -> tuple[np.ndarra
 
     def build():
         return keras.Sequential(
-            [keras.Input((WIDTH,)), dropout(), Recorder(rows), keras.layers.Dense(3)]
+            [keras.Input((WIDTH,)), dropout(), Recorder(rows.extend), keras.layers.Dense(3)]
         )
 
     def data(rows):

@@ -127,7 +127,8 @@ def exported_model_serves(run: Run):
     training, path = _train(run), run.own_folder / "served"
     training.model.export(path, verbose=False)
     x, _ = tiny_data(5)
-    training.extra["served"] = tf.saved_model.load(str(path)).serve(x).numpy()
+    served = tf.saved_model.load(str(path))
+    training.extra["served"] = served.serve(x).numpy()
     return training.results()
 
 
@@ -171,4 +172,9 @@ def _datasets(file) -> dict[str, np.ndarray]:
 
 
 def _normal_json(text: bytes) -> str:
-    return json.dumps(json.loads(text), sort_keys=True)
+    """A model's configuration without the memory addresses Keras puts into it."""
+
+    def without_addresses(found: dict) -> dict:
+        return {key: value for key, value in found.items() if key != "shared_object_id"}
+
+    return json.dumps(json.loads(text, object_hook=without_addresses), sort_keys=True)

@@ -1,0 +1,74 @@
+"""The suite itself: it can fail, it survives a worker's death, and a wrong number is named."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.conformance.conftest import Workers
+from tests.conformance.strategies import Row
+from tests.helpers import assert_same_training, train
+from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
+
+
+def test_plain_keras_equals_itself():
+    assert_same_training(train(None), train(None))
+
+
+def test_stock_mirrored_fails_with_an_uneven_last_batch():
+    """What the suite is for: one batch of 13 rows over two replicas."""
+    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with pytest.raises(AssertionError, match="weights/0"):
+        assert_same_training(train(None), train(stock))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights/0": np.array([1.0, 2.0001]), "history/loss": np.array([3.0])},
+        {"weights/0": np.array([1.0, np.nan]), "history/loss": np.array([3.0])},
+        {"weights/0": np.array([1.0]), "history/loss": np.array([3.0])},
+        {"weights/0": np.array([1.0, 2.0])},
+    ],
+    ids=["number", "nan", "shape", "missing"],
+)
+def test_a_difference_is_found(wrong):
+    right = {"weights/0": np.array([1.0, 2.0]), "history/loss": np.array([3.0])}
+    assert_same_training(right, right)
+    with pytest.raises(AssertionError):
+        assert_same_training(right, wrong)
+
+
+ECHO = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    command = json.loads(line)["command"]
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    if command == "die" and rank == 1:
+        sys.exit("rank 1 has died")
+    if command == "hang" and rank == 1:
+        print("rank 1 hangs", file=sys.stderr, flush=True)
+        time.sleep(1000)
+    print(json.dumps({"rank": rank}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("command, told", [("die", "rank 1 has died"), ("hang", "rank 1 hangs")])
+def test_a_pool_tells_of_a_lost_worker_and_starts_again(command, told):
+    pool = WorkerPool(["-c", ECHO], lambda: cluster_environments(2))
+    try:
+        assert pool.ask({"command": "echo"}) == [{"rank": 0}, {"rank": 1}]
+        with pytest.raises(WorkerFailure, match=told):
+            pool.ask({"command": command}, timeout_s=2)
+        assert pool.ask({"command": "echo"}) == [{"rank": 0}, {"rank": 1}]
+    finally:
+        pool.close()
+
+
+def test_a_failed_case_shows_the_workers_traceback(tmp_path_factory):
+    workers = Workers(Row("reference", lambda: None, 1), tmp_path_factory)
+    try:
+        with pytest.raises(WorkerFailure, match="KeyError: 'no such case'"):
+            workers.results("no such case")
+    finally:
+        workers.close()

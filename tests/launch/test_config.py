@@ -1,0 +1,265 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfparallel.launch.config import STRATEGIES, ConfigError, build_strategy, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def problems_of(path, overrides=()) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as info:
+        load_config(path, overrides)
+    return info.value.problems
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def test_what_a_file_leaves_out_has_a_default(write):
+    config = load_config(write(""))
+    assert config.strategy.name == "one_device"
+    assert config.data.global_batch_size == 64
+
+
+def test_a_section_without_keys_has_its_defaults(write):
+    assert load_config(write("training:\n  # epochs: 1\n")).training.epochs == 3
+
+
+def test_strategy_section_holds_the_arguments_of_its_strategy(write):
+    config = load_config(write("strategy: {name: mirrored, devices: ['CPU:0', 'CPU:1']}"))
+    assert config.strategy.devices == ["CPU:0", "CPU:1"]
+
+
+def test_exponent_without_a_point_is_a_number(write):
+    assert load_config(write("optimizer: {learning_rate: 1e-3}")).optimizer.learning_rate == 0.001
+
+
+def test_sections_can_share_keys_by_a_merge(write):
+    text = "training: &base {epochs: 5, seed: 1}\n"
+    assert load_config(write(text)).training.epochs == 5
+    with pytest.raises(ConfigError, match="base: unknown key"):
+        load_config(write("base: &base {epochs: 5}\ntraining: {<<: *base, epochs: 2}"))
+
+
+# ---- overrides -----------------------------------------------------------------------------------
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(write):
+    path = write("training: {epochs: 1, seed: 1}")
+    config = load_config(path, ["training.epochs=2", "training.epochs=3"])
+    assert (config.training.epochs, config.training.seed) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("training.epochs=7", "training", "epochs", 7),
+        ("optimizer.learning_rate=1e-4", "optimizer", "learning_rate", 1e-4),
+        ("optimizer.global_clipnorm=null", "optimizer", "global_clipnorm", None),
+        ("optimizer.name=adam", "optimizer", "name", "adam"),
+        ("model.filters=[8, 8]", "model", "filters", [8, 8]),
+    ],
+)
+def test_override_values_are_yaml(write, override, section, key, value):
+    config = load_config(write(""), [override])
+    assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize("override", ["training.epochs", "=3", "training.=3", ".epochs=3"])
+def test_rejects_an_override_without_path_or_value(write, override):
+    assert problems_of(write(""), [override]) == (
+        f"expected section.key=value. Received: {override!r}.",
+    )
+
+
+def test_rejects_an_override_below_a_value(write):
+    assert problems_of(write(""), ["training.epochs=1", "training.epochs.more=2"]) == (
+        "training.epochs.more: expected a section at training.epochs. Received: 1.",
+    )
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_come_at_once(write):
+    path = write(
+        """
+        strategy: {name: mirrored, devices: [CPU:0, 1]}
+        training: {epochs: 0}
+        trainng: {}
+        data: {global_batch_size: many}
+        """
+    )
+    assert problems_of(path, ["model.dropout=1.5", "seed"]) == (
+        "expected section.key=value. Received: 'seed'.",
+        "strategy.devices.1: should be a valid string. Received: 1.",
+        "model.dropout: should be less than 1. Received: 1.5.",
+        "data.global_batch_size: should be a valid integer. Received: 'many'.",
+        "training.epochs: should be greater than or equal to 1. Received: 0.",
+        "trainng: unknown key. Did you mean training?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        # the same section
+        ("training: {epoch: 1}", "training.epoch: unknown key. Did you mean training.epochs?"),
+        (
+            "strategy: {name: mirrored, device: x}",
+            "strategy.device: unknown key. Did you mean strategy.devices?",
+        ),
+        (
+            "strategy: {name: multi_worker_mirrored, communication: {timeout_s: 1.0}}",
+            "strategy.communication.timeout_s: unknown key. "
+            "Did you mean strategy.communication.timeout_seconds?",
+        ),
+        # another section
+        ("epochs: 1", "epochs: unknown key. Did you mean training.epochs?"),
+        (
+            "training: {learning_rate: 0.1}",
+            "training.learning_rate: unknown key. Did you mean optimizer.learning_rate?",
+        ),
+        # nothing close
+        (
+            "data: {xyzzy: 1}",
+            "data.xyzzy: unknown key. Known keys: data.train_examples, data.global_batch_size.",
+        ),
+    ],
+)
+def test_unknown_key_comes_with_a_suggestion(write, text, problem):
+    assert problems_of(write(text)) == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "strategy: {name: mirored}",
+            "strategy.name: should be one of 'one_device', 'mirrored', 'multi_worker_mirrored', "
+            "'central_storage', 'tpu'. Received: 'mirored'. Did you mean mirrored?",
+        ),
+        ("strategy: {devices: [a]}", "strategy.name: is required. Received: nothing."),
+        (
+            "strategy: mirrored",
+            "strategy: should be a section of its own, `key: value`. Received: 'mirrored'.",
+        ),
+        (
+            "optimizer: {name: SGD}",
+            "optimizer.name: should be 'sgd', 'adam' or 'adamw'. Received: 'SGD'. "
+            "Did you mean sgd?",
+        ),
+        (
+            "optimizer: {name: adam, momentum: 0.9}",
+            "optimizer: momentum must be left out for adam, which has its own. Received: 0.9.",
+        ),
+        ("training: {epochs: yes}", "training.epochs: should be a valid integer. Received: True."),
+        ("training: {seed: '3'}", "training.seed: should be a valid integer. Received: '3'."),
+        (
+            "optimizer: {learning_rate: .nan}",
+            "optimizer.learning_rate: should be a finite number. Received: nan.",
+        ),
+        ("[1, 2]", "expected sections such as `training:`. Received: [1, 2]."),
+    ],
+)
+def test_mistake_names_expectation_and_what_arrived(write, text, problem):
+    assert problems_of(write(text)) == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("training:\n  epochs: [1\ndata: {}\n", "line 3, column 5: expected YAML."),
+        ("training:\n\tepochs: 1\n", "line 2, column 1: expected YAML."),
+        ("data: {}\ntraining:\n  epochs: 1\n  epochs: 2\n", "line 4, column 3: expected YAML."),
+    ],
+)
+def test_malformed_yaml_names_the_line(write, text, where):
+    (problem,) = problems_of(write(text))
+    assert problem.startswith(where)
+
+
+def test_malformed_override_names_itself(write):
+    (problem,) = problems_of(write(""), ["training.epochs=[1"])
+    assert problem.startswith("training.epochs: in 'training.epochs=[1', line 1, column 3:")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"when: 2024-99-99"])
+def test_content_that_yaml_cannot_decode_is_a_config_error(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    assert problems_of(path)[0].startswith("expected YAML.")
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml has 1 mistake(.|\n)*No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+# ---- strategies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_config_in_the_repository_is_valid(path):
+    assert load_config(path).strategy.name == path.stem
+
+
+def test_every_strategy_has_a_config_in_the_repository():
+    names = {section.model_fields["name"].annotation.__args__[0] for section in STRATEGIES}
+    assert names == {path.stem for path in CONFIGS.glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("text", "class_name", "num_replicas"),
+    [
+        ("{name: one_device, device: 'CPU:1'}", "OneDeviceStrategy", 1),
+        ("{name: mirrored, devices: ['CPU:0', 'CPU:1']}", "MirroredStrategy", 2),
+        (
+            "{name: mirrored, devices: ['CPU:0', 'CPU:1'], "
+            "cross_device_ops: reduction_to_one_device}",
+            "MirroredStrategy",
+            2,
+        ),
+        (
+            "{name: central_storage, compute_devices: ['CPU:0', 'CPU:1'], "
+            "parameter_device: 'CPU:0'}",
+            "CentralStorageStrategy",
+            2,
+        ),
+    ],
+)
+def test_builds_the_strategy_that_is_named(write, text, class_name, num_replicas):
+    strategy = build_strategy(load_config(write(f"strategy: {text}")).strategy)
+    assert type(strategy).__name__ == class_name
+    assert strategy.num_replicas_in_sync == num_replicas
+
+
+def test_communication_options_reach_the_strategy(write):
+    text = (
+        "{name: multi_worker_mirrored, communication: {implementation: RING, timeout_seconds: 5}}"
+    )
+    options = load_config(write(f"strategy: {text}")).strategy.arguments()["communication_options"]
+    assert options.implementation.name == "RING"
+    assert options.timeout_seconds == 5
+
+
+def test_reading_a_config_does_not_import_tensorflow(write):
+    code = (
+        "import sys; from tfparallel.launch.config import load_config; "
+        f"load_config({str(write('strategy: {name: mirrored}'))!r}); "
+        "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
