@@ -11,7 +11,9 @@ import tensorflow as tf
 SEED = 1
 BATCH = 12  # divides evenly over 1, 2, 3 and 4 replicas
 EVEN_ROWS = 2 * BATCH
-UNEVEN_ROWS = 2 * BATCH + 5  # the last batch: 5 rows
+UNEVEN_ROWS = BATCH + 5  # the last batch is smaller, and uneven for any number of replicas
+ODD_BATCH = 13  # uneven for any number of replicas; one shape is traced in half the time of two
+ODD_ROWS = 2 * ODD_BATCH
 
 
 def open_logical_cpus(count: int) -> None:
@@ -85,7 +87,8 @@ def train(
     compile_options: Callable[[], dict] = tiny_compile_options,
     data: Callable[[int], tuple] | None = tiny_data,
     optimizer: Callable[[], keras.Optimizer] = momentum_sgd,
-    rows: int = UNEVEN_ROWS,
+    rows: int = ODD_ROWS,
+    batch_size: int = ODD_BATCH,
     **fit_options,
 ) -> Training:
     """Build, compile and fit a model for two epochs, under `strategy` if there is one.
@@ -94,8 +97,8 @@ def train(
         strategy: `None` trains plain Keras, the reference.
         build, compile_options, optimizer: called inside the strategy's scope.
         data: gives `(x, y)` for a number of rows; `None` if `fit_options` hold the data.
-        rows: rows of one epoch; the default leaves an uneven last batch.
-        **fit_options: for `Model.fit`; here too `epochs`, `batch_size` and `shuffle` can change.
+        rows, batch_size: by default two batches that no number of replicas divides.
+        **fit_options: for `Model.fit`; here too `epochs` and `shuffle` can change.
     """
     keras.utils.set_random_seed(SEED)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -104,7 +107,7 @@ def train(
     options = {"epochs": 2, "shuffle": False, "verbose": 0, **fit_options}
     if data is not None:
         x, y = data(rows)
-        options = {"x": x, "y": y, "batch_size": BATCH, **options}
+        options = {"x": x, "y": y, "batch_size": batch_size, **options}
     history = model.fit(**options)
     assert_replicas_agree(model)
     return Training(model, history.history)

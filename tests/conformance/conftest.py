@@ -48,5 +48,3 @@ def one_device(tmp_path_factory):
 
     yield results
     pool.close()
-
-

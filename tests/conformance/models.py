@@ -171,8 +171,10 @@ def shared_layers():
 def nested():
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(5, activation="tanh")], name="inner")
     x = keras.Input((6,))
-    outer = keras.Sequential([keras.Input((5,)), layers.Dense(4), layers.BatchNormalization(
-        synchronized=True)], name="outer")
+    outer = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(4), layers.BatchNormalization(synchronized=True)],
+        name="outer",
+    )
     return keras.Model(x, layers.Dense(3)(outer(inner(x))))
 
 
@@ -204,7 +206,7 @@ def _two_inputs(shape: Callable) -> keras.Model:
 
 @model(_dicts, _dict_options)
 def dict_inputs_and_outputs():
-    return _two_inputs(lambda names, tensors: dict(zip(names, tensors)))
+    return _two_inputs(lambda names, tensors: dict(zip(names, tensors, strict=True)))
 
 
 @model(_tuples, _tuple_options)
@@ -230,7 +232,10 @@ def regularized():
         [
             keras.Input((6,)),
             layers.Dense(
-                5, activation="tanh", kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1()
+                5,
+                activation="tanh",
+                kernel_regularizer="l2",
+                bias_regularizer=keras.regularizers.L1(),
             ),
             layers.Dense(3, kernel_regularizer=keras.regularizers.L1L2(0.02, 0.03)),
         ]

@@ -7,7 +7,7 @@ from tests.conformance.strategies import STRATEGIES
 from tests.helpers import assert_same_training
 
 PAIRS = [
-    pytest.param(row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.xdist_group(row.name))
+    pytest.param(row, case, id=f"{row.name}-{case.name}")
     for row in STRATEGIES
     for case in CASES.values()
     if row.every_case or case.core

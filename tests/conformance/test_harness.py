@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.conformance.conftest import Workers
 from tests.conformance.strategies import Row
-from tests.helpers import assert_same_training, train
+from tests.helpers import BATCH, UNEVEN_ROWS, assert_same_training, train
 from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
 
 
@@ -15,10 +15,14 @@ def test_plain_keras_equals_itself():
 
 
 def test_stock_mirrored_fails_with_an_uneven_last_batch():
-    """What the suite is for: one batch of 13 rows over two replicas."""
+    """What the suite is for."""
     stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with pytest.raises(AssertionError, match="weights/0"):
-        assert_same_training(train(None), train(stock))
+        assert_same_training(_train(None), _train(stock))
+
+
+def _train(strategy):
+    return train(strategy, rows=UNEVEN_ROWS, batch_size=BATCH)
 
 
 @pytest.mark.parametrize(

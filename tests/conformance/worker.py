@@ -16,9 +16,9 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from tests.conformance.case import Run
 from tests.conformance.cases import CASES
 from tests.conformance.cases.coexistence import remember_originals
-from tests.conformance.case import Run
 from tests.conformance.strategies import ROWS
 from tests.helpers import open_logical_cpus
 

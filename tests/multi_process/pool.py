@@ -29,7 +29,7 @@ def cluster_environments(num_workers: int) -> list[dict[str, str]]:
     sockets = [socket.socket() for _ in range(num_workers)]
     for each in sockets:  # all bound at once, so that no port is drawn twice
         each.bind(("127.0.0.1", 0))
-    addresses = ["127.0.0.1:%d" % each.getsockname()[1] for each in sockets]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
         each.close()
     return [
@@ -118,16 +118,17 @@ class _Worker:
 
     def __init__(self, rank: int, arguments: list[str], environment: dict[str, str]):
         self.rank = rank
-        self._log = tempfile.NamedTemporaryFile(prefix=f"worker{rank}-", suffix=".log")
+        descriptor, self._log = tempfile.mkstemp(prefix=f"worker{rank}-", suffix=".log")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=descriptor,
             text=True,
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         )
+        os.close(descriptor)
         self._replies: queue.Queue = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -146,14 +147,14 @@ class _Worker:
             return None
 
     def log_tail(self) -> str:
-        lines = Path(self._log.name).read_text(errors="replace").splitlines()
+        lines = Path(self._log).read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        self._log.close()
+        os.unlink(self._log)
 
     def _read(self) -> None:
         with self._process.stdout as replies:

@@ -47,6 +47,11 @@ from tfparallel.tf_internals import (
     record,
 )
 
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "tfparallel distributes Keras on its TensorFlow backend: set KERAS_BACKEND=tensorflow. "
+        f"Received: the {keras.backend.backend()} backend."
+    )
 open_logical_cpus()  # before TensorFlow starts, which any use of a strategy does
 
 _KEYS_PER_STRATEGY = 100_000

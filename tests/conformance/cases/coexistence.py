@@ -10,6 +10,7 @@ from tests.conformance.case import Run, case, claim
 from tests.helpers import (
     BATCH,
     EVEN_ROWS,
+    ODD_BATCH,
     Training,
     assert_same_training,
     momentum_sgd,
@@ -60,7 +61,7 @@ def keras_and_tf_distribute_are_as_imported(run: Run):
 
 @case(core=True)
 def plain_keras_afterwards(run: Run):
-    run.train(rows=EVEN_ROWS, epochs=1)
+    run.train(epochs=1)
     return train(None).results()
 
 
@@ -69,8 +70,8 @@ def plain_keras_in_between(run: Run):
     """A plain model trained between two epochs of the strategy's model: neither notices."""
     training = run.train()
     plain = train(None)
-    x, y = tiny_data(BATCH + 5, seed=2)
-    more = training.model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+    x, y = tiny_data(ODD_BATCH, seed=2)
+    more = training.model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
     training.extra = {f"more/{k}": v for k, v in more.items()}
     training.extra |= {f"plain/{k}": v for k, v in plain.results().items()}
     return training.results()
@@ -81,9 +82,13 @@ def stock_mirrored_afterwards(run: Run):
     """Where TensorFlow's own strategy is right (even batches) it still is after ours."""
     if run.row.num_workers > 1:
         return  # a worker of a cluster is no place for another kind of strategy
-    run.train(rows=EVEN_ROWS, epochs=1)
+    run.train(epochs=1)
     stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert_same_training(train(None, rows=EVEN_ROWS), train(stock, rows=EVEN_ROWS))
+    assert_same_training(_train_even(None), _train_even(stock))
+
+
+def _train_even(strategy) -> Training:
+    return train(strategy, rows=EVEN_ROWS, batch_size=BATCH)
 
 
 @case(core=True)
@@ -99,8 +104,8 @@ def two_models_under_one_strategy(run: Run):
     results = {}
     for turn in range(2):
         for number, model in enumerate(models):
-            x, y = tiny_data(BATCH + 5, seed=number)
-            history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+            x, y = tiny_data(ODD_BATCH, seed=number)
+            history = model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
             trained = Training(model, history).results()
             results |= {f"turn {turn}, model {number}: {k}": v for k, v in trained.items()}
     return results
@@ -109,10 +114,10 @@ def two_models_under_one_strategy(run: Run):
 @case(core=True)
 def two_strategies_in_one_process(run: Run):
     """A second strategy after the first, and then the first one again."""
-    first = run.train(rows=EVEN_ROWS)
+    first = run.train()
     second = train(run.row.make())
-    x, y = tiny_data(BATCH + 5, seed=2)
-    history = first.model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+    x, y = tiny_data(ODD_BATCH, seed=2)
+    history = first.model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
     again = Training(first.model, history).results()
     return second.results() | {f"first again: {k}": v for k, v in again.items()}
 
@@ -120,5 +125,5 @@ def two_strategies_in_one_process(run: Run):
 @case()
 def many_strategies_in_one_process(run: Run):
     for _ in range(3):
-        training = train(run.row.make(), rows=EVEN_ROWS, epochs=1)
+        training = train(run.row.make(), epochs=1)
     return training.results()

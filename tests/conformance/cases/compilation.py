@@ -3,7 +3,7 @@
 import keras
 
 from tests.conformance.case import Run, claim
-from tests.helpers import EVEN_ROWS, assert_same_training
+from tests.helpers import BATCH, EVEN_ROWS, assert_same_training
 
 
 def _train(run: Run, jit_compile: bool):
@@ -11,7 +11,7 @@ def _train(run: Run, jit_compile: bool):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         return {"loss": loss, "metrics": ["accuracy"], "jit_compile": jit_compile}
 
-    return run.train(compile_options=options, rows=EVEN_ROWS)
+    return run.train(compile_options=options, rows=EVEN_ROWS, batch_size=BATCH)
 
 
 @claim(core=True)

@@ -10,32 +10,32 @@ from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, momentum_sgd, numbered,
 
 @case(core=True)
 def even_batches(run: Run):
-    return run.train(rows=EVEN_ROWS).results()
+    return _train(run, rows=EVEN_ROWS).results()
 
 
 @case(core=True)
 def last_batch_of_one_row(run: Run):
-    return run.train(rows=BATCH + 1).results()
+    return _train(run, rows=BATCH + 1).results()
 
 
 @case()
 def every_batch_of_one_row(run: Run):
-    return run.train(rows=3, batch_size=1).results()
+    return _train(run, rows=3, batch_size=1).results()
 
 
 @case()
 def shuffled_arrays(run: Run):
-    return run.train(shuffle=True).results()
+    return _train(run, shuffle=True).results()
 
 
 @case(core=True)
 def sample_weight(run: Run):
-    return run.train(sample_weight=_row_weights(UNEVEN_ROWS)).results()
+    return _train(run, sample_weight=_row_weights(UNEVEN_ROWS)).results()
 
 
 @case()
 def class_weight(run: Run):
-    return run.train(class_weight={0: 0.2, 1: 1.0, 2: 3.0}).results()
+    return _train(run, class_weight={0: 0.2, 1: 1.0, 2: 3.0}).results()
 
 
 @case()
@@ -51,7 +51,7 @@ def validation_data_with_sample_weight(run: Run):
 
 @case()
 def validation_split(run: Run):
-    return run.train(validation_split=0.3).results()
+    return _train(run, rows=2 * UNEVEN_ROWS, validation_split=0.3).results()
 
 
 @case(core=True)
@@ -74,7 +74,7 @@ def steps_per_epoch(run: Run):
 
 @case()
 def steps_per_epoch_of_arrays(run: Run):
-    return run.train(steps_per_epoch=2).results()
+    return _train(run, rows=2 * BATCH, steps_per_epoch=2).results()
 
 
 @case(core=True)
@@ -180,10 +180,15 @@ def predict_a_dataset_of_unknown_cardinality(run: Run):
 
 @case()
 def fit_again_with_another_batch_size(run: Run):
-    training = run.train()
+    training = _train(run)
     x, y = tiny_data(20, seed=2)
     training.extra = training.model.fit(x, y, batch_size=7, shuffle=False, verbose=0).history
     return training.results()
+
+
+def _train(run: Run, **options):
+    """Train on batches of 12 rows and a last one of 5."""
+    return run.train(**{"rows": UNEVEN_ROWS, "batch_size": BATCH, **options})
 
 
 def _row_weights(rows: int) -> np.ndarray:
@@ -201,7 +206,7 @@ def _compiled(**options) -> dict:
 
 def _with_compile(run: Run, rows: int = UNEVEN_ROWS, epochs: int = 2, **options) -> dict:
     compile_options = lambda: _compiled(**options)  # noqa: E731
-    return run.train(compile_options=compile_options, rows=rows, epochs=epochs).results()
+    return _train(run, compile_options=compile_options, rows=rows, epochs=epochs).results()
 
 
 def _untrained(run: Run) -> keras.Model:

@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import UNEVEN_ROWS
+from tests.helpers import ODD_ROWS
 
 
 def _options(reduction: str) -> dict:
@@ -14,7 +14,7 @@ def _options(reduction: str) -> dict:
 
 
 def _weights() -> np.ndarray:
-    return np.linspace(0, 2, UNEVEN_ROWS, dtype="float32")
+    return np.linspace(0, 2, ODD_ROWS, dtype="float32")
 
 
 def _gentle_sgd() -> keras.Optimizer:

@@ -1,11 +1,10 @@
 """Metrics count every row once."""
 
 import keras
+import numpy as np
 
 from tests.conformance.case import Run, add_case, case
-from tests.helpers import BATCH, UNEVEN_ROWS
-
-import numpy as np
+from tests.helpers import ODD_BATCH, ODD_ROWS
 
 metrics = keras.metrics
 METRICS = {
@@ -33,19 +32,22 @@ METRICS = {
 
 
 def _train(run: Run, model: str) -> dict:
-    """As metrics, as weighted metrics and in validation, with an uneven last batch."""
+    """As metrics, as weighted metrics and in validation."""
 
     def options():
         return {
             "loss": "mse" if model == "values" else _LOSSES[model](),
             "metrics": METRICS[model](),
-            "weighted_metrics": METRICS[model]()[:3],
+            "weighted_metrics": METRICS[model]()[:2],
         }
 
-    weights = np.random.default_rng(3).uniform(0, 2, UNEVEN_ROWS).astype("float32")
-    x, y = _data(model, BATCH + 1)
+    weights = np.random.default_rng(3).uniform(0, 2, ODD_ROWS).astype("float32")
+    x, y = _data(model, ODD_BATCH)
     return run.train(
-        model, compile_options=options, sample_weight=weights, validation_data=(x, y, weights[: BATCH + 1])
+        model,
+        compile_options=options,
+        sample_weight=weights,
+        validation_data=(x, y, weights[:ODD_BATCH]),
     ).results()
 
 
@@ -62,9 +64,7 @@ def _data(model: str, rows: int):
 
 
 for _name in METRICS:
-    add_case(
-        f"metrics.{_name}", lambda run, name=_name: _train(run, name), core=_name == "binary"
-    )
+    add_case(f"metrics.{_name}", lambda run, name=_name: _train(run, name), core=_name == "binary")
 
 
 @case()

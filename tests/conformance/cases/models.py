@@ -1,17 +1,17 @@
 """Every model trains, evaluates and predicts as on one device, with an uneven last batch."""
 
+import keras
+
 from tests.conformance.case import Run, add_case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, UNEVEN_ROWS, numbered
-
-import keras
+from tests.helpers import BATCH, ODD_BATCH, UNEVEN_ROWS, numbered
 
 
 def _train_evaluate_predict(run: Run, model: str) -> dict:
-    training = run.train(model)
-    x, y = MODELS[model].data(UNEVEN_ROWS)
-    evaluated = training.model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
-    predicted = training.model.predict(x, batch_size=BATCH, verbose=0)
+    training = run.train(model, rows=UNEVEN_ROWS, batch_size=BATCH)
+    x, y = MODELS[model].data(ODD_BATCH)
+    evaluated = training.model.evaluate(x, y, ODD_BATCH, verbose=0, return_dict=True)
+    predicted = training.model.predict(x, ODD_BATCH, verbose=0)
     return {
         **training.results(),
         **{f"evaluate/{name}": value for name, value in evaluated.items()},

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.conformance.case import Run, add_case, case, claim
-from tests.helpers import BATCH
+from tests.helpers import ODD_BATCH
 
 optimizers = keras.optimizers
 OPTIMIZERS = {
@@ -67,7 +67,7 @@ def steps_per_execution_with_accumulation_and_clipping(run: Run):
         return {"loss": loss, "metrics": ["accuracy"], "steps_per_execution": 3}
 
     return run.train(
-        rows=4 * BATCH + 5,
+        rows=5 * ODD_BATCH,
         compile_options=options,
         optimizer=OPTIMIZERS["gradient_accumulation_with_clipnorm"],
     ).results()

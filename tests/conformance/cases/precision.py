@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from tests.conformance.case import Run, case, claim
-from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, momentum_sgd, tiny_data, tiny_model
+from tests.helpers import ODD_BATCH, ODD_ROWS, momentum_sgd, tiny_data, tiny_model
 
 # One ulp of float16 at 1 is 1e-3, of bfloat16 8e-3; splitting a batch moves a sum by some.
 FLOAT16_ATOL = 4e-3
@@ -67,8 +67,8 @@ def overflow_on_one_replica(run: Run):
 @case(core=True, atol=FLOAT16_ATOL)
 def float16_overflow_on_one_replica(run: Run):
     """The same in float16, where a gradient overflows because the loss scale is too large."""
-    x, y = tiny_data(EVEN_ROWS)
-    x[BATCH - 2 : BATCH] *= 1000  # 1000 * scale / rows does not fit into float16
+    x, y = tiny_data(ODD_ROWS)
+    x[ODD_BATCH - 2 : ODD_BATCH] *= 1000  # 1000 * scale / rows does not fit into float16
     training = run.train(
         build=_with_policy("mixed_float16"),
         data=lambda rows: (x, y),
@@ -80,7 +80,7 @@ def float16_overflow_on_one_replica(run: Run):
 
 @claim()
 def the_scale_halves_and_the_step_is_skipped(run: Run):
-    training = _train_with_overflow(run, momentum_sgd, epochs=1, rows=BATCH)
+    training = _train_with_overflow(run, momentum_sgd, epochs=1, rows=ODD_BATCH)
     optimizer = training.model.optimizer
     assert optimizer.dynamic_scale.numpy() == 2.0**14, optimizer.dynamic_scale.numpy()
     assert optimizer.iterations.numpy() == 0, optimizer.iterations.numpy()
@@ -92,7 +92,7 @@ def overflow_on_one_replica_with_adam_and_accumulation(run: Run):
     return _train_with_overflow(run, make).results()
 
 
-def _train_with_overflow(run: Run, make_optimizer, epochs: int = 2, rows: int = UNEVEN_ROWS):
+def _train_with_overflow(run: Run, make_optimizer, epochs: int = 2, rows: int = ODD_ROWS):
     """The last two rows of the first batch are large: their gradient alone is infinite.
 
     With 2, 3 or 4 replicas they are on the last one.
@@ -100,7 +100,7 @@ def _train_with_overflow(run: Run, make_optimizer, epochs: int = 2, rows: int = 
 
     def data(rows):
         x, y = tiny_data(rows)
-        x[BATCH - 2 : BATCH] *= 1e36
+        x[ODD_BATCH - 2 : ODD_BATCH] *= 1e36
         return x, y
 
     return run.train(

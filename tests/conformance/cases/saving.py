@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, Training, tiny_data
+from tests.helpers import ODD_BATCH, Training, tiny_data
 
 # BatchNorm has weights that do not train, Adam has slots: both must survive.
 MODEL = "nested"
@@ -26,7 +26,7 @@ def _adam() -> keras.Optimizer:
 
 
 def _train(run: Run, **options) -> Training:
-    options = {"optimizer": _gentle, "rows": 17, **options}
+    options = {"optimizer": _gentle, **options}
     return run.train(MODEL, **options)
 
 
@@ -147,14 +147,14 @@ def _plain(run: Run, **options) -> Training:
     from tests.helpers import train
 
     chosen = MODELS[MODEL]
-    options = {"optimizer": _gentle, "rows": 17, **options}
+    options = {"optimizer": _gentle, **options}
     return train(None, chosen.build, chosen.compile_options, chosen.data, **options)
 
 
 def _continued(model: keras.Model, training: Training) -> dict:
     """The results after one more epoch of `model`."""
-    x, y = tiny_data(BATCH + 5, seed=5)
-    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+    x, y = tiny_data(ODD_BATCH, seed=5)
+    history = model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
     continued = Training(model, {f"continued/{key}": value for key, value in history.items()})
     return {**training.results(), **{f"then/{k}": v for k, v in continued.results().items()}}
 
@@ -164,9 +164,9 @@ def _datasets(file) -> dict[str, np.ndarray]:
     found = {}
     with h5py.File(file) as root:
         root.visititems(
-            lambda name, item: found.update({f"h5/{name}": item[()]})
-            if isinstance(item, h5py.Dataset)
-            else None
+            lambda name, item: (
+                found.update({f"h5/{name}": item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
         )
     return found
 

@@ -1,0 +1,201 @@
+"""The contestants: which program with which arguments, and the processes that run it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
+
+FOLDER = Path(__file__).parent
+REPOSITORY = FOLDER.parent
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Attributes:
+        name: as printed.
+        group: contestants of one group do the same work on the same processes; ratios are within it.
+        num_processes: processes on this machine, one replica each; 1 may hold two replicas.
+        python: interpreter that runs `program`.
+        package: folder that holds the `tfparallel` to import.
+    """
+
+    name: str
+    group: str
+    num_processes: int
+    program: str = "tensorflow_contestant.py"
+    arguments: dict = field(default_factory=dict)
+    python: str = sys.executable
+    package: Path = REPOSITORY
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads of each process: two in all, for every contestant."""
+        return 2 // self.num_processes
+
+
+ONE_PROCESS, TWO_PROCESSES = "1 process, 2 CPU devices", "2 processes"
+ONE_DEVICE = Contestant(
+    "one device, fit", ONE_PROCESS, 1, arguments={"strategy": "none", "loop": "fit"}
+)
+
+
+def ours(package: Path = REPOSITORY, suffix: str = "") -> list[Contestant]:
+    """tfparallel's contestants, of the checkout at `package`."""
+    rows = [
+        ("tfparallel Mirrored, fit", ONE_PROCESS, 1, "mirrored", "fit"),
+        ("tfparallel MultiWorker, fit", TWO_PROCESSES, 2, "multi_worker", "fit"),
+        ("tfparallel MultiWorker, loop", TWO_PROCESSES, 2, "multi_worker", "loop"),
+    ]
+    return [
+        Contestant(
+            name + suffix,
+            group,
+            num_processes,
+            arguments={"strategy": strategy, "loop": loop, "stock": False},
+            package=package,
+        )
+        for name, group, num_processes, strategy, loop in rows
+    ]
+
+
+def stock() -> list[Contestant]:
+    """TensorFlow's own; `fit` under its multi-worker strategy crashes on Keras 3."""
+    return [
+        Contestant(
+            "tf.distribute Mirrored, fit",
+            ONE_PROCESS,
+            1,
+            arguments={"strategy": "mirrored", "loop": "fit", "stock": True},
+        ),
+        Contestant(
+            "tf.distribute MultiWorker, loop",
+            TWO_PROCESSES,
+            2,
+            arguments={"strategy": "multi_worker", "loop": "loop", "stock": True},
+        ),
+    ]
+
+
+def torch_ddp(python: str) -> Contestant:
+    """torch's DistributedDataParallel over Gloo."""
+    return Contestant(
+        "torch DDP Gloo, loop", TWO_PROCESSES, 2, program="torch_contestant.py", python=python
+    )
+
+
+class ContestantFailure(RuntimeError):
+    """A process of a contestant raised, died or fell silent."""
+
+
+class Running:
+    """The processes of one contestant, ready and waiting.
+
+    Args:
+        contestant: which one.
+        problem: name of the problem.
+        optimizer: "sgd" or "adam".
+        environments: variables of each process, by rank.
+    """
+
+    def __init__(self, contestant: Contestant, problem: str, optimizer: str, environments):
+        self.contestant = contestant
+        self._logs = [tempfile.NamedTemporaryFile(suffix=".log") for _ in environments]
+        self._processes = []
+        for rank, environment in enumerate(environments):
+            arguments = {
+                **contestant.arguments,
+                "problem": problem,
+                "optimizer": optimizer,
+                "threads": contestant.threads,
+                "rank": rank,
+                "num_workers": contestant.num_processes,
+            }
+            self._processes.append(
+                subprocess.Popen(
+                    [contestant.python, FOLDER / contestant.program, json.dumps(arguments)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._logs[rank],
+                    text=True,
+                    env={**os.environ, "PYTHONPATH": str(contestant.package), **environment},
+                )
+            )
+        self._answers()
+
+    def ask(self, do: str, **arguments) -> list:
+        """Sends a request to every process; returns their results by rank.
+
+        Raises:
+            ContestantFailure: with the traceback or the end of the log of every process.
+        """
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):  # its silence is reported below
+                process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+                process.stdin.flush()
+        return self._answers()
+
+    def _answers(self) -> list:
+        # A process that hangs is killed, which ends the line that is waited for.
+        watchdog = threading.Timer(TIMEOUT_S, self.kill)
+        watchdog.start()
+        try:
+            lines = [process.stdout.readline() for process in self._processes]
+        finally:
+            watchdog.cancel()
+        messages = [json.loads(line or '{"error": "died or fell silent"}') for line in lines]
+        if any("error" in message for message in messages):
+            raise ContestantFailure(
+                "\n".join(
+                    f"{self.contestant.name}, process {rank}: {message.get('error', 'went well')}\n"
+                    f"its log ends:\n{Path(self._logs[rank].name).read_text()[-2000:]}"
+                    for rank, message in enumerate(messages)
+                )
+            )
+        return [message["result"] for message in messages]
+
+    def kill(self) -> None:
+        """Ends every process."""
+        for process in self._processes:
+            process.kill()
+
+
+@contextlib.contextmanager
+def running(contestant: Contestant, problem: str, optimizer: str) -> Iterator[Running]:
+    """Starts a contestant's processes, and kills them on exit."""
+    with contextlib.ExitStack() as stack:
+        environments = [_threads(contestant) for _ in range(contestant.num_processes)]
+        if contestant.num_processes > 1:
+            addresses = stack.enter_context(reserved_addresses(contestant.num_processes))
+            store = stack.enter_context(tempfile.TemporaryDirectory())
+            for rank, environment in enumerate(environments):
+                task = {"type": "worker", "index": rank}
+                cluster = {"cluster": {"worker": addresses}, "task": task}
+                environment["TF_CONFIG"] = json.dumps(cluster)
+                environment["TORCH_STORE"] = f"{store}/store"
+        processes = Running(contestant, problem, optimizer, environments)
+        stack.callback(processes.kill)
+        yield processes
+
+
+def _threads(contestant: Contestant) -> dict[str, str]:
+    return {
+        **REUSE_PORT_ENV,
+        "TF_NUM_INTEROP_THREADS": "8",
+        "TF_NUM_INTRAOP_THREADS": str(contestant.threads),
+        "OMP_NUM_THREADS": str(contestant.threads),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "KERAS_BACKEND": "tensorflow",
+        "GLOO_SOCKET_IFNAME": "lo",  # as TensorFlow: both talk over loopback
+    }
