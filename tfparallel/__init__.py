@@ -6,7 +6,7 @@ without TensorFlow.
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfparallel.version import __version__
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'tfparallel' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

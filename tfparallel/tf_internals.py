@@ -1,11 +1,12 @@
 """The only file that imports private modules of TensorFlow and Keras, each with its reason.
 
-Supported: TensorFlow 2.20 and 2.21, Keras 3.12 to 3.15. When a new version moves a name, this is the
-file to change.
+Supported: TensorFlow 2.20 and 2.21, Keras 3.12 to 3.15. When a new version moves a name, this is
+the file to change.
 """
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ __all__ = [
 ]
 
 
-def owner_of_new_variable():
+def owner_of_new_variable() -> object:
     """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable."""
     stack = global_state.get_global_attribute("name_scope_stack")
     return stack[-1].caller if stack else None
@@ -129,21 +130,21 @@ def calling_trainer() -> TrainerCall | None:
     return None
 
 
-def is_predict_step(fn) -> bool:
+def is_predict_step(fn: Callable) -> bool:
     """Whether `fn` is the function that `Model.predict` passes to `Strategy.run`."""
     wrapped = inspect.unwrap(fn)
     name = getattr(wrapped, "__qualname__", "")
     return name.startswith("TensorFlowTrainer.make_predict_function")
 
 
-def is_keras_step(fn) -> bool:
+def is_keras_step(fn: Callable) -> bool:
     """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
     if getattr(fn, "__name__", "") not in ("train_step", "test_step"):
         return False
     return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
 
 
-def uses_stock_train_step(model) -> bool:
+def uses_stock_train_step(model: keras_trainer.TensorFlowTrainer) -> bool:
     """Whether `model` trains by Keras's own `train_step`, which calls `optimizer.scale_loss`."""
     return type(model).train_step is keras_trainer.TensorFlowTrainer.train_step
 

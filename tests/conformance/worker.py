@@ -36,7 +36,7 @@ def main(row_name: str, case_name: str | None = None) -> None:
             print(CASES[case_name].function(Run(row, strategy, Path(folder), rank)))
         return
     requests = _requests()
-    gc.freeze()  # spare the collector what TensorFlow's import made: cases take half the time
+    gc.freeze()  # spare the collector what lives on: cases take half the time
     print(json.dumps({"ready": True}), file=replies, flush=True)
     while True:
         request = requests.get()
@@ -75,6 +75,7 @@ def _answer(row, strategy, rank: int, case_name: str, folder: Path) -> dict:
     finally:
         keras.config.set_dtype_policy("float32")
         keras.backend.clear_session()
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ coordination service), in one sequence for all kinds of steps.
 import hashlib
 import json
 import time
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,7 +33,7 @@ class Agreement:
         self._timeout_s = timeout_s
         self._step = 0
 
-    def exchange(self, kind: str, value) -> list:
+    def exchange(self, kind: str, value: Any) -> list:
         """Announces `value`; returns what every worker announced, by rank.
 
         Args:
@@ -52,7 +53,7 @@ class Agreement:
             )
         return [value for _, value in announced]
 
-    def require_equal(self, kind: str, value) -> None:
+    def require_equal(self, kind: str, value: Any) -> None:
         """Announces `value` and refuses to go on unless all workers announced the same.
 
         Raises:
@@ -97,11 +98,11 @@ class Agreement:
         return f"{'; '.join(texts)}. (Rank {self._rank} is speaking.)"
 
 
-def fingerprint(value) -> str:
+def fingerprint(value: Any) -> str:
     """A short text that differs where `value` (anything JSON can hold) differs."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _short(value) -> str:
+def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 400 else f"{text[:400]}… ({fingerprint(value)})"

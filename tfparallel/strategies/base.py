@@ -3,7 +3,7 @@
 The decisions, and the method that takes each:
 
 1. where variables live          `ReplicatedExtended._create_variable`
-2. how a batch is split          `keras_step.Batch`
+2. how a batch is split          `batch.Batch`
 3. how a step runs on replicas   `KerasStrategy.run` and `keras_step.run_keras_step`
 4. how gradients meet            `ReplicatedExtended._reduce_gradients`
 5. how a variable is updated     `ReplicatedExtended._replica_ctx_update`, `variables.py`
@@ -14,14 +14,17 @@ import contextlib
 import functools
 import itertools
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
-from tfparallel.strategies.keras_step import current_replica_step, run_keras_step, run_predict_step
+from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
+from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.seed_hooks import hook_seed_generator
 from tfparallel.strategies.variables import (
     MetricVariable,
@@ -32,6 +35,7 @@ from tfparallel.strategies.variables import (
 from tfparallel.tf_internals import (
     BaseOptimizer,
     DistributedValues,
+    MirroredExtended,
     ReduceOp,
     ReductionToOneDevice,
     TrainerCall,
@@ -61,8 +65,8 @@ _strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertoo
 class KerasStrategy(tf.distribute.Strategy):
     """A `tf.distribute.Strategy` that trains an unmodified Keras 3 model as one device would.
 
-    Calls that Keras makes (`fit`, `evaluate`, `predict`, `*_on_batch`) get the whole global batch and
-    split it here. Every other call keeps the contract of `tf.distribute`.
+    Calls that Keras makes (`fit`, `evaluate`, `predict`, `*_on_batch`) get the whole global batch,
+    which is split here. Every other call keeps the contract of `tf.distribute`.
     """
 
     @functools.cached_property
@@ -73,35 +77,37 @@ class KerasStrategy(tf.distribute.Strategy):
         """
         return _KEYS_PER_STRATEGY * (next(_strategy_numbers[type(self)]) + 1)
 
-    def run(self, fn, args=(), kwargs=None, options=None):
-        """`tf.distribute.Strategy.run`; a Keras step gets and returns what it would on one device."""
-        if self.extended._num_replicas_in_sync == 1 or not (
-            is_keras_step(fn) or is_predict_step(fn)
-        ):
-            return super().run(fn, args, kwargs, options)
-        if is_predict_step(fn):
-            return run_predict_step(self, fn, *args)
-        checks.check_jit_compile(self, fn.__self__)
-        checks.check_model(self, fn.__self__)
-        return run_keras_step(self, fn, *args)
+    def run(
+        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+    ) -> Any:
+        """`tf.distribute.Strategy.run`; a Keras step returns what it would on one device."""
+        if is_keras_step(fn):
+            checks.check_model(self, fn.__self__)
+        if self.extended._num_replicas_in_sync > 1:
+            if is_keras_step(fn):
+                checks.check_jit_compile(self, fn.__self__)
+                return run_keras_step(self, fn, *args)
+            if is_predict_step(fn):
+                return run_predict_step(self, fn, *args)
+        return super().run(fn, args, kwargs, options)
 
-    def _run_on_replicas(self, fn):
+    def _run_on_replicas(self, fn: Callable) -> Any:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""
         return super().run(fn)
 
-    def reduce(self, reduce_op, value, axis):
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""
         if is_symbolic_build(sys._getframe(1)):  # Keras only wants the shapes of one replica
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(reduce_op, leaf, axis), value)
 
-    def _reduce_leaf(self, reduce_op, value, axis):
+    def _reduce_leaf(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         local = self.experimental_local_results(value)[0]
         if axis == 0 and getattr(local, "shape", tf.TensorShape(None)).rank == 0:
             axis = None
         return super().reduce(reduce_op, value, axis)
 
-    def experimental_distribute_dataset(self, dataset, options=None):
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
 
         Keras's own input path gets the dataset as it is: its batches are split inside the step, so
@@ -119,14 +125,14 @@ class KerasStrategy(tf.distribute.Strategy):
         return 1 if current_replica_step() is not None else super().num_replicas_in_sync
 
 
-class ReplicatedExtended:
-    """Mixin for `MirroredExtended`: replicas that compute alike, from gradients reduced once."""
+class ReplicatedExtended(MirroredExtended):
+    """Replicas that compute alike, from gradients reduced once."""
 
     _replicated_class: type = ReplicatedVariable
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator, **kwargs):
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
         colocate_with = kwargs.pop("colocate_with", None)
@@ -137,7 +143,7 @@ class ReplicatedExtended:
         variable_class = self._variable_class(kwargs.get("synchronization"), statistics)
         devices = self._variable_devices(variable_class)
 
-        def create_copies(**kwargs):
+        def create_copies(**kwargs: Any) -> list[tf.Variable]:
             copies: list = []
             name = kwargs.get("name") or "Variable"
             for i, device in enumerate(devices):
@@ -160,12 +166,15 @@ class ReplicatedExtended:
         mark_owner(variable, owner, statistics)
         return variable
 
-    def _variable_class(self, synchronization, statistics: bool) -> type:
+    def _variable_class(
+        self, synchronization: tf.VariableSynchronization | None, statistics: bool
+    ) -> type:
         if synchronization == tf.VariableSynchronization.ON_READ:
             return MetricVariable
         return ReplicatedVariable if statistics else self._replicated_class
 
-    def _variable_devices(self, variable_class: type):
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        del variable_class
         return self._devices
 
     # ---- how gradients meet ----------------------------------------------------------------------
@@ -174,10 +183,10 @@ class ReplicatedExtended:
         """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
         return False
 
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Any, options: Any = None) -> Any:
         context = distribute_lib.get_replica_context()
 
-        def merge(_, *tensors):
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
             return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
 
         flat = tf.nest.flatten(value)
@@ -186,7 +195,7 @@ class ReplicatedExtended:
         return tf.nest.pack_sequence_as(value, context.merge_call(merge, args=flat))
 
     def _reduce_gradients(self, gradients: list) -> list:
-        """Sum over replicas of gradients (tensors or IndexedSlices); called in a replica context."""
+        """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
         return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients) if gradients else []
 
     # ---- across workers: this worker is all there is ---------------------------------------------
@@ -195,20 +204,20 @@ class ReplicatedExtended:
     def _host_device(self) -> str:
         return device_util.canonicalize("/device:CPU:0", self._devices[0])
 
-    def _keras_dataset(self, dataset, call: TrainerCall):
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         del call
         return dataset
 
-    def _sum_across_workers(self, tensor):
+    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
 
     def _sum_list_across_workers(self, tensors: list) -> list:
         return tensors
 
-    def _gather_rows(self, rows):
+    def _gather_rows(self, rows: Any) -> Any:
         return rows
 
-    def _metrics_read_together(self, metrics):
+    def _metrics_read_together(self, metrics: Sequence) -> contextlib.AbstractContextManager:
         del metrics
         return contextlib.nullcontext()
 
@@ -220,23 +229,25 @@ class LocalExtended(ReplicatedExtended):
     `cross_device_ops`.
     """
 
-    def _local_reduction(self):
+    def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         if self._user_cross_device_ops is not None:
             return self._user_cross_device_ops
         if all("gpu" in device.lower() for device in self._devices) and not _has_virtual_gpus():
             return self._collective_ops
         return ReductionToOneDevice()
 
-    def _reduce_to(self, reduce_op, value, destinations, options):
+    def _reduce_to(self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
             return ReductionToOneDevice().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
-    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+    ) -> list:
         return self._local_reduction().batch_reduce(reduce_op, value_destination_pairs, options)
 
 
-def hook_owner(owner, strategy: tf.distribute.Strategy) -> None:
+def hook_owner(owner: object, strategy: tf.distribute.Strategy) -> None:
     """Hooks the optimizer or seed generator that creates a variable under `strategy`."""
     if isinstance(owner, BaseOptimizer):
         hook_optimizer(owner, strategy)

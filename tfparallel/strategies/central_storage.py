@@ -1,5 +1,10 @@
 """Data parallel with the variables in one place: replicas read them from there."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.mirrored import MirroredLocalExtended
@@ -23,7 +28,11 @@ class CentralStorageStrategy(KerasStrategy):
         ValueError: for devices that do not exist or are named twice.
     """
 
-    def __init__(self, compute_devices=None, parameter_device=None):
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+    ):
         compute_devices = check_devices(compute_devices, "compute_devices")
         check_devices(parameter_device, "parameter_device")
         super().__init__(CentralStorageExtended(self, compute_devices, parameter_device))
@@ -34,21 +43,29 @@ class CentralStorageExtended(MirroredLocalExtended):
 
     _replicated_class = CentralVariable
 
-    def __init__(self, container_strategy, compute_devices=None, parameter_device=None):
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+    ):
         super().__init__(container_strategy, compute_devices)
         if parameter_device is None:
             gpus = [device for device in self._devices if "GPU" in device]
             parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
         self._parameter_device = device_util.canonicalize(parameter_device)
 
-    def _variable_devices(self, variable_class: type):
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._parameter_device,) if variable_class is CentralVariable else self._devices
 
-    def _replica_ctx_update(self, var, fn, args, kwargs, group):
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
         if isinstance(var, CentralVariable) and values_util.get_current_replica_id_as_int() != 0:
             return None  # replica 0 computes the same update, for all
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     @property
-    def parameter_devices(self):
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Where the variables live."""
         return (self._parameter_device,)

@@ -1,5 +1,7 @@
 """Misuse that would train wrongly or crash far away is refused here, in the user's words."""
 
+from collections.abc import Sequence
+
 import keras
 import tensorflow as tf
 
@@ -42,9 +44,9 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
         if not all(_belongs_to(v, strategy) for v in part.variables):
             raise ValueError(
-                f"Expected model '{model.name}' to be compiled, and its optimizer to be created, in "
-                f"the scope of this {_name(strategy)}. Received: optimizer '{part.name}' created "
-                f"outside of it. {_THREE_LINES}"
+                f"Expected model '{model.name}' to be compiled, and its optimizer to be created, "
+                f"in the scope of this {_name(strategy)}. Received: optimizer '{part.name}' "
+                f"created outside of it. {_THREE_LINES}"
             )
 
 
@@ -60,8 +62,8 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
     if len(devices) > 1:
         raise ValueError(
             "jit_compile=True needs one replica per process: XLA compiles a step for one device. "
-            f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile the "
-            "model with jit_compile=False, or start one process per device."
+            f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile "
+            "the model with jit_compile=False, or start one process per device."
         )
     if "gpu" not in devices[0].lower():
         raise ValueError(
@@ -71,7 +73,7 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
         )
 
 
-def check_devices(devices, what: str = "devices") -> list[str] | None:
+def check_devices(devices: str | Sequence[str] | None, what: str = "devices") -> list[str] | None:
     """Refuses devices that do not exist, or one device named twice.
 
     Args:
@@ -107,7 +109,7 @@ def check_devices(devices, what: str = "devices") -> list[str] | None:
     return devices
 
 
-def _parse(device, what: str) -> tuple[str, int]:
+def _parse(device: object, what: str) -> tuple[str, int]:
     try:
         spec = tf.DeviceSpec.from_string(str(device) if "/" in str(device) else f"/device:{device}")
     except ValueError as error:
@@ -121,13 +123,12 @@ def _index(name: str) -> int:
     return tf.DeviceSpec.from_string(name).device_index
 
 
-def _belongs_to(variable, strategy) -> bool:
-    value = getattr(variable, "value", variable)
-    if getattr(variable, "_value", None) is None and isinstance(variable, keras.Variable):
+def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    value = variable._value
+    if value is None:
         return True  # not created yet
-    value = variable._value if isinstance(variable, keras.Variable) else value
     return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
 
 
-def _name(strategy) -> str:
+def _name(strategy: tf.distribute.Strategy) -> str:
     return type(strategy).__name__

@@ -1,10 +1,11 @@
 """Data parallel on the devices of one process: every device holds all variables."""
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfparallel.strategies.base import KerasStrategy, LocalExtended
 from tfparallel.strategies.checks import check_devices
-from tfparallel.tf_internals import MirroredExtended
 
 
 class MirroredStrategy(KerasStrategy):
@@ -22,14 +23,23 @@ class MirroredStrategy(KerasStrategy):
         ValueError: for devices that do not exist or are named twice.
     """
 
-    def __init__(self, devices=None, cross_device_ops=None):
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    ):
         devices = check_devices(devices)
         super().__init__(MirroredLocalExtended(self, devices, cross_device_ops))
 
 
-class MirroredLocalExtended(LocalExtended, MirroredExtended):
+class MirroredLocalExtended(LocalExtended):
     """`MirroredExtended` that reduces before optimizers look, without collectives on CPU."""
 
-    def __init__(self, container_strategy: tf.distribute.Strategy, devices, cross_device_ops=None):
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        devices: Sequence[str] | None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    ):
         self._user_cross_device_ops = cross_device_ops
         super().__init__(container_strategy, devices, cross_device_ops)

@@ -1,7 +1,9 @@
-"""Data parallel over several processes or hosts: each holds all variables, gradients are all-reduced."""
+"""Data parallel over several processes or hosts: each has all variables, gradients all-reduce."""
 
 import contextlib
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,17 +32,22 @@ class MultiWorkerMirroredStrategy(KerasStrategy):
 
     Drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. The batch size of `fit` is global.
     Every worker runs the same script with the same data and keeps the rows of its replicas; with
-    `tf.data.Options.experimental_distribute.auto_shard_policy` FILE or DATA it reads only its shard.
+    `tf.data.Options.experimental_distribute.auto_shard_policy` FILE or DATA it reads its shard.
 
     Args:
-        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads `TF_CONFIG`.
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads
+            `TF_CONFIG`.
         communication_options: a `tf.distribute.experimental.CommunicationOptions`.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
     """
 
-    def __init__(self, cluster_resolver=None, communication_options=None):
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    ):
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
             cluster_resolver = cluster.cluster_resolver()
         if communication_options is None:
@@ -48,17 +55,17 @@ class MultiWorkerMirroredStrategy(KerasStrategy):
         super().__init__(MultiWorkerExtended(self, cluster_resolver, communication_options))
 
     @property
-    def cluster_resolver(self):
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The cluster resolver of this strategy."""
         return self.extended._cluster_resolver
 
 
 class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
-    """`CollectiveAllReduceExtended` whose workers agree on each step before a collective can hang."""
+    """`CollectiveAllReduceExtended` whose workers agree before a collective can hang."""
 
     _server_started = False  # of the process: TensorFlow starts one server in it
 
-    def __init__(self, container_strategy, cluster_resolver, communication_options):
+    def __init__(self, container_strategy: Any, cluster_resolver: Any, communication_options: Any):
         self._std_server_started = MultiWorkerExtended._server_started
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
@@ -70,7 +77,9 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
 
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
         devices, device_type = super()._initialize_local_devices(cluster_resolver, worker_device)
         if device_type == "CPU":  # all logical ones: the stock strategy takes only the first
             cpu = tf.config.list_physical_devices("CPU")[0]
@@ -80,13 +89,15 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
         """Rank 0's initial value, once all ranks have said that they create the same variable."""
         if replica_id == 0 and self._num_workers > 1:
             initial_value, owner = kwargs["initial_value"], owner_of_new_variable()
             name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
 
-            def announced():
+            def announced() -> tf.Tensor:
                 value = initial_value() if callable(initial_value) else initial_value
                 value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
                 value = tf.convert_to_tensor(value, kwargs.get("dtype"))
@@ -102,7 +113,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     # ---- how a batch is split --------------------------------------------------------------------
 
-    def _keras_dataset(self, dataset, call: TrainerCall):
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if self._num_workers == 1:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -127,7 +138,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             return AgreedBatches(dataset, self._agreement, lambda batch: batch)
         return dataset
 
-    def _as_per_replica(self, batch):
+    def _as_per_replica(self, batch: Any) -> Any:
         """A batch that is this worker's already, also where it has one replica only."""
         return keras.tree.map_structure(
             lambda leaf: leaf if isinstance(leaf, PerReplica) else PerReplica([leaf]), batch
@@ -139,7 +150,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
     def _host_device(self) -> str:
         return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
 
-    def _sum_across_workers(self, tensor):
+    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sum_list_across_workers([tensor])[0]
 
     def _sum_list_across_workers(self, tensors: list) -> list:
@@ -152,17 +163,17 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in chosen], 0)
             flat = self._host_sum(flat)
             parts = tf.split(flat, [tf.size(tensors[i]) for i in chosen])
-            for i, part in zip(chosen, parts):
+            for i, part in zip(chosen, parts, strict=True):
                 sums[i] = tf.reshape(part, tf.shape(tensors[i]))
         return sums
 
-    def _host_sum(self, tensor):
+    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         with tf.device(self._host_device):
             tensor = tf.identity(tensor)
             reduced = self._host_cross_device_ops.reduce(ReduceOp.SUM, tensor, self._host_device)
         return self._local_results(reduced)[0]
 
-    def _gather_rows(self, rows):
+    def _gather_rows(self, rows: Any) -> Any:
         if self._num_workers == 1:
             return rows
         if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
@@ -177,7 +188,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         return launcher.all_gather(rows[tf.newaxis] if scalar else rows, axis=0)
 
     @contextlib.contextmanager
-    def _metrics_read_together(self, metrics):
+    def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
         """Reads all metric variables in one all-reduce instead of one for each."""
         variables = [v._value for metric in metrics for v in metric.variables]
         variables = [v for v in variables if isinstance(v, MetricVariable)]
@@ -186,7 +197,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             return
         local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
         sums = self._sum_list_across_workers(local)
-        with prefetched_metrics({id(v): value for v, value in zip(variables, sums)}):
+        with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield
 
 
@@ -196,10 +207,10 @@ class AgreedBatches:
     Iterates in Python: one announcement a batch is the price of an error instead of a hang.
     """
 
-    def __init__(self, dataset, agreement: Agreement, convert):
+    def __init__(self, dataset: Iterable, agreement: Agreement, convert: Callable):
         self._dataset, self._agreement, self._convert = dataset, agreement, convert
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator:
         end = object()
         iterator = iter(self._dataset)
         for number in itertools.count():

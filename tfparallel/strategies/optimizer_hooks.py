@@ -7,11 +7,15 @@ created under our strategies reduces in `apply`, and not again later. Only that 
 
 import functools
 import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.strategies.keras_step import current_replica_step
-from tfparallel.tf_internals import BaseOptimizer, ReduceOp, distribute_lib
+from tfparallel.strategies.replica_step import current_replica_step
+from tfparallel.tf_internals import BaseOptimizer, distribute_lib
+
+_thread = threading.local()
 
 
 def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
@@ -21,24 +25,25 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
     a Keras step), sums them over replicas, and does everything else on every replica alike.
     Elsewhere it does what it always did. Hooking twice changes nothing.
     """
-    if "apply" in vars(optimizer):
+    attributes = vars(optimizer)
+    if "apply" in attributes:
         return
-    state = vars(optimizer)
-    state["apply"] = functools.wraps(optimizer.apply)(
-        functools.partial(_reduce_then_apply, optimizer, strategy, optimizer.apply)
-    )
-    state["scale_loss"] = functools.wraps(optimizer.scale_loss)(
-        functools.partial(_weigh_then_scale, optimizer.scale_loss)
-    )
-    state["_all_reduce_sum_gradients"] = functools.partial(
-        _already_reduced, optimizer._all_reduce_sum_gradients
-    )
+
+    def shadow(name: str, hook: Callable, *args: Any) -> None:
+        original = getattr(optimizer, name)
+        attributes[name] = functools.wraps(original)(functools.partial(hook, *args, original))
+
+    shadow("apply", _reduce_then_apply, strategy)
+    shadow("scale_loss", _weigh_then_scale)
+    shadow("_all_reduce_sum_gradients", _unless_reduced)
 
 
-_reducing = threading.local()
-
-
-def _reduce_then_apply(optimizer, strategy, apply, grads, trainable_variables=None):
+def _reduce_then_apply(
+    strategy: tf.distribute.Strategy,
+    apply: Callable,
+    grads: Iterable,
+    trainable_variables: Any = None,
+) -> Any:
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
@@ -48,24 +53,24 @@ def _reduce_then_apply(optimizer, strategy, apply, grads, trainable_variables=No
         present = [step.weigh_gradient(g) for g in present]
     reduced = iter(strategy.extended._reduce_gradients(present))
     grads = [None if g is None else next(reduced) for g in grads]
-    _reducing.done = True
+    _thread.is_reduced = True
     try:
         return apply(grads, trainable_variables)
     finally:
-        _reducing.done = False
+        _thread.is_reduced = False
 
 
-def _weigh_then_scale(scale_loss, loss):
+def _weigh_then_scale(scale_loss: Callable, loss: tf.Tensor) -> tf.Tensor:
     step = current_replica_step()
     if step is not None and step.weights_loss:
         loss = loss * tf.cast(step.weight, loss.dtype)
     return scale_loss(loss)
 
 
-def _already_reduced(all_reduce_sum_gradients, grads_and_vars):
+def _unless_reduced(all_reduce_sum_gradients: Callable, grads_and_vars: Iterable) -> list:
     return list(grads_and_vars) if _is_reduced() else all_reduce_sum_gradients(grads_and_vars)
 
 
 def _is_reduced() -> bool:
     """Whether the calling replica thread is inside `apply`, with gradients of all replicas."""
-    return getattr(_reducing, "done", False)
+    return getattr(_thread, "is_reduced", False)

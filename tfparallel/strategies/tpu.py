@@ -5,6 +5,8 @@ every batch must have the same number of rows, a multiple of the number of repli
 """
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,9 +24,9 @@ from tfparallel.tf_internals import (
 class TPUStrategy(tf.distribute.TPUStrategy):
     """Synchronous data parallelism on TPUs.
 
-    Drop-in for `tf.distribute.TPUStrategy`, that connects by itself. Gradients are reduced before
-    they are clipped, Dropout masks differ by replica and BatchNorm statistics are averaged, as under
-    the other strategies. Datasets need `drop_remainder=True`.
+    Drop-in for `tf.distribute.TPUStrategy`, that connects by itself. As under the other strategies,
+    gradients are reduced before they are clipped, Dropout masks differ by replica and BatchNorm
+    statistics are averaged. Datasets need `drop_remainder=True`.
 
     Args:
         tpu_cluster_resolver: an initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
@@ -38,9 +40,9 @@ class TPUStrategy(tf.distribute.TPUStrategy):
 
     def __init__(
         self,
-        tpu_cluster_resolver=None,
-        experimental_device_assignment=None,
-        experimental_spmd_xla_partitioning=False,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
         *,
         tpu: str = "local",
     ):
@@ -50,7 +52,7 @@ class TPUStrategy(tf.distribute.TPUStrategy):
         )
         self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
 
-    def reduce(self, reduce_op, value, axis):
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests."""
         if is_symbolic_build(sys._getframe(1)):
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
@@ -61,7 +63,7 @@ class TPUStrategy(tf.distribute.TPUStrategy):
 class KerasTPUExtended(TPUExtended):
     """`TPUExtended` with the hooks of our strategies that one XLA program allows."""
 
-    def _create_variable(self, next_creator, **kwargs):
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
         if is_statistics(owner, kwargs):
@@ -74,7 +76,7 @@ class KerasTPUExtended(TPUExtended):
         return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
 
 
-def connect_to_tpu(tpu: str = "local"):
+def connect_to_tpu(tpu: str = "local") -> Any:
     """Finds and initialises a TPU.
 
     Args:
@@ -93,7 +95,7 @@ def connect_to_tpu(tpu: str = "local"):
             "the TPU of this TPU VM (tpu='local')" if tpu == "local" else f"a TPU at tpu={tpu!r}"
         )
         raise RuntimeError(
-            f"TPUStrategy looked for {looked_for} and found none; it needs a machine with a TPU and "
-            "`pip install 'tfparallel[tpu]'`."
+            f"TPUStrategy looked for {looked_for} and found none; it needs a machine with a TPU "
+            "and `pip install 'tfparallel[tpu]'`."
         ) from error
     return resolver

@@ -2,16 +2,17 @@
 
 Note: the four kinds of variable
 --------------------------------
-kind         Keras's use                    copies            assigned in a replica context
------------  -----------------------------  ----------------  --------------------------------------
-replicated   weights, optimizer slots,      one a replica     by every replica to its own copy: all
-             counters, learning rate, seeds                   computed the same from reduced gradients
-central      the same, under               one               by replica 0 only, for the same reason
-             CentralStorageStrategy
-statistics   BatchNorm's moving mean        one a replica     by every replica from its own rows; the
-                                                              step ends with their mean (keras_step)
-metric       `Metric.add_variable`          one a replica     by every replica; their sum when read
-             (ON_READ)                                        outside replicas
+kind        Keras's use                  copies         assigned in a replica context
+----------  ---------------------------  -------------  --------------------------------------
+replicated  weights, optimizer slots,    one a replica  by every replica to its own copy, with
+            counters, learning rate,                    values all computed alike from reduced
+            seeds                                       gradients
+central     the same, under              one            by replica 0 only, for the same reason
+            CentralStorageStrategy
+statistics  BatchNorm's moving mean      one a replica  by every replica from its own rows; the
+            and variance                                step ends with their mean (keras_step)
+metric      `Metric.add_variable`        one a replica  by every replica; their sum when read
+            (ON_READ)                                   outside of replicas
 
 A variable with an explicit aggregation that Keras did not create follows `tf.distribute`: values
 assigned in a replica context are aggregated first.
@@ -19,11 +20,13 @@ assigned in a replica context are aggregated first.
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.strategies.keras_step import current_replica_step
+from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import (
     BaseOptimizer,
     MirroredVariable,
@@ -35,7 +38,7 @@ from tfparallel.tf_internals import (
 class ReplicatedVariable(MirroredVariable):
     """One copy a replica, kept equal because every replica assigns what it computed alike.
 
-    Attributes set after creation by `mark_owner`:
+    Attributes set after creation, by `mark_owner`:
         _assigned_alike: replicas assign equal values, nothing is aggregated.
         _is_statistics: replicas assign values of their own rows, averaged at the end of a step.
     """
@@ -43,43 +46,47 @@ class ReplicatedVariable(MirroredVariable):
     _assigned_alike = False
     _is_statistics = False
 
-    def _update_replica(self, update_fn, value, **kwargs):
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         step = current_replica_step()
         if self._is_statistics and step is not None:
             step.statistics.append(self)
-        if self._assigned_alike or self.aggregation == tf.VariableAggregation.NONE:
-            return update_fn(self._get_replica(_replica_id()), value, **kwargs)
-        return super()._update_replica(update_fn, value, **kwargs)
+        if self._needs_aggregation():
+            return super()._update_replica(update_fn, value, **kwargs)
+        return update_fn(self._get_replica(_replica_id()), value, **kwargs)
+
+    def _needs_aggregation(self) -> bool:
+        no_aggregation = self.aggregation == tf.VariableAggregation.NONE
+        return not (self._assigned_alike or no_aggregation)
 
 
 class CentralVariable(ReplicatedVariable):
     """One copy that all replicas read, and replica 0 assigns for all."""
 
-    def _get_replica(self, replica_id):
+    def _get_replica(self, replica_id: int) -> tf.Variable:
+        del replica_id
         return self._primary
 
-    def _get(self):
+    def _get(self) -> Any:
         return self._get_cross_replica() if _replica_id() is None else self._primary
 
-    def _get_on_device_or_primary(self):
+    def _get_on_device_or_primary(self) -> tf.Variable:
         return self._primary
 
     @property
-    def handle(self):
+    def handle(self) -> tf.Tensor:
+        """The resource of the only copy."""
         return self._primary.handle
 
-    def _update_replica(self, update_fn, value, **kwargs):
-        if not (self._assigned_alike or self.aggregation == tf.VariableAggregation.NONE):
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        if self._needs_aggregation() or _replica_id() == 0:
             return super()._update_replica(update_fn, value, **kwargs)
-        if _replica_id() == 0:
-            return update_fn(self._primary, value, **kwargs)
         return self._primary
 
 
 class MetricVariable(SyncOnReadVariable):
     """One copy a replica, reduced when read outside of replicas."""
 
-    def _get_cross_replica(self):
+    def _get_cross_replica(self) -> Any:
         prefetched = getattr(_prefetched, "values", {}).get(id(self))
         return super()._get_cross_replica() if prefetched is None else prefetched
 
@@ -88,7 +95,7 @@ _prefetched = threading.local()
 
 
 @contextlib.contextmanager
-def prefetched_metrics(values: dict):
+def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
     """Within it, a `MetricVariable` reads as `values[id(variable)]`, already reduced."""
     _prefetched.values = values
     try:
@@ -97,10 +104,14 @@ def prefetched_metrics(values: dict):
         _prefetched.values = {}
 
 
-def is_statistics(owner, kwargs) -> bool:
+def is_statistics(owner: object, kwargs: Mapping[str, Any]) -> bool:
     """Whether a layer creates a variable that each replica will assign from its own rows.
 
     Synchronised BatchNorm computes the same statistics everywhere: nothing is left to average.
+
+    Args:
+        owner: the Keras object that creates the variable, or None.
+        kwargs: what a variable creator gets.
     """
     return (
         isinstance(owner, keras.layers.Layer)
@@ -111,12 +122,13 @@ def is_statistics(owner, kwargs) -> bool:
     )
 
 
-def mark_owner(variable, owner, statistics: bool) -> None:
+def mark_owner(variable: tf.Variable, owner: object, statistics: bool) -> None:
     """Tells a new variable how it will be assigned, by who created it."""
     if isinstance(variable, ReplicatedVariable):
         variable._is_statistics = statistics
         variable._assigned_alike = isinstance(owner, BaseOptimizer)
 
 
-def _replica_id():
+def _replica_id() -> int | None:
+    """The calling replica's number in this process; None in a cross-replica context."""
     return values_util.get_current_replica_id_as_int()

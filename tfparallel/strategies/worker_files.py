@@ -9,6 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from typing import Any
 
 import keras
 
@@ -20,7 +21,7 @@ _PATHS = {
 }
 
 
-def keep_files_of_other_workers_apart(callbacks) -> None:
+def keep_files_of_other_workers_apart(callbacks: Any) -> None:
     """Moves what `callbacks` of this worker (not the chief) write into a folder deleted at exit.
 
     Args:

@@ -1,0 +1,82 @@
+"""What a replica's thread knows of the Keras step it is running."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.tf_internals import distribute_lib
+
+_thread = threading.local()
+
+
+def current_replica_step() -> "ReplicaStep | None":
+    """The Keras step that the calling replica thread runs, if it runs one."""
+    return getattr(_thread, "step", None)
+
+
+class ReplicaStep:
+    """One replica's share of a Keras step.
+
+    Attributes:
+        rows: how many rows this replica computes on, an int or a scalar int32 tensor.
+        weight: scalar float32 tensor, `rows` over the rows of all replicas.
+        weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
+        statistics: variables assigned from this replica's rows only, to be averaged.
+    """
+
+    def __init__(self, rows: Any, weight: tf.Tensor, weights_loss: bool, statistics: list):
+        self.rows, self.weight = rows, weight
+        self.weights_loss, self.statistics = weights_loss, statistics
+
+    def weigh_gradient(self, gradient: Any) -> Any:
+        """`gradient * weight`, unless the loss already carries the weight."""
+        if self.weights_loss:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            values = self.weigh_gradient(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.math.multiply_no_nan(gradient, tf.cast(self.weight, gradient.dtype))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes this the step of the calling thread."""
+        _thread.step = self
+        _weigh_backward_of_all_reduce(distribute_lib.get_replica_context(), self)
+        try:
+            yield
+        finally:
+            _thread.step = None
+
+
+def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
+    """Gradients that cross replicas (synchronised BatchNorm) are weighted when they do.
+
+    Where gradients are weighted only at the end, by the weight of the replica they arrive at, what
+    replica j sends to replica i has to carry `w_j / w_i`.
+    """
+    if step.weights_loss:
+        return
+    all_reduce = context.all_reduce
+
+    def weighted(reduce_op: Any, value: Any, options: Any = None) -> Any:
+        flat = tf.nest.flatten(value)
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
+            return all_reduce(reduce_op, value, options)
+
+        @tf.custom_gradient
+        def forward(*tensors: tf.Tensor) -> tuple:
+            def backward(*gradients: tf.Tensor) -> list:
+                weights = [tf.cast(step.weight, g.dtype) for g in gradients]
+                sent = [g * w for g, w in zip(gradients, weights, strict=True)]
+                received = all_reduce(reduce_op, sent)
+                pairs = zip(received, weights, strict=True)
+                return [tf.math.divide_no_nan(g, w) for g, w in pairs]
+
+            return all_reduce(reduce_op, list(tensors), options), backward
+
+        return tf.nest.pack_sequence_as(value, forward(*flat))
+
+    context.all_reduce = weighted  # this context lives as long as this replica's step
