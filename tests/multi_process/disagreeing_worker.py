@@ -17,7 +17,7 @@ targets = np.ones((64, 4), "float32")
 
 
 class ReportSteps(keras.callbacks.Callback):
-    """Tells the test, through a file, that training is under way; slow enough to be killed in it."""
+    """Tells the test, through a file, that training goes on; slow enough to be killed in it."""
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.02)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement, DisagreementError
+from tfparallel.communication.waiting import reporting_absent_peers
 from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
 from tfparallel.strategies.worker_files import keep_files_of_other_workers_apart
@@ -67,7 +68,8 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     def __init__(self, container_strategy: Any, cluster_resolver: Any, communication_options: Any):
         self._std_server_started = MultiWorkerExtended._server_started
-        super().__init__(container_strategy, cluster_resolver, communication_options)
+        with reporting_absent_peers(*_rank_and_peers(cluster_resolver)):
+            super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
@@ -199,6 +201,15 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         sums = self._sum_list_across_workers(local)
         with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield
+
+
+def _rank_and_peers(resolver: Any) -> tuple[int, list[str]]:
+    """This worker's rank and the addresses of the others that train."""
+    cluster = resolver.cluster_spec().as_dict() if resolver is not None else {}
+    tasks = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, ())))]
+    me = (resolver.task_type, resolver.task_id) if tasks else None
+    rank = tasks.index(me) if me in tasks else 0
+    return rank, [cluster[job][i] for job, i in tasks if (job, i) != me]
 
 
 class AgreedBatches:
