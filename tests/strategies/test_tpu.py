@@ -23,9 +23,7 @@ class RecordingResolver:
 @pytest.fixture
 def recording_resolver(monkeypatch):
     RecordingResolver.asked = []
-    monkeypatch.setattr(
-        tf.distribute.cluster_resolver, "TPUClusterResolver", RecordingResolver
-    )
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", RecordingResolver)
     return RecordingResolver
 
 
