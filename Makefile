@@ -21,6 +21,7 @@ PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 export TF_NUM_INTEROP_THREADS ?= 8
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export KERAS_BACKEND := tensorflow
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types docs docs-check clean check-tools
@@ -37,20 +38,20 @@ test: lint types docs-check ## lint, types, documentation, then every test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
-	@$(STEP) "checking rules (ruff check)" $(BIN)/ruff check .
-	@$(STEP) "checking format (ruff format --check)" $(BIN)/ruff format --check .
+	@$(STEP) "checking rules (ruff check)" $(BIN)/python -m ruff check .
+	@$(STEP) "checking format (ruff format --check)" $(BIN)/python -m ruff format --check .
 
 types: $(STAMP) ## mypy on the package
-	@$(STEP) "checking types (mypy)" $(BIN)/mypy
+	@$(STEP) "checking types (mypy)" $(BIN)/python -m mypy
 
 docs: $(STAMP) ## build the documentation into site/
-	@$(STEP) "building the documentation (mkdocs)" $(BIN)/mkdocs build --strict --site-dir site
+	@$(STEP) "building the documentation (mkdocs)" $(BIN)/python -m mkdocs build --strict --site-dir site
 
 docs-check: $(STAMP) ## build the documentation and throw it away; a broken link is an error
 ifneq ($(wildcard mkdocs.yml),)
 	@site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
 	$(STEP) "checking the documentation (mkdocs build --strict)" \
-		$(BIN)/mkdocs build --strict --site-dir "$$site"
+		$(BIN)/python -m mkdocs build --strict --site-dir "$$site"
 endif
 
 clean: ## remove everything that the other targets made, .venv included

@@ -16,6 +16,7 @@ from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parent
 TIMEOUT_S = 300.0
+TENSORFLOW, TORCH = "tensorflow_contestant.py", "torch_contestant.py"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Contestant:
 
     Attributes:
         name: as printed.
-        group: contestants of one group do the same work on the same processes; ratios are within it.
+        group: contestants of one group share the work in the same way; ratios are within it.
         num_processes: processes on this machine, one replica each; 1 may hold two replicas.
         python: interpreter that runs `program`.
         package: folder that holds the `tfparallel` to import.
@@ -33,7 +34,7 @@ class Contestant:
     name: str
     group: str
     num_processes: int
-    program: str = "tensorflow_contestant.py"
+    program: str = TENSORFLOW
     arguments: dict = field(default_factory=dict)
     python: str = sys.executable
     package: Path = REPOSITORY
@@ -90,7 +91,7 @@ def stock() -> list[Contestant]:
 def torch_ddp(python: str) -> Contestant:
     """torch's DistributedDataParallel over Gloo."""
     return Contestant(
-        "torch DDP Gloo, loop", TWO_PROCESSES, 2, program="torch_contestant.py", python=python
+        "torch DDP Gloo, loop", TWO_PROCESSES, 2, program=TORCH, python=python
     )
 
 
@@ -110,7 +111,10 @@ class Running:
 
     def __init__(self, contestant: Contestant, problem: str, optimizer: str, environments):
         self.contestant = contestant
-        self._logs = [tempfile.NamedTemporaryFile(suffix=".log") for _ in environments]
+        self._logs = [
+            tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - they live as long as this
+            for _ in environments
+        ]
         self._processes = []
         for rank, environment in enumerate(environments):
             arguments = {

@@ -29,9 +29,8 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import contestants  # noqa: E402
 import report  # noqa: E402
 from contestants import Contestant, Running, running  # noqa: E402
-from problems import PROBLEMS, Problem  # noqa: E402
+from problems import COMPARED_STEPS, PROBLEMS, Problem  # noqa: E402
 
-COMPARED_STEPS = 8
 WARMUP_STEPS = 3  # of every turn: caches hold another contestant's data
 
 
@@ -39,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; the exit status is 1 if contestants did not train alike."""
     options = _parse(arguments)
     chosen, notes = _choose(options)
+    if all(contestant.program == contestants.TORCH for contestant in chosen):
+        raise SystemExit(f"--only {options.only}: no TensorFlow is left, whose weights all load.")
     results = []
     for name in options.models:
         results += run_problem(PROBLEMS[name], chosen, options, _log)
@@ -60,7 +61,8 @@ def run_problem(
     """Starts all contestants on one problem, compares their losses, then times them in turns.
 
     Returns:
-        One dictionary per contestant: losses and, by round, the median seconds of a step.
+        One dictionary per contestant: losses, and by round the median seconds of a step and the
+        processor seconds of a step in all of its processes.
     """
     with contextlib.ExitStack() as stack:
         started: list[Running] = []
@@ -70,14 +72,16 @@ def run_problem(
                 stack.enter_context(running(contestant, problem.name, options.optimizer))
             )
         losses = _train_from_same_weights(started)
-        rounds: dict[str, list[float]] = {each.contestant.name: [] for each in started}
+        step_s: dict[str, list[float]] = {each.contestant.name: [] for each in started}
+        cpu_s: dict[str, list[float]] = {each.contestant.name: [] for each in started}
         for i in range(options.rounds):
             log(f"{problem.name}: round {i + 1} of {options.rounds}")
             first = i % len(started)  # no one always follows the same neighbour's cache misses
             for each in started[first:] + started[:first]:
                 steps = options.steps or problem.steps
-                by_rank = each.ask("step_seconds", steps=steps, warmup=WARMUP_STEPS)
-                rounds[each.contestant.name].append(statistics.median(by_rank[0]))
+                by_rank = each.ask("timed_steps", steps=steps, warmup=WARMUP_STEPS)
+                step_s[each.contestant.name].append(statistics.median(by_rank[0]["wall_s"]))
+                cpu_s[each.contestant.name].append(sum(rank["cpu_s"] for rank in by_rank))
     return [
         {
             "model": problem.name,
@@ -85,7 +89,8 @@ def run_problem(
             "group": contestant.group,
             "losses": losses[contestant.name],
             "trains_alike": report.losses_agree(problem, contestant, losses),
-            "step_s": rounds[contestant.name],
+            "step_s": step_s[contestant.name],
+            "cpu_s": cpu_s[contestant.name],
         }
         for contestant in chosen
     ]
@@ -128,7 +133,8 @@ def _choose(options) -> tuple[list[Contestant], list[str]]:
         notes.append(f"torch DDP is left out: {problem}")
     else:
         chosen.append(contestants.torch_ddp(options.torch_python))
-    return [c for c in chosen if options.only in c.name], notes
+    chosen = [c for c in chosen if options.only in c.name]
+    return sorted(chosen, key=lambda c: c.num_processes), notes
 
 
 def _why_torch_cannot_run(python: str) -> str | None:

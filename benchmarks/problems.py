@@ -11,6 +11,7 @@ import numpy as np
 NUM_CLASSES = 10
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
+COMPARED_STEPS = 8  # from the same weights, before anything is timed
 NUM_BATCHES = 4  # different batches, repeated for as long as steps are asked for
 
 
@@ -35,7 +36,7 @@ class Problem:
     block_filters: tuple[int, ...] = ()
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`NUM_BATCHES` pairs of `[global_batch, *input_shape]` features and `[global_batch]` labels."""
+        """`NUM_BATCHES` pairs: features `[global_batch, *input_shape]`, labels `[global_batch]`."""
         rng = np.random.default_rng(0)
         shape = (self.global_batch, *self.input_shape)
         return [
@@ -57,6 +58,12 @@ PROBLEMS = {
         Problem("resnet", (32, 32, 3), global_batch=32, steps=20, block_filters=(16, 32, 64)),
     )
 }
+
+
+def joined(batches) -> tuple[np.ndarray, np.ndarray]:
+    """All features and all labels of a list of batches."""
+    xs, ys = zip(*batches, strict=True)
+    return np.concatenate(xs), np.concatenate(ys)
 
 
 def rows_of_worker(array, rank: int, num_workers: int):

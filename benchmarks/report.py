@@ -4,33 +4,31 @@ import statistics
 
 import numpy as np
 from contestants import ONE_DEVICE, ONE_PROCESS, TWO_PROCESSES, Contestant
-from problems import Problem
+from problems import COMPARED_STEPS, PROBLEMS, Problem
 from rich.console import Console
 from rich.table import Table
 
 LOSS_TOLERANCE = 1e-3  # relative: rounding differs, and grows from step to step
 # What the others of a group are divided by.
-_YARDSTICKS = {ONE_PROCESS: "tfparallel Mirrored, fit", TWO_PROCESSES: "tfparallel MultiWorker, fit"}
+_YARDSTICKS = {
+    ONE_PROCESS: "tfparallel Mirrored, fit",
+    TWO_PROCESSES: "tfparallel MultiWorker, fit",
+}
 # (ours, theirs, largest ours / theirs, of which models): what the project promises.
 _TARGETS = [
-    ("tfparallel Mirrored, fit", "tf.distribute Mirrored, fit", 1.02, ("mlp", "mlp10m", "resnet")),
-    ("tfparallel MultiWorker, fit", "tf.distribute MultiWorker, loop", 1.02, ("mlp10m", "resnet")),
-    (
-        "tfparallel MultiWorker, loop",
-        "tf.distribute MultiWorker, loop",
-        1.02,
-        ("mlp", "mlp10m", "resnet"),
-    ),
-    ("tfparallel MultiWorker, fit", "torch DDP Gloo, loop", 1.0, ("mlp10m",)),
-    ("tfparallel MultiWorker, loop", "torch DDP Gloo, loop", 1.0, ("mlp10m",)),
+    ("tfparallel Mirrored, fit", "tf.distribute Mirrored, fit", 1.02, list(PROBLEMS)),
+    ("tfparallel MultiWorker, fit", "tf.distribute MultiWorker, loop", 1.02, list(PROBLEMS)),
+    ("tfparallel MultiWorker, loop", "tf.distribute MultiWorker, loop", 1.02, list(PROBLEMS)),
+    ("tfparallel MultiWorker, fit", "torch DDP Gloo, loop", 1.0, ["mlp10m"]),
+    ("tfparallel MultiWorker, loop", "torch DDP Gloo, loop", 1.0, ["mlp10m"]),
 ]
 
 
-def losses_agree(
-    problem: Problem, contestant: Contestant, losses: dict[str, list[float]]
-) -> bool:
+def losses_agree(problem: Problem, contestant: Contestant, losses: dict[str, list[float]]) -> bool:
     """Whether a contestant's losses are those of the others that compute the same."""
-    comparable = [name for name in losses if name != ONE_DEVICE.name or not _has_batch_norm(problem)]
+    comparable = [
+        name for name in losses if name != ONE_DEVICE.name or not _has_batch_norm(problem)
+    ]
     if contestant.name not in comparable:
         return True  # BatchNorm of a replica sees half of the rows
     return bool(
@@ -62,9 +60,9 @@ def _table(results: list[dict]) -> Table:
     )
     for heading in ("model", "contestant"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("median ms", "fastest ms", "ratio", "first loss", "last loss"):
+    for heading in ("median ms", "fastest", "CPU ms", "ratio", "loss 1", f"loss {COMPARED_STEPS}"):
         table.add_column(heading, justify="right")
-    table.add_column("trains alike")
+    table.add_column("alike")
     previous = None
     for result in results:
         key = (result["model"], result["group"])
@@ -77,6 +75,7 @@ def _table(results: list[dict]) -> Table:
             result["contestant"],
             f"{statistics.median(result['step_s']) * 1e3:.2f}",
             f"{min(result['step_s']) * 1e3:.2f}",
+            f"{statistics.median(result['cpu_s']) * 1e3:.2f}",
             "-" if ratio is None else f"{ratio:.2f}",
             f"{result['losses'][0]:.4f}",
             f"{result['losses'][-1]:.4f}",
@@ -90,7 +89,8 @@ def ratio_of(results: list[dict], model: str, numerator: str, denominator: str) 
     rounds = {r["contestant"]: r["step_s"] for r in results if r["model"] == model}
     if numerator not in rounds or denominator not in rounds:
         return None
-    return statistics.median(a / b for a, b in zip(rounds[numerator], rounds[denominator]))
+    pairs = zip(rounds[numerator], rounds[denominator], strict=True)
+    return statistics.median(a / b for a, b in pairs)
 
 
 def _verdicts(results: list[dict]) -> list[str]:

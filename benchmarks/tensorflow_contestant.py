@@ -11,7 +11,15 @@ import keras
 import numpy as np
 import protocol
 import tensorflow as tf
-from problems import LEARNING_RATE, MOMENTUM, NUM_CLASSES, PROBLEMS, Problem, rows_of_worker
+from problems import (
+    LEARNING_RATE,
+    MOMENTUM,
+    NUM_CLASSES,
+    PROBLEMS,
+    Problem,
+    joined,
+    rows_of_worker,
+)
 
 
 def build_model(problem: Problem) -> keras.Model:
@@ -66,15 +74,23 @@ def make_strategy(strategy: str, stock: bool):
 
 
 class StepClock(keras.callbacks.Callback):
-    """Notes when each batch ends; reads no logs, so it adds no synchronisation."""
+    """Notes when each batch ends; reads no logs, so it adds no synchronisation.
 
-    def on_train_begin(self, logs=None):
-        """Starts a new list."""
-        self.times = []
+    Args:
+        warmup: batches before the first that is noted.
+    """
+
+    def __init__(self, warmup: int):
+        super().__init__()
+        self._warmup = warmup
+        self.times_s: list[float] = []
+        self.cpu_times_s: list[float] = []
 
     def on_train_batch_end(self, batch, logs=None):
         """Notes the time."""
-        self.times.append(time.perf_counter())
+        if batch + 1 >= self._warmup:
+            self.times_s.append(time.perf_counter())
+            self.cpu_times_s.append(time.process_time())
 
 
 class Fit:
@@ -82,8 +98,8 @@ class Fit:
 
     def __init__(self, strategy, model, problem: Problem, rank: int, num_workers: int):
         del rank, num_workers
-        self._model, self._clock = model, StepClock()
-        x, y = (np.concatenate(part) for part in zip(*problem.batches()))
+        self._model = model
+        x, y = joined(problem.batches())
         data = tf.data.Dataset.from_tensor_slices((x, y))
         self._data = data.batch(problem.global_batch, drop_remainder=True).repeat().prefetch(2)
 
@@ -92,10 +108,12 @@ class Fit:
         # Epochs of one step: an epoch's loss is a mean over it.
         return self._fit(epochs=steps, steps_per_epoch=1).history["loss"]
 
-    def times(self, steps: int) -> list[float]:
-        """Trains; returns when each step ended."""
-        self._fit(epochs=1, steps_per_epoch=steps, callbacks=[self._clock])
-        return self._clock.times
+    def timed_steps(self, steps: int, warmup: int) -> dict:
+        """Trains `warmup + steps` steps; as `protocol.timed_steps`, inside of one call of `fit`."""
+        clock = StepClock(warmup)
+        self._fit(epochs=1, steps_per_epoch=warmup + steps, callbacks=[clock])
+        cpu_s = (clock.cpu_times_s[-1] - clock.cpu_times_s[0]) / steps
+        return {"wall_s": np.diff(clock.times_s).tolist(), "cpu_s": cpu_s}
 
     def _fit(self, **options):
         return self._model.fit(self._data, verbose=0, shuffle=False, **options)
@@ -106,7 +124,7 @@ class Loop:
 
     def __init__(self, strategy, model, problem: Problem, rank: int, num_workers: int):
         def worker_batches(context):
-            x, y = (np.concatenate(part) for part in zip(*_rows(problem, rank, num_workers)))
+            x, y = joined(_rows(problem, rank, num_workers))
             data = tf.data.Dataset.from_tensor_slices((x, y))
             return data.batch(len(x) // len(problem.batches()), drop_remainder=True).repeat()
 
@@ -135,13 +153,9 @@ class Loop:
         """Trains; returns the loss of every step."""
         return [float(self._step(self._iterator)) for _ in range(steps)]
 
-    def times(self, steps: int) -> list[float]:
-        """Trains; returns when each step ended."""
-        times = []
-        for _ in range(steps):
-            self._step(self._iterator)
-            times.append(time.perf_counter())
-        return times
+    def timed_steps(self, steps: int, warmup: int) -> dict:
+        """Trains `warmup + steps` steps; see `protocol.timed_steps`."""
+        return protocol.timed_steps(lambda: self._step(self._iterator), steps, warmup)
 
 
 def _rows(problem: Problem, rank: int, num_workers: int):
@@ -187,9 +201,9 @@ class TensorFlowContestant:
         """Trains; returns the loss of every step."""
         return self.training.losses(steps)
 
-    def step_seconds(self, steps: int, warmup: int) -> list[float]:
-        """Trains `warmup + steps` steps; returns how long each of the last `steps` took."""
-        return np.diff(self.training.times(warmup + steps))[-steps:].tolist()
+    def timed_steps(self, steps: int, warmup: int) -> dict:
+        """Trains `warmup + steps` steps; see `protocol.timed_steps`."""
+        return self.training.timed_steps(steps, warmup)
 
     def _scope(self):
         return self._strategy.scope() if self._strategy else contextlib.nullcontext()

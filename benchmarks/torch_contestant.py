@@ -1,11 +1,10 @@
-"""A process that trains one model under torch's DistributedDataParallel on Gloo, defaults otherwise.
+"""A process that trains one model under torch's DistributedDataParallel on Gloo.
 
-Its input is the cheapest there is: tensors made beforehand.
+Its options are the defaults. Its input is the cheapest there is: tensors made beforehand.
 """
 
 import itertools
 import os
-import time
 
 import numpy as np
 import protocol
@@ -110,13 +109,9 @@ class TorchContestant:
         torch.distributed.all_reduce(losses)
         return (losses / torch.distributed.get_world_size()).tolist()
 
-    def step_seconds(self, steps: int, warmup: int) -> list[float]:
-        """Trains `warmup + steps` steps; returns how long each of the last `steps` took."""
-        times = []
-        for _ in range(warmup + steps):
-            self._step()
-            times.append(time.perf_counter())
-        return np.diff(times)[-steps:].tolist()
+    def timed_steps(self, steps: int, warmup: int) -> dict:
+        """Trains `warmup + steps` steps; see `protocol.timed_steps`."""
+        return protocol.timed_steps(self._step, steps, warmup)
 
     def _step(self):
         x, y = next(self._batches)

@@ -4,9 +4,8 @@
     python docs/stock_symptoms.py 2          show row 2
     python docs/stock_symptoms.py all        show all of them, one process each
 
-The page that explains the rows is docs/what_stock_does.md. Only TensorFlow and Keras are used here,
-nothing of tfparallel. Every row runs in a process of its own, killed after 60 seconds: some symptoms
-are hangs.
+docs/what_stock_does.md explains the rows. Only TensorFlow and Keras are used here, nothing of
+tfparallel. Every row runs in a process of its own, killed after 60 seconds, as some symptoms hang.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ def row(function):
     return function
 
 
-# ---- tools: imported TensorFlow only in the process of a row ----------------------------------------
+# ---- tools: TensorFlow is imported in the process of a row ---------------------------------------
 
 
 def open_cpus(count=2):
@@ -46,7 +45,9 @@ def open_cpus(count=2):
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * count
+    )
 
 
 def mirrored():
@@ -101,7 +102,9 @@ def error_of(function, *args, **kwargs):
     except Exception as error:
         text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
         text = re.sub(r"numpy=\s*array\(.*?\)>", "numpy=...>", text, flags=re.DOTALL)
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("  File")]
+        lines = [
+            line for line in text.splitlines() if line.strip() and not line.startswith("  File")
+        ]
         lines = lines if len(lines) <= 12 else [*lines[:6], "[...]", *lines[-5:]]
         print("\n    ".join([f"{type(error).__name__}:", *lines]), flush=True)
     else:
@@ -140,10 +143,10 @@ def in_two_workers(number):
             for line in outputs[index].read_text().splitlines():
                 print(f"[worker {index}] {line}")
             if hangs:
-                print(f"[worker {index}] no end after {WORKERS_TIMEOUT_S} s: killed")
+                print(f"[worker {index}] killed after {WORKERS_TIMEOUT_S} s")
 
 
-# ---- the rows ---------------------------------------------------------------------------------------
+# ---- the rows ------------------------------------------------------------------------------------
 
 
 @row
@@ -192,7 +195,6 @@ def row_3():
 def row_4():
     """Loss scaling when the gradient of one replica overflows."""
     import keras
-    import numpy as np
 
     open_cpus()
     x, y = data(16)
@@ -227,8 +229,8 @@ def worker_4():
 
     print("a step with an overflow on worker 1 ...", flush=True)
     step()
-    print("... is done", flush=True)
-    time.sleep(TIMEOUT_S)  # an end of this process would end the other one's wait
+    print("... is done; this process now sleeps, since its end would end a peer's wait", flush=True)
+    time.sleep(TIMEOUT_S)
 
 
 @row
@@ -422,7 +424,9 @@ def row_14():
     for _ in range(200):
         coordinator.schedule(step)
     coordinator.join()
-    print(f"200 steps scheduled on 2 workers: optimizer.iterations = {optimizer.iterations.numpy()}")
+    print(
+        f"200 steps scheduled on 2 workers: optimizer.iterations = {optimizer.iterations.numpy()}"
+    )
     sys.stdout.flush()
     os._exit(0)  # in-process servers do not end by themselves
 
@@ -436,7 +440,7 @@ def row_15():
     error_of(model.fit, x, y, batch_size=8, verbose=0)
 
 
-# ---- the command line -------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def main(arguments):
@@ -454,7 +458,10 @@ def main(arguments):
         command = [sys.executable, __file__, "--in-process", number]
         try:
             status = subprocess.run(
-                command, env={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT_S, stderr=subprocess.DEVNULL
+                command,
+                env={**os.environ, **ENVIRONMENT},
+                timeout=TIMEOUT_S,
+                stderr=subprocess.DEVNULL,
             ).returncode
             if status:
                 print(f"ended with status {status}")

@@ -18,11 +18,14 @@ class Workers:
             lambda: cluster_environments(row.num_workers),
         )
 
-    def results(self, case_name: str) -> list[dict[str, np.ndarray]]:
-        """What each worker returns for a case."""
+    def start(self, case_name: str) -> None:
+        """Let every worker begin a case; `results` must come next."""
         folder = self._folders.mktemp(f"{self.row.name}-{case_name}")
-        replies = self._pool.ask({"case": case_name, "folder": str(folder)})
-        return [dict(np.load(reply["results"])) for reply in replies]
+        self._pool.send({"case": case_name, "folder": str(folder)})
+
+    def results(self) -> list[dict[str, np.ndarray]]:
+        """What each worker returns for the case it was given."""
+        return [dict(np.load(reply["results"])) for reply in self._pool.replies()]
 
     def close(self) -> None:
         self._pool.close()
@@ -36,15 +39,39 @@ def workers(request, tmp_path_factory):
     pool.close()
 
 
+class OneDevice:
+    """The results of plain Keras, each computed once."""
+
+    def __init__(self, folders):
+        self._workers = Workers(ONE_DEVICE, folders)
+        self._known: dict[str, dict[str, np.ndarray]] = {}
+        self._under_way: str | None = None
+
+    def start(self, case_name: str) -> None:
+        """Begin a case, unless its results are known."""
+        self._finish()
+        if case_name not in self._known:
+            self._workers.start(case_name)
+            self._under_way = case_name
+
+    def results(self, case_name: str) -> dict[str, np.ndarray]:
+        """The results of a case that has been started."""
+        self._finish()
+        return self._known[case_name]
+
+    def _finish(self) -> None:
+        """Take in what is under way, also where the test that began it has failed since."""
+        case_name, self._under_way = self._under_way, None
+        if case_name:
+            (self._known[case_name],) = self._workers.results()
+
+    def close(self) -> None:
+        self._workers.close()
+
+
 @pytest.fixture(scope="session")
 def one_device(tmp_path_factory):
-    """A function from a case's name to the results of plain Keras, each computed once."""
-    pool, known = Workers(ONE_DEVICE, tmp_path_factory), {}
-
-    def results(case_name: str) -> dict[str, np.ndarray]:
-        if case_name not in known:
-            known[case_name] = pool.results(case_name)[0]
-        return known[case_name]
-
-    yield results
-    pool.close()
+    """What every strategy is compared with."""
+    workers = OneDevice(tmp_path_factory)
+    yield workers
+    workers.close()

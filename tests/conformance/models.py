@@ -146,6 +146,14 @@ def embedding():
     )
 
 
+@model(helpers.tiny_data, _class_options)
+def adapted():
+    """A Normalization layer that has looked at the data first."""
+    normalization = layers.Normalization()
+    normalization.adapt(helpers.tiny_data(50)[0] * 3 + 1)
+    return keras.Sequential([keras.Input((6,)), normalization, layers.Dense(3)])
+
+
 @model(_features(5, 3), _class_options)
 def lstm():
     return keras.Sequential([keras.Input((5, 3)), layers.LSTM(4), layers.Dense(3)])

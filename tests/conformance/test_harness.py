@@ -72,7 +72,8 @@ def test_a_pool_tells_of_a_lost_worker_and_starts_again(command, told):
 def test_a_failed_case_shows_the_workers_traceback(tmp_path_factory):
     workers = Workers(Row("reference", lambda: None, 1), tmp_path_factory)
     try:
+        workers.start("no such case")
         with pytest.raises(WorkerFailure, match="KeyError: 'no such case'"):
-            workers.results("no such case")
+            workers.results()
     finally:
         workers.close()

@@ -1,6 +1,8 @@
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -23,6 +25,10 @@ def problems_of(path, overrides=()) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as info:
         load_config(path, overrides)
     return info.value.problems
+
+
+def name_of(section) -> str:
+    return get_args(section.model_fields["name"].annotation)[0]
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -136,7 +142,8 @@ def test_all_mistakes_come_at_once(write):
         # nothing close
         (
             "data: {xyzzy: 1}",
-            "data.xyzzy: unknown key. Known keys: data.train_examples, data.global_batch_size.",
+            "data.xyzzy: unknown key. "
+            "Known keys: data.train_examples, data.global_batch_size, data.drop_remainder.",
         ),
     ],
 )
@@ -218,8 +225,9 @@ def test_config_in_the_repository_is_valid(path):
 
 
 def test_every_strategy_has_a_config_in_the_repository():
-    names = {section.model_fields["name"].annotation.__args__[0] for section in STRATEGIES}
-    assert names == {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert {name_of(section) for section in STRATEGIES} == {
+        path.stem for path in CONFIGS.glob("*.yaml")
+    }
 
 
 @pytest.mark.parametrize(
@@ -245,6 +253,15 @@ def test_builds_the_strategy_that_is_named(write, text, class_name, num_replicas
     strategy = build_strategy(load_config(write(f"strategy: {text}")).strategy)
     assert type(strategy).__name__ == class_name
     assert strategy.num_replicas_in_sync == num_replicas
+
+
+def test_every_strategy_takes_the_arguments_of_its_section(write):
+    import tfparallel
+
+    for section in STRATEGIES:
+        strategy = load_config(write(f"strategy: {{name: {name_of(section)}}}")).strategy
+        strategy_class = getattr(tfparallel, strategy.class_name)
+        inspect.signature(strategy_class).bind(**strategy.arguments())
 
 
 def test_communication_options_reach_the_strategy(write):

@@ -66,26 +66,17 @@ class WorkerPool:
 
     def ask(self, request: dict, timeout_s: float = 90.0) -> list[dict]:
         """Send `request` to every worker and return their replies in the order of their ranks."""
+        self.send(request)
+        return self.replies(timeout_s)
+
+    def send(self, request: dict) -> None:
+        """Send `request` to every worker; `replies` must come next."""
         if not self._workers:
             self._start()
         for worker in self._workers:
             worker.send(request)
-        return self._replies(timeout_s)
 
-    def close(self) -> None:
-        """Kill every worker of this pool."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
-
-    def _start(self) -> None:
-        self._workers = [
-            _Worker(rank, self._arguments, environment)
-            for rank, environment in enumerate(self._environments())
-        ]
-        self._replies(START_TIMEOUT_S)
-
-    def _replies(self, timeout_s: float) -> list[dict]:
+    def replies(self, timeout_s: float = 90.0) -> list[dict]:
         """Wait for one reply of each worker.
 
         Raises:
@@ -101,16 +92,26 @@ class WorkerPool:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         silent = [worker for worker in self._workers if worker.rank not in replies]
         reports = [f"worker {r}:\n{replies[r]['error']}" for r in replies if "error" in replies[r]]
-        reports += [
-            f"worker {w.rank}: no reply within {timeout_s:.0f} s. Its log ends:\n{w.log_tail()}"
-            for w in silent
-        ]
+        reports += [f"worker {w.rank}: no reply. Its log ends:\n{w.log_tail()}" for w in silent]
         if not reports:
             return [replies[rank] for rank in sorted(replies)]
         # A failed peer leaves half a collective behind: do not reuse the others.
         if len(self._workers) > 1 or silent or any(r.get("died") for r in replies.values()):
             self.close()
         raise WorkerFailure("\n".join(reports))
+
+    def close(self) -> None:
+        """Kill every worker of this pool."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def _start(self) -> None:
+        self._workers = [
+            _Worker(rank, self._arguments, environment)
+            for rank, environment in enumerate(self._environments())
+        ]
+        self.replies(START_TIMEOUT_S)
 
 
 class _Worker:

@@ -1,48 +1,29 @@
-"""A worker that waits for its peers says for whom, again and again, until they are there."""
+"""A worker that is about to wait for its peers says for whom."""
 
-import contextlib
 import socket
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 _PROBE_TIMEOUT_S = 1.0
 
 
-@contextlib.contextmanager
-def reporting_absent_peers(
-    rank: int, peers: Sequence[str], every_s: float = 10.0
-) -> Iterator[None]:
-    """While the body waits for other workers, logs a warning naming those that cannot be reached.
+def report_absent_peers(rank: int, peers: Sequence[str]) -> None:
+    """Logs a warning that names the workers that cannot be reached yet, if there are any.
+
+    It has to come before TensorFlow waits for them: that wait holds Python's interpreter lock, so
+    that nothing can be said meanwhile.
 
     Args:
         rank: the rank of this worker, which is speaking.
         peers: the addresses, "host:port", of the other workers.
-        every_s: seconds between two warnings.
     """
-    done = threading.Event()
-    thread = threading.Thread(
-        target=_report, args=(rank, peers, every_s, done), name="absent-peers", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def _report(rank: int, peers: Sequence[str], every_s: float, done: threading.Event) -> None:
-    started = time.monotonic()
-    while not done.wait(every_s):
-        absent = [address for address in peers if not _is_listening(address)]
-        waits_for = f"cannot reach {', '.join(absent)}" if absent else "all are reachable"
+    absent = [address for address in peers if not _is_listening(address)]
+    if absent:
         tf.get_logger().warning(
-            "[rank %d] has waited %.0f s for the other workers to start training: %s.",
+            "[rank %d] waits for the other workers to start. Not reachable yet: %s.",
             rank,
-            time.monotonic() - started,
-            waits_for,
+            ", ".join(absent),
         )
 
 

@@ -109,23 +109,11 @@ class CentralStorage(StrategySection):
 
 
 class Tpu(StrategySection):
-    """`tpu` is the TPU's name or address; None finds it from the environment of a TPU VM."""
+    """`tpu` is the TPU's name or address; "local" is the TPU of a TPU VM."""
 
     class_name = "TPUStrategy"
     name: Literal["tpu"]
-    tpu: str | None = None
-    zone: str | None = None
-    project: str | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        import tensorflow as tf
-
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
-            **self.model_dump(exclude={"name"})
-        )
-        tf.config.experimental_connect_to_cluster(resolver)
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-        return {"tpu_cluster_resolver": resolver}
+    tpu: DeviceName = "local"
 
 
 # A new strategy is one new row.
@@ -177,10 +165,14 @@ class Optimizer(Section):
 
 
 class Data(Section):
-    """Which examples, and how many rows one step of all replicas together takes."""
+    """Which examples, and how many rows one step of all replicas together takes.
+
+    `drop_remainder` leaves out an uneven last batch; only TPUs need that.
+    """
 
     train_examples: int = Field(default=4000, ge=1)
     global_batch_size: int = Field(default=64, ge=1)
+    drop_remainder: bool = False
 
 
 class Training(Section):

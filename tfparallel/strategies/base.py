@@ -43,6 +43,7 @@ from tfparallel.tf_internals import (
     device_util,
     distribute_lib,
     distribute_utils,
+    is_called_by_trainer,
     is_keras_step,
     is_predict_step,
     is_symbolic_build,
@@ -81,11 +82,14 @@ class KerasStrategy(tf.distribute.Strategy):
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
         """`tf.distribute.Strategy.run`; a Keras step returns what it would on one device."""
-        if is_keras_step(fn):
+        is_step = is_keras_step(fn)
+        if is_step:
             checks.check_model(self, fn.__self__)
+            checks.check_jit_compile(self, fn.__self__)
+        elif is_called_by_trainer(sys._getframe(1)):
+            checks.check_is_not_compiled(fn)
         if self.extended._num_replicas_in_sync > 1:
-            if is_keras_step(fn):
-                checks.check_jit_compile(self, fn.__self__)
+            if is_step:
                 return run_keras_step(self, fn, *args)
             if is_predict_step(fn):
                 return run_predict_step(self, fn, *args)
@@ -207,6 +211,10 @@ class ReplicatedExtended(MirroredExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         del call
         return dataset
+
+    @property
+    def _traces_differ_by_rows(self) -> bool:
+        return False
 
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor

@@ -30,15 +30,19 @@ class Batch:
         with tf.device(extended._host_device):
             if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
                 self.parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
+                if extended._traces_differ_by_rows:
+                    self.parts = keras.tree.map_structure(_hide_num_rows, self.parts)
                 self.rows = [_num_rows(part) for part in self.parts]
                 total = tf.add_n([tf.cast(n, tf.int32) for n in self.rows])
                 total = extended._sum_across_workers(total)
             else:
                 first = extended._get_replica_id_in_sync_group(0)
                 replicas = range(first, first + num_local)
-                self.parts, self.rows, total = _split(
-                    data, extended._num_replicas_in_sync, replicas
-                )
+                num_replicas = extended._num_replicas_in_sync
+                data = keras.tree.map_structure(_as_tensor, data)
+                if extended._traces_differ_by_rows or _some_get_none(data, num_replicas):
+                    data = keras.tree.map_structure(_hide_num_rows, data)
+                self.parts, self.rows, total = _split(data, num_replicas, replicas)
             total = tf.cast(total, tf.float32)
             self.weights = [tf.math.divide_no_nan(tf.cast(n, tf.float32), total) for n in self.rows]
 
@@ -70,17 +74,19 @@ def concat_rows(parts: Sequence) -> Any:
 
 def _split(data: Any, num_replicas: int, replicas: Iterable[int]) -> tuple[list, list, Rows]:
     """The parts of `replicas`, the rows of each, and the rows of all."""
-    data = keras.tree.map_structure(_as_tensor, data)
     total = _num_rows(data)
-    if isinstance(total, int) and total < num_replicas:
-        data = keras.tree.map_structure(_hide_num_rows, data)
-        total = _num_rows(data)
     bounds = split_rows(total, num_replicas, replicas)
     parts = [
         keras.tree.map_structure(lambda leaf, s=start, e=end: _slice_rows(leaf, s, e), data)
         for start, end in bounds
     ]
     return parts, [end - start for start, end in bounds], total
+
+
+def _some_get_none(data: Any, num_replicas: int) -> bool:
+    """Whether a batch is known, when tracing, to have fewer rows than replicas."""
+    num_rows = _num_rows(data)
+    return isinstance(num_rows, int) and num_rows < num_replicas
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -90,10 +96,10 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _hide_num_rows(leaf: Any) -> Any:
-    """`leaf` with rows unknown when tracing: some replicas get none, and all must trace alike.
+    """`leaf` with rows unknown when tracing, where replicas must trace alike for different rows.
 
     Keras returns a loss of static shape [0] unreduced, and TensorFlow leaves out ops for static
-    shapes, among them collectives in the backward pass.
+    shapes, among them collectives in the backward pass: one replica would have more than another.
     """
     if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (0, None) or tf.executing_eagerly():
         return leaf

@@ -16,8 +16,8 @@ class CentralStorageStrategy(KerasStrategy):
     """Variables on one device, computation on all.
 
     Drop-in for `tf.distribute.experimental.CentralStorageStrategy`. Weights and optimizer slots
-    exist once. What a replica keeps of its own rows (metrics, BatchNorm statistics, seeds) exists
-    once a replica.
+    and seeds exist once. What a replica keeps of its own rows (metrics, BatchNorm statistics)
+    exists once a replica.
 
     Args:
         compute_devices: devices that compute; None takes all GPUs, or all logical CPUs.

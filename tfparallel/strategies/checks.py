@@ -50,6 +50,20 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             )
 
 
+def check_is_not_compiled(step_function: object) -> None:
+    """Refuses a `train_step` or `test_step` that is a `tf.function` itself.
+
+    Raises:
+        ValueError: at the first step.
+    """
+    if isinstance(step_function, tf.types.experimental.PolymorphicFunction):
+        raise ValueError(
+            "train_step and test_step must be plain methods: the strategy splits the batch and "
+            "joins the gradients around them, and Keras compiles the whole. Received: a method "
+            "decorated with @tf.function. Remove the decorator."
+        )
+
+
 def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Refuses `jit_compile=True` where one XLA program would need several devices.
 
@@ -59,6 +73,14 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
     if not model.jit_compile:
         return
     devices = strategy.extended.worker_devices
+    if strategy.extended._num_replicas_in_sync == 1:
+        if (tf.DeviceSpec.from_string(devices[0]).device_index or 0) > 0:
+            raise ValueError(
+                "jit_compile=True needs the first device of its kind, for which XLA compiles. "
+                f"Received: {devices[0]}. Take that device's number 0 (hide the others with "
+                "tf.config.set_visible_devices), or compile the model with jit_compile=False."
+            )
+        return
     if len(devices) > 1:
         raise ValueError(
             "jit_compile=True needs one replica per process: XLA compiles a step for one device. "

@@ -14,8 +14,8 @@ class MirroredStrategy(KerasStrategy):
     Drop-in for `tf.distribute.MirroredStrategy`.
 
     Args:
-        devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or the CPU where
-            there are none.
+        devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical
+            CPUs where there are none.
         cross_device_ops: a `tf.distribute.CrossDeviceOps` that sums gradients. None takes NCCL
             for several physical GPUs, and a sum on the first device otherwise.
 

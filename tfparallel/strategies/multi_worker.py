@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement, DisagreementError
-from tfparallel.communication.waiting import reporting_absent_peers
+from tfparallel.communication.collective_keys import PositionalCollectiveKeys
+from tfparallel.communication.waiting import report_absent_peers
 from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
 from tfparallel.strategies.worker_files import keep_files_of_other_workers_apart
@@ -19,6 +21,7 @@ from tfparallel.tf_internals import (
     PerReplica,
     ReduceOp,
     TrainerCall,
+    context,
     owner_of_new_variable,
 )
 
@@ -68,9 +71,10 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     def __init__(self, container_strategy: Any, cluster_resolver: Any, communication_options: Any):
         self._std_server_started = MultiWorkerExtended._server_started
-        with reporting_absent_peers(*_rank_and_peers(cluster_resolver)):
-            super().__init__(container_strategy, cluster_resolver, communication_options)
+        report_absent_peers(*_rank_and_peers(cluster_resolver))
+        super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
+        self._collective_keys.__class__ = PositionalCollectiveKeys
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
                 # Keys fixed when tracing: those drawn at call time cannot enter `tf.while_loop`.
@@ -78,6 +82,8 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         self._agreement = Agreement(
             str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
+        if self._num_workers > 1:
+            self._agree_on_seed()
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -115,6 +121,22 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
 
     # ---- how a batch is split --------------------------------------------------------------------
 
+    def _agree_on_seed(self) -> None:
+        """One global seed for all workers, which have to shuffle alike to keep rows of one batch.
+
+        Where nobody has set a seed, rank 0's draw is set.
+        """
+        seeds = self._agreement.exchange("set a global seed", context.global_seed())
+        if seeds == [None] * self._num_workers:
+            drawn = self._agreement.exchange("draw a global seed", random.getrandbits(31))
+            tf.random.set_seed(drawn[0])
+        elif len(set(seeds)) > 1:
+            raise DisagreementError(
+                "All workers must have the same global seed, or none: they shuffle the same data "
+                "and each keeps its own rows. Call keras.utils.set_random_seed with one value on "
+                f"all of them. Received by rank: {seeds}. (Rank {self._id_in_cluster} is speaking.)"
+            )
+
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if self._num_workers == 1:
             return dataset
@@ -126,6 +148,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
                 "batches": call.num_batches,
                 "element_spec": str(dataset.element_spec),
                 "reads_shards": shards,
+                "global_seed": context.global_seed(),
                 "variables": [[v.path, list(v.shape)] for v in call.model.variables],
             },
         )
@@ -147,6 +170,11 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         )
 
     # ---- across workers --------------------------------------------------------------------------
+
+    @property
+    def _traces_differ_by_rows(self) -> bool:
+        """Each worker traces for the rows it has: see `batch._hide_num_rows`."""
+        return self._num_workers > 1
 
     @property
     def _host_device(self) -> str:
@@ -228,7 +256,8 @@ class AgreedBatches:
             batch = next(iterator, end)
             have = self._agreement.exchange("read a batch", batch is not end)
             if not any(have):
-                return
+                # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
+                raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
             if not all(have):
                 ranks = [rank for rank, has in enumerate(have) if not has]
                 raise DisagreementError(

@@ -51,6 +51,8 @@ class ReplicatedVariable(MirroredVariable):
         if self._is_statistics and step is not None:
             step.statistics.append(self)
         if self._needs_aggregation():
+            # As a tensor also where it is a constant: a sum over replicas counts it once for each.
+            value = tf.convert_to_tensor(value, self.dtype)
             return super()._update_replica(update_fn, value, **kwargs)
         return update_fn(self._get_replica(_replica_id()), value, **kwargs)
 

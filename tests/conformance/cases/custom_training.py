@@ -199,7 +199,9 @@ def _loop(run: Run, make_optimizer, rows: int = 2 * BATCH, compiled=tf.function)
     dataset = tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(BATCH)
     distributed = strategy.experimental_distribute_dataset(dataset)
     losses = [train_step(batch).numpy() for _ in range(2) for batch in distributed]
-    gathered = [predict_step(batch).numpy() for batch in distributed]
+    one_row = tf.data.Dataset.from_tensor_slices(tiny_data(1)).batch(BATCH)
+    batches = [*distributed, *strategy.experimental_distribute_dataset(one_row)]
+    gathered = [predict_step(batch).numpy() for batch in batches]
     model.optimizer = optimizer
     extra = {"losses": losses, "accuracy": accuracy.result().numpy()}
     # The order of the rows is the strategy's own affair; that all are there is not.

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.conformance.case import Run, case
+from tests.conformance.models import MODELS
 from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, momentum_sgd, numbered, tiny_data
 
 
@@ -109,21 +110,53 @@ def unknown_cardinality(run: Run):
 @case()
 def batches_of_unknown_size(run: Run):
     """A dataset that hides how many rows a batch has, and changes it."""
-    x, y = tiny_data(30)
-    pieces = [(x[a:b], y[a:b]) for a, b in [(0, 7), (7, 8), (8, 20), (20, 30)]]
-    dataset = tf.data.Dataset.from_generator(
-        lambda: iter(pieces),
-        output_signature=(
-            tf.TensorSpec((None, 6), tf.float32),
-            tf.TensorSpec((None,), tf.int64),
-        ),
-    )
-    return run.train(data=None, x=dataset).results()
+    return run.train(data=None, x=_dataset_of_many_sizes("mlp")).results()
+
+
+@case(core=True)
+def sparse_gradients_of_many_sizes(run: Run):
+    """One traced step serves batches of 7, 1, 12 and 10 rows: a gradient has as many."""
+    dataset = _dataset_of_many_sizes("embedding").repeat()
+    return run.train("embedding", data=None, x=dataset, steps_per_epoch=4).results()
+
+
+@case(core=True)
+def predict_batches_of_many_sizes(run: Run):
+    dataset = _dataset_of_many_sizes("mlp").map(lambda x, y: x)
+    return {"predict": _untrained(run).predict(dataset, verbose=0)}
 
 
 @case()
 def dataset_for_validation(run: Run):
     return run.train(validation_data=_dataset(BATCH + 1)).results()
+
+
+@case()
+def dataset_sharded_by_the_user(run: Run):
+    """Each worker reads its share of every batch of a dataset whose options ask for that."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return run.train(data=None, x=_dataset(UNEVEN_ROWS).with_options(options)).results()
+
+
+@case()
+def dataset_distributed_by_the_user(run: Run):
+    strategy = run.strategy or tf.distribute.get_strategy()
+    dataset = strategy.experimental_distribute_dataset(_dataset(UNEVEN_ROWS))
+    return run.train(data=None, x=dataset).results()
+
+
+@case()
+def datasets_from_function(run: Run):
+    """Every input pipeline yields one batch for each of its replicas."""
+
+    def pipeline(context) -> tf.data.Dataset:
+        batch = context.get_per_replica_batch_size(BATCH)
+        rows = tf.data.Dataset.from_tensor_slices(tiny_data(2 * BATCH)).batch(batch)
+        return rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    strategy = run.strategy or tf.distribute.get_strategy()
+    return run.train(data=None, x=strategy.distribute_datasets_from_function(pipeline)).results()
 
 
 class Batches(keras.utils.PyDataset):
@@ -195,6 +228,14 @@ def _row_weights(rows: int) -> np.ndarray:
     return np.random.default_rng(3).uniform(0, 2, rows).astype("float32")
 
 
+def _dataset_of_many_sizes(model: str) -> tf.data.Dataset:
+    """Batches of 7, 1, 12 and 10 rows; nothing tells beforehand."""
+    x, y = MODELS[model].data(30)
+    pieces = [(x[a:b], y[a:b]) for a, b in [(0, 7), (7, 8), (8, 20), (20, 30)]]
+    specs = [tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in (x, y)]
+    return tf.data.Dataset.from_generator(lambda: iter(pieces), output_signature=tuple(specs))
+
+
 def _dataset(rows: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(BATCH)
 
@@ -210,8 +251,6 @@ def _with_compile(run: Run, rows: int = UNEVEN_ROWS, epochs: int = 2, **options)
 
 
 def _untrained(run: Run) -> keras.Model:
-    from tests.conformance.models import MODELS
-
     keras.utils.set_random_seed(1)
     with run.scope():
         model = MODELS["mlp"].build()

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from tests.conformance.case import Run, add_case, case
+from tests.conformance.models import MODELS
 from tests.helpers import ODD_BATCH, ODD_ROWS
 
 metrics = keras.metrics
@@ -58,8 +59,6 @@ _LOSSES = {
 
 
 def _data(model: str, rows: int):
-    from tests.conformance.models import MODELS
-
     return MODELS[model].data(rows)
 
 

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.conformance.case import Run, add_case, case, claim
-from tests.helpers import ODD_BATCH
+from tests.helpers import ODD_BATCH, tiny_model
 
 optimizers = keras.optimizers
 OPTIMIZERS = {
@@ -78,8 +78,6 @@ def frozen_weights(run: Run):
     """A frozen layer and, as on one device, no gradient for what the loss does not reach."""
 
     def build():
-        from tests.helpers import tiny_model
-
         model = tiny_model()
         model.layers[0].trainable = False
         return model

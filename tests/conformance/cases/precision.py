@@ -67,11 +67,9 @@ def overflow_on_one_replica(run: Run):
 @case(core=True, atol=FLOAT16_ATOL)
 def float16_overflow_on_one_replica(run: Run):
     """The same in float16, where a gradient overflows because the loss scale is too large."""
-    x, y = tiny_data(ODD_ROWS)
-    x[ODD_BATCH - 2 : ODD_BATCH] *= 1000  # 1000 * scale / rows does not fit into float16
     training = run.train(
         build=_with_policy("mixed_float16"),
-        data=lambda rows: (x, y),
+        data=lambda rows: _data_with_large_rows(rows, 1e3),  # 1e3 * scale / rows > 65504
         optimizer=lambda: _scaled(keras.optimizers.SGD(0.1), initial_scale=2.0**15),
     )
     assert all(np.isfinite(weight).all() for weight in training.model.get_weights())
@@ -93,23 +91,25 @@ def overflow_on_one_replica_with_adam_and_accumulation(run: Run):
 
 
 def _train_with_overflow(run: Run, make_optimizer, epochs: int = 2, rows: int = ODD_ROWS):
-    """The last two rows of the first batch are large: their gradient alone is infinite.
-
-    With 2, 3 or 4 replicas they are on the last one.
-    """
-
-    def data(rows):
-        x, y = tiny_data(rows)
-        x[ODD_BATCH - 2 : ODD_BATCH] *= 1e36
-        return x, y
-
     return run.train(
         build=lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]),
-        data=data,
+        data=lambda rows: _data_with_large_rows(rows, 1e36),
         optimizer=lambda: _scaled(make_optimizer(), initial_scale=2.0**15),
         rows=rows,
         epochs=epochs,
     )
+
+
+def _data_with_large_rows(rows: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """The last two rows of the first batch alone have a gradient that overflows.
+
+    With 2, 3 or 4 replicas they are on the last one. They differ in nothing but their class, so
+    that whatever a model says, it is wrong about one of them.
+    """
+    x, y = tiny_data(rows)
+    x[ODD_BATCH - 2 : ODD_BATCH] = factor * x[0]
+    y[ODD_BATCH - 2 : ODD_BATCH] = 0, 1
+    return x, y
 
 
 def _scaled(inner: keras.Optimizer, initial_scale: float = 1024.0) -> keras.Optimizer:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_BATCH, Training, tiny_data
+from tests.helpers import ODD_BATCH, Training, tiny_data, train
 
 # BatchNorm has weights that do not train, Adam has slots: both must survive.
 MODEL = "nested"
@@ -144,8 +144,6 @@ def cloned_model(run: Run):
 
 
 def _plain(run: Run, **options) -> Training:
-    from tests.helpers import train
-
     chosen = MODELS[MODEL]
     options = {"optimizer": _gentle, **options}
     return train(None, chosen.build, chosen.compile_options, chosen.data, **options)
