@@ -1,0 +1,59 @@
+"""Misuse that is refused before TensorFlow sees it; the rest is in tests/conformance."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+
+FEATURES, TARGETS = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
+
+
+class CompiledStep(keras.Sequential):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def build(strategy, model_class=keras.Sequential, **options):
+    with strategy.scope():
+        model = model_class([keras.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", **options)
+    return model
+
+
+def test_a_train_step_that_is_a_tf_function_is_refused():
+    model = build(tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), CompiledStep)
+    with pytest.raises(ValueError, match="Remove the decorator"):
+        model.fit(FEATURES, TARGETS, verbose=0)
+
+
+def test_a_tf_function_of_the_same_name_in_a_custom_loop_is_not_refused():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def train_step(value):
+        return 2 * value
+
+    results = strategy.experimental_local_results(strategy.run(train_step, args=(tf.constant(1),)))
+    assert [int(result) for result in results] == [2, 2]
+
+
+def test_jit_compile_is_refused_on_a_device_xla_does_not_compile_for():
+    model = build(tfparallel.OneDeviceStrategy("CPU:1"), jit_compile=True)
+    with pytest.raises(ValueError, match="jit_compile=True needs the first device"):
+        model.fit(FEATURES, TARGETS, verbose=0)
+
+
+def test_constants_assigned_on_replicas_are_summed_once_for_each():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        counter = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    @tf.function
+    def count():
+        strategy.run(lambda: counter.assign_add(1.0))
+
+    count()
+    assert counter.numpy() == 2.0
