@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     chosen, notes = _choose(options)
     if all(contestant.program == contestants.TORCH for contestant in chosen):
-        raise SystemExit(f"--only {options.only}: no TensorFlow is left, whose weights all load.")
+        raise SystemExit(f"--only {options.only}: none is left that gives others its weights.")
     results = []
     for name in options.models:
         results += run_problem(PROBLEMS[name], chosen, options, _log)
@@ -133,7 +133,7 @@ def _choose(options) -> tuple[list[Contestant], list[str]]:
         notes.append(f"torch DDP is left out: {problem}")
     else:
         chosen.append(contestants.torch_ddp(options.torch_python))
-    chosen = [c for c in chosen if options.only in c.name]
+    chosen = [c for c in chosen if any(text in c.name for text in options.only)]
     return sorted(chosen, key=lambda c: c.num_processes), notes
 
 
@@ -159,7 +159,7 @@ def _parse(arguments):
     add("--steps", type=int, help="timed steps of a turn (default: 12 to 60, by model)")
     add("--quick", action="store_true", help="2 rounds of 5 steps: does it run at all")
     add("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has momentum 0.9")
-    add("--only", default="", metavar="TEXT", help="contestants whose name contains it")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="contestants whose name has one")
     add("--torch-python", default=sys.executable, metavar="PATH", help="interpreter with torch")
     add("--json", metavar="FILE", help="also write all figures to FILE")
     add(

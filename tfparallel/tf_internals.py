@@ -31,7 +31,6 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_ops,
-    cross_device_utils,
     device_util,
     distribute_lib,
     distribute_utils,
@@ -46,12 +45,8 @@ from tensorflow.python.distribute import (
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
 
-# Function graphs know the graph around them; the public API only knows the innermost.
-from tensorflow.python.framework import ops
-
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-CollectiveKeys = cross_device_utils.CollectiveKeys
 TPUExtended = tpu_strategy.TPUExtended
 ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
 DistributedValues = values.DistributedValues
@@ -65,7 +60,6 @@ Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 __all__ = [
     "BaseOptimizer",
     "CollectiveAllReduceExtended",
-    "CollectiveKeys",
     "DistributedValues",
     "DistributedVariable",
     "Mean",
@@ -88,7 +82,6 @@ __all__ = [
     "is_symbolic_build",
     "is_called_by_trainer",
     "numpy_dataset",
-    "outermost_function_graph",
     "owner_of_new_variable",
     "record",
     "uses_stock_train_step",
@@ -166,13 +159,3 @@ def is_symbolic_build(frame: FrameType | None) -> bool:
 def is_called_by_trainer(frame: FrameType | None) -> bool:
     """Whether `frame` is code of Keras's trainer."""
     return frame is not None and frame.f_globals is vars(keras_trainer)
-
-
-def outermost_function_graph() -> ops.Graph | None:
-    """The graph of the outermost `tf.function` being traced; None when executing eagerly."""
-    graph = ops.get_default_graph()
-    if context.executing_eagerly() or not getattr(graph, "building_function", False):
-        return None
-    while getattr(graph.outer_graph, "building_function", False):
-        graph = graph.outer_graph
-    return graph

@@ -119,17 +119,16 @@ class _Worker:
 
     def __init__(self, rank: int, arguments: list[str], environment: dict[str, str]):
         self.rank = rank
-        descriptor, self._log = tempfile.mkstemp(prefix=f"worker{rank}-", suffix=".log")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=descriptor,
+            stderr=self._log,
             text=True,
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         )
-        os.close(descriptor)
         self._replies: queue.Queue = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -148,14 +147,15 @@ class _Worker:
             return None
 
     def log_tail(self) -> str:
-        lines = Path(self._log).read_text(errors="replace").splitlines()
+        size = os.fstat(self._log.fileno()).st_size
+        lines = os.pread(self._log.fileno(), size, 0).decode(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        os.unlink(self._log)
+        self._log.close()
 
     def _read(self) -> None:
         with self._process.stdout as replies:

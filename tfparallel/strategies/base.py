@@ -212,10 +212,6 @@ class ReplicatedExtended(MirroredExtended):
         del call
         return dataset
 
-    @property
-    def _traces_differ_by_rows(self) -> bool:
-        return False
-
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
 

@@ -30,8 +30,6 @@ class Batch:
         with tf.device(extended._host_device):
             if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
                 self.parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
-                if extended._traces_differ_by_rows:
-                    self.parts = keras.tree.map_structure(_hide_num_rows, self.parts)
                 self.rows = [_num_rows(part) for part in self.parts]
                 total = tf.add_n([tf.cast(n, tf.int32) for n in self.rows])
                 total = extended._sum_across_workers(total)
@@ -40,7 +38,7 @@ class Batch:
                 replicas = range(first, first + num_local)
                 num_replicas = extended._num_replicas_in_sync
                 data = keras.tree.map_structure(_as_tensor, data)
-                if extended._traces_differ_by_rows or _some_get_none(data, num_replicas):
+                if _some_get_none(data, num_replicas):
                     data = keras.tree.map_structure(_hide_num_rows, data)
                 self.parts, self.rows, total = _split(data, num_replicas, replicas)
             total = tf.cast(total, tf.float32)

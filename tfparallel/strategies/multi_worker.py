@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement, DisagreementError
-from tfparallel.communication.collective_keys import PositionalCollectiveKeys
 from tfparallel.communication.waiting import report_absent_peers
 from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
@@ -25,18 +24,13 @@ from tfparallel.tf_internals import (
     owner_of_new_variable,
 )
 
-_SHARDING = (
-    tf.data.experimental.AutoShardPolicy.FILE,
-    tf.data.experimental.AutoShardPolicy.DATA,
-)
-
 
 class MultiWorkerMirroredStrategy(KerasStrategy):
     """Synchronous data parallelism over the workers of a cluster.
 
     Drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. The batch size of `fit` is global.
     Every worker runs the same script with the same data and keeps the rows of its replicas; with
-    `tf.data.Options.experimental_distribute.auto_shard_policy` FILE or DATA it reads its shard.
+    `tf.data.Options.experimental_distribute.auto_shard_policy` FILE it reads only its files.
 
     Args:
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads
@@ -74,7 +68,6 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         report_absent_peers(*_rank_and_peers(cluster_resolver))
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
-        self._collective_keys.__class__ = PositionalCollectiveKeys
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
                 # Keys fixed when tracing: those drawn at call time cannot enter `tf.while_loop`.
@@ -141,7 +134,7 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         if self._num_workers == 1:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        shards = call.is_dataset_of_user and policy in _SHARDING
+        shards = call.is_dataset_of_user and policy == tf.data.experimental.AutoShardPolicy.FILE
         self._agreement.require_equal(
             f"call {call.method}",
             {
@@ -170,11 +163,6 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         )
 
     # ---- across workers --------------------------------------------------------------------------
-
-    @property
-    def _traces_differ_by_rows(self) -> bool:
-        """Each worker traces for the rows it has: see `batch._hide_num_rows`."""
-        return self._num_workers > 1
 
     @property
     def _host_device(self) -> str:
@@ -254,15 +242,24 @@ class AgreedBatches:
         iterator = iter(self._dataset)
         for number in itertools.count():
             batch = next(iterator, end)
-            have = self._agreement.exchange("read a batch", batch is not end)
-            if not any(have):
+            shapes = None if batch is end else _shapes(batch)
+            announced = self._agreement.exchange("read a batch", shapes)
+            if announced == [None] * len(announced):
                 # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
                 raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
-            if not all(have):
-                ranks = [rank for rank, has in enumerate(have) if not has]
+            if any(other != announced[0] for other in announced):
                 raise DisagreementError(
-                    "All workers must have the same number of batches. Received: the data of "
-                    f"rank {', '.join(map(str, ranks))} ended after {number} batches, the others "
-                    f"have more. (Rank {self._agreement._rank} is speaking.)"
+                    "All workers must have the same number of batches, of as many rows at each "
+                    f"step. Received: batch {number} is {announced} by rank (None: the data ended "
+                    "before it). Use drop_remainder=True, or let every worker "
+                    f"read all data (no auto_shard_policy). (Rank {self._agreement._rank} is "
+                    "speaking.)"
                 )
             yield self._convert(batch)
+
+
+def _shapes(batch: Any) -> list[list[int | None]]:
+    """The shape of every tensor of a batch on this worker, replica by replica."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    parts = [x.values if isinstance(x, PerReplica) else (x,) for x in leaves]
+    return [part.shape.as_list() for leaf in parts for part in leaf]
