@@ -90,7 +90,8 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_is_not_compiled(fn)
         if self.extended._num_replicas_in_sync > 1:
             if is_step:
-                return run_keras_step(self, fn, *args)
+                with self.extended._step_of(fn.__self__):
+                    return run_keras_step(self, fn, *args)
             if is_predict_step(fn):
                 return run_predict_step(self, fn, *args)
         return super().run(fn, args, kwargs, options)
@@ -211,6 +212,10 @@ class ReplicatedExtended(MirroredExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         del call
         return dataset
+
+    def _step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        del model
+        return contextlib.nullcontext()
 
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor

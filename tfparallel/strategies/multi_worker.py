@@ -70,8 +70,8 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         MultiWorkerExtended._server_started = self._num_workers > 1
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
-                # Keys fixed when tracing: those drawn at call time cannot enter `tf.while_loop`.
-                launcher._use_unique_instance_key = lambda: False
+                launcher._use_unique_instance_key = self._draws_keys_at_call_time
+        self._is_in_loop = False
         self._agreement = Agreement(
             str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
@@ -167,6 +167,29 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
     @property
     def _host_device(self) -> str:
         return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
+
+    def _draws_keys_at_call_time(self) -> bool:
+        """Whether a collective's key is drawn when it runs; else it is fixed when tracing.
+
+        Keys drawn at call time do not mind that shapes differ from call to call, or that one worker
+        traces more often than another. But they cannot enter the `tf.while_loop` that Keras makes
+        of `steps_per_execution`.
+        """
+        return not self._is_in_loop
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._is_in_loop = model.steps_per_execution > 1
+        try:
+            yield
+        finally:
+            self._is_in_loop = False
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        if self._is_in_loop and self._num_workers > 1:
+            # The rows of a sparse gradient vary, and a key that is fixed allows one shape only.
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return super()._reduce_gradients(gradients)
 
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sum_list_across_workers([tensor])[0]

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, momentum_sgd, numbered, tiny_data
+from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, Training, momentum_sgd, numbered, tiny_data
 
 
 @case(core=True)
@@ -98,19 +98,19 @@ def python_generator_of_uneven_batches(run: Run):
         for start, stop in [(0, 7), (7, 8), (8, 20), (20, 30)]:
             yield x[start:stop], y[start:stop]
 
-    return run.train(data=None, x=batches(), epochs=1).results()
+    return _without_iterations(run.train(data=None, x=batches(), epochs=1))
 
 
 @case()
 def unknown_cardinality(run: Run):
     dataset = _dataset(UNEVEN_ROWS).filter(lambda x, y: tf.shape(x)[0] > 0)
-    return run.train(data=None, x=dataset).results()
+    return _without_iterations(run.train(data=None, x=dataset))
 
 
 @case()
 def batches_of_unknown_size(run: Run):
     """A dataset that hides how many rows a batch has, and changes it."""
-    return run.train(data=None, x=_dataset_of_many_sizes("mlp")).results()
+    return _without_iterations(run.train(data=None, x=_dataset_of_many_sizes("mlp")))
 
 
 @case(core=True)
@@ -143,7 +143,7 @@ def dataset_sharded_by_the_user(run: Run):
 def dataset_distributed_by_the_user(run: Run):
     strategy = run.strategy or tf.distribute.get_strategy()
     dataset = strategy.experimental_distribute_dataset(_dataset(UNEVEN_ROWS))
-    return run.train(data=None, x=dataset).results()
+    return _without_iterations(run.train(data=None, x=dataset))
 
 
 @case()
@@ -156,7 +156,8 @@ def datasets_from_function(run: Run):
         return rows.shard(context.num_input_pipelines, context.input_pipeline_id)
 
     strategy = run.strategy or tf.distribute.get_strategy()
-    return run.train(data=None, x=strategy.distribute_datasets_from_function(pipeline)).results()
+    dataset = strategy.distribute_datasets_from_function(pipeline)
+    return _without_iterations(run.train(data=None, x=dataset))
 
 
 class Batches(keras.utils.PyDataset):
@@ -222,6 +223,16 @@ def fit_again_with_another_batch_size(run: Run):
 def _train(run: Run, **options):
     """Train on batches of 12 rows and a last one of 5."""
     return run.train(**{"rows": UNEVEN_ROWS, "batch_size": BATCH, **options})
+
+
+def _without_iterations(training: Training) -> dict:
+    """All but the number of steps, which plain Keras gets wrong where an epoch's end is a surprise.
+
+    The step that finds no batch fails, but has counted itself already: 6 for two epochs of two.
+    """
+    results = training.results()
+    del results["optimizer/0"]
+    return results
 
 
 def _row_weights(rows: int) -> np.ndarray:
