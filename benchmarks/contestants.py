@@ -90,9 +90,7 @@ def stock() -> list[Contestant]:
 
 def torch_ddp(python: str) -> Contestant:
     """torch's DistributedDataParallel over Gloo."""
-    return Contestant(
-        "torch DDP Gloo, loop", TWO_PROCESSES, 2, program=TORCH, python=python
-    )
+    return Contestant("torch DDP Gloo, loop", TWO_PROCESSES, 2, program=TORCH, python=python)
 
 
 class ContestantFailure(RuntimeError):
