@@ -4,6 +4,8 @@ import os
 
 # With TensorFlow's default of two inter-op threads, in-process collectives can starve and hang.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+# Tiny models gain nothing from more, and a container may see many more cores than it may use.
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
@@ -13,6 +15,18 @@ import pytest
 from tests.helpers import open_logical_cpus
 
 open_logical_cpus(4)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="ask every strategy every conformance case, also those that share their code",
+    )
+
+
+def pytest_report_header():
+    return f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, load {os.getloadavg()[0]}"
 
 
 @pytest.fixture(autouse=True)

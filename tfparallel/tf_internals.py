@@ -23,6 +23,9 @@ from keras.src.metrics import reduction_metrics
 # The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+# The seed generator of `keras.random.normal(shape)`, which Keras keeps for each thread.
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
 # Tells a `tf.data.Dataset` of the user from one that Keras made of arrays, with options of its own.
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
@@ -58,6 +61,7 @@ ReduceOp = reduce_util.ReduceOp
 Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 
 __all__ = [
+    "GLOBAL_SEED_GENERATOR",
     "BaseOptimizer",
     "CollectiveAllReduceExtended",
     "DistributedValues",
@@ -77,6 +81,8 @@ __all__ = [
     "device_util",
     "distribute_lib",
     "distribute_utils",
+    "global_seed_generator",
+    "global_state",
     "is_keras_step",
     "is_predict_step",
     "is_symbolic_build",

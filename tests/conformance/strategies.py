@@ -18,7 +18,8 @@ class Row:
         num_replicas: how many replicas it has in all.
         num_workers: how many processes it runs in.
         devices_per_worker: logical CPUs each process opens.
-        every_case: asked every case, or (False) only those marked `core`.
+        every_case: asked every case, or (False) only those marked `core`, unless pytest is
+            called with `--every-case`.
     """
 
     name: str
@@ -53,7 +54,12 @@ STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, every_case=False),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
     Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, every_case=False),
-    Row("central_storage", lambda: library().CentralStorageStrategy(_cpus(2)), 2),
+    Row(
+        "central_storage",
+        lambda: library().CentralStorageStrategy(_cpus(2)),
+        num_replicas=2,
+        every_case=False,
+    ),
     Row(
         "multi_worker_2x1",
         lambda: library().MultiWorkerMirroredStrategy(),

@@ -25,7 +25,7 @@ from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.strategies.seed_hooks import hook_seed_generator
+from tfparallel.strategies.seed_hooks import hook_seed_generator, with_global_seed
 from tfparallel.strategies.variables import (
     MetricVariable,
     ReplicatedVariable,
@@ -181,6 +181,12 @@ class ReplicatedExtended(MirroredExtended):
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         del variable_class
         return self._devices
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        fn = with_global_seed(self._container_strategy(), fn)
+        return super()._call_for_each_replica(fn, args, kwargs)
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

@@ -31,18 +31,19 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             f"Expected a model built under this {_name(strategy)}. Received: model "
             f"'{model.name}' built outside of its scope. {_THREE_LINES}"
         )
-    outside = [v.path for v in model.variables if not _belongs_to(v, strategy)]
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    outside = list(dict.fromkeys(v.path for v in variables if not belongs_to(v, strategy)))
     if outside:
         raise ValueError(
-            f"Expected all variables of model '{model.name}' to be created in the scope of this "
-            f"{_name(strategy)}. Received: {len(outside)} created outside of it: {outside[:5]}. "
-            f"{_THREE_LINES}"
+            f"Expected all variables of model '{model.name}' and its metrics to be created in the "
+            f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
+            f"{outside[:5]}. {_THREE_LINES}"
         )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return
     for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
-        if not all(_belongs_to(v, strategy) for v in part.variables):
+        if not all(belongs_to(v, strategy) for v in part.variables):
             raise ValueError(
                 f"Expected model '{model.name}' to be compiled, and its optimizer to be created, "
                 f"in the scope of this {_name(strategy)}. Received: optimizer '{part.name}' "
@@ -145,10 +146,11 @@ def _index(name: str) -> int:
     return tf.DeviceSpec.from_string(name).device_index
 
 
-def _belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Whether `variable` was created in the scope of `strategy`, or has not been created yet."""
     value = variable._value
     if value is None:
-        return True  # not created yet
+        return True
     return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
 
 

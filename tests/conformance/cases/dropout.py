@@ -90,13 +90,23 @@ def a_global_seed_drawn_from_before_the_scope_works(run: Run):
 
 @claim()
 def masks_differ_in_a_custom_loop(run: Run):
-    strategy = run.strategy or tf.distribute.get_strategy()
     with run.scope():
-        layer = keras.layers.Dropout(0.5)
+        _differ_in_a_custom_loop(run, keras.layers.Dropout(0.5))
+
+
+@claim()
+def masks_from_the_global_seed_differ_in_a_custom_loop(run: Run):
+    """The first draw of all is made by the replicas."""
+    keras.utils.set_random_seed(1)
+    _differ_in_a_custom_loop(run, GlobalSeedDropout())
+
+
+def _differ_in_a_custom_loop(run: Run, dropout: keras.layers.Layer):
+    strategy = run.strategy or tf.distribute.get_strategy()
 
     @tf.function
     def step():
-        masks = strategy.run(lambda: layer(tf.ones((2, WIDTH)), training=True))
+        masks = strategy.run(lambda: dropout(tf.ones((2, WIDTH)), training=True))
         return strategy.gather(masks, axis=0)
 
     masks = np.concatenate([step().numpy(), step().numpy()])
