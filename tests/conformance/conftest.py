@@ -32,11 +32,20 @@ class Workers:
 
 
 @pytest.fixture(scope="session")
-def workers(request, tmp_path_factory):
-    """The pool of the row given by `parametrize(..., indirect=["workers"])`."""
-    pool = Workers(request.param, tmp_path_factory)
-    yield pool
-    pool.close()
+def workers_of(tmp_path_factory):
+    """Gives the pool of a row. One at a time is up: the cases of a row follow one another."""
+    open_pools: list[Workers] = []
+
+    def workers_of(row: Row) -> Workers:
+        if not open_pools or open_pools[0].row is not row:
+            while open_pools:
+                open_pools.pop().close()
+            open_pools.append(Workers(row, tmp_path_factory))
+        return open_pools[0]
+
+    yield workers_of
+    for pool in open_pools:
+        pool.close()
 
 
 class OneDevice:

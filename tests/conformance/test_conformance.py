@@ -8,8 +8,6 @@ from tests.helpers import assert_same_training
 
 
 def pytest_generate_tests(metafunc):
-    if "case" not in metafunc.fixturenames:
-        return
     every_case = metafunc.config.getoption("--every-case")
     pairs = [
         pytest.param(row, case, id=f"{row.name}-{case.name}")
@@ -17,11 +15,12 @@ def pytest_generate_tests(metafunc):
         for case in CASES.values()
         if every_case or row.every_case or case.core
     ]
-    metafunc.parametrize("workers, case", pairs, indirect=["workers"], scope="session")
+    metafunc.parametrize("row, case", pairs)
 
 
 @pytest.mark.timeout(300)
-def test_conforms(workers, case, one_device):
+def test_conforms(row, case, workers_of, one_device):
+    workers = workers_of(row)
     if not case.claims:
         one_device.start(case.name)  # computes while the workers do
     workers.start(case.name)
