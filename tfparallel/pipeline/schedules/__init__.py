@@ -1,0 +1,1 @@
+"""The schedules of the papers, each a function from counts to a `Schedule`."""
