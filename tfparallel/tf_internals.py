@@ -48,12 +48,17 @@ from tensorflow.python.distribute import (
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
 
+# A variable that no strategy's scope replicates, to order operations by.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 TPUExtended = tpu_strategy.TPUExtended
+CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
 ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
 DistributedValues = values.DistributedValues
 DistributedVariable = values.DistributedVariable
+Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
@@ -63,15 +68,18 @@ Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
     "BaseOptimizer",
+    "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
     "DistributedValues",
     "DistributedVariable",
     "Mean",
+    "Mirrored",
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
+    "ResourceVariable",
     "Sum",
     "SyncOnReadVariable",
     "TPUExtended",

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement, DisagreementError
+from tfparallel.communication.ring import connect_ring
+from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.waiting import report_absent_peers
 from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
@@ -23,6 +25,8 @@ from tfparallel.tf_internals import (
     context,
     owner_of_new_variable,
 )
+
+CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy):
@@ -68,15 +72,16 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         report_absent_peers(*_rank_and_peers(cluster_resolver))
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
-        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
-            for launcher in cross_device_ops._launchers:
-                launcher._use_unique_instance_key = self._draws_keys_at_call_time
-        self._is_in_loop = False
         self._agreement = Agreement(
             str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
         if self._num_workers > 1:
             self._agree_on_seed()
+            self._reduce_through_ring()
+        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
+            for launcher in cross_device_ops._launchers:
+                launcher._use_unique_instance_key = self._draws_keys_at_call_time
+        self._is_in_loop = False
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -87,6 +92,42 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             num_devices = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
         return devices, device_type
+
+    def _reduce_through_ring(self) -> None:
+        """Lets our ring reduce dense tensors of CPUs, unless an implementation was asked for."""
+        options, automatic = self._communication_options, CommunicationImplementation.AUTO
+        if self._local_device_type != "CPU" or options.implementation != automatic:
+            return
+        address = self._cluster_spec.task_address(self._task_type, self._task_id)
+        host = address.rpartition(":")[0].strip("[]")
+        try:
+            ring = connect_ring(
+                self._id_in_cluster,
+                self._num_workers,
+                host,
+                self._agreement.exchange,
+                options.timeout_seconds,
+            )
+        except OSError as error:
+            if self._is_chief:
+                tf.get_logger().warning(
+                    "Workers cannot reach one another at free ports (%s). Gradients go through "
+                    "TensorFlow's own collectives instead, which are slower.",
+                    error,
+                )
+            return
+        common = {
+            "ring": ring,
+            "host_device": self._host_device,
+            "options": options,
+            "collective_keys": self._collective_keys,
+        }
+        self._cross_device_ops = RingAllReduce(
+            devices=self._devices, group_size=self._num_replicas_in_sync, **common
+        )
+        self._host_cross_device_ops = RingAllReduce(
+            devices=[self._worker_device], group_size=self._num_workers, **common
+        )
 
     # ---- where variables live --------------------------------------------------------------------
 

@@ -1,0 +1,150 @@
+"""The ring sums what all workers hold, and says who is gone."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tfparallel.communication import ring as ring_module
+from tfparallel.communication.ring import (
+    CollectiveMismatchError,
+    PeerLostError,
+    Ring,
+    connect_ring,
+)
+
+
+class Board:
+    """`Agreement.exchange` between threads."""
+
+    def __init__(self, num_workers: int):
+        self._barrier = threading.Barrier(num_workers)
+        self._values = [None] * num_workers
+
+    def of(self, rank: int):
+        def exchange(kind, value):
+            self._values[rank] = value
+            self._barrier.wait(10)
+            values = list(self._values)
+            self._barrier.wait(10)
+            return values
+
+        return exchange
+
+
+def on_all(num_workers: int, function) -> list:
+    """What `function(rank)` returns, or raises, in one thread for each rank."""
+
+    def call(rank):
+        try:
+            return function(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(call, range(num_workers)))
+
+
+def connect_all(num_workers: int, timeout_s: float | None = 10.0, host="127.0.0.1") -> list[Ring]:
+    board = Board(num_workers)
+    return on_all(
+        num_workers,
+        lambda rank: connect_ring(rank, num_workers, host, board.of(rank), timeout_s),
+    )
+
+
+@pytest.fixture(params=[2, 3, 5])
+def rings(request):
+    rings = connect_all(request.param)
+    yield rings
+    for ring in rings:
+        ring.close()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2), (7,), (300_001,)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int64"])
+def test_every_worker_gets_the_sum(rings, shape, dtype):
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-9, 9, shape).astype(dtype) for _ in rings]
+    kept = [array.copy() for array in arrays]
+    for total in on_all(len(rings), lambda rank: rings[rank].all_reduce(arrays[rank])):
+        np.testing.assert_array_equal(total, np.sum(kept, axis=0, dtype=dtype))
+        assert total.shape == shape and total.dtype == dtype
+    for array, before in zip(arrays, kept, strict=True):
+        np.testing.assert_array_equal(array, before)
+
+
+def test_every_worker_gets_the_same_bits(rings):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=1001).astype("float32") for _ in rings]
+    first, *others = on_all(len(rings), lambda rank: rings[rank].all_reduce(arrays[rank]))
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def test_many_collectives_follow_one_another(rings):
+    def reduce_many(rank):
+        return [int(rings[rank].all_reduce(np.array([rank + i]))[0]) for i in range(50)]
+
+    num_workers = len(rings)
+    ranks = num_workers * (num_workers - 1) // 2
+    assert (
+        on_all(num_workers, reduce_many)
+        == [[ranks + i * num_workers for i in range(50)]] * num_workers
+    )
+
+
+def test_a_worker_that_ends_is_named_by_its_neighbours():
+    rings = connect_all(2)
+    rings[1].close()
+    with pytest.raises(PeerLostError, match=r"[Rr]ank 1 .*task:1.* has ended.*Rank 0 is speaking"):
+        rings[0].all_reduce(np.ones(3))
+
+
+def test_a_worker_that_ends_ends_all():
+    rings = connect_all(4)
+    rings[2].close()
+    errors = on_all(4, lambda rank: rings[rank].all_reduce(np.ones(1_000_000)))
+    assert all(isinstance(error, OSError) for error in errors), errors
+
+
+def test_a_silent_worker_is_named_in_time():
+    rings = connect_all(2, timeout_s=0.2)
+    with pytest.raises(PeerLostError, match="Rank 1.* silent for 0.2 s.*Rank 0 is speaking"):
+        rings[0].all_reduce(np.ones(3))
+
+
+@pytest.mark.parametrize("other", [np.ones(4, "float32"), np.ones(3, "int32")])
+def test_workers_in_different_collectives_are_told_so(other):
+    rings = connect_all(2)
+    arrays = [np.ones(3, "float32"), other]
+    errors = on_all(2, lambda rank: rings[rank].all_reduce(arrays[rank]))
+    assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
+    assert "rank 1 is in all-reduce 1 of" in str(errors[0])
+    assert "bytes of float32" in str(errors[0])
+
+
+def test_a_stranger_is_turned_away(monkeypatch):
+    """Something on the network connects first, and does not know the token."""
+    connect = ring_module._connect
+    strangers = []
+
+    def connect_after_a_stranger(host, port, token):
+        strangers.append(socket.create_connection((host, port)))
+        strangers[-1].sendall(b"x" * len(token))
+        return connect(host, port, token)
+
+    monkeypatch.setattr(ring_module, "_connect", connect_after_a_stranger)
+    rings = connect_all(2)
+    totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
+    np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
+    assert len(strangers) == 2
+
+
+def test_a_host_that_cannot_be_reached_is_named_by_all(monkeypatch):
+    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 0.3)
+    errors = connect_all(2, host="127.255.255.255")
+    assert all(isinstance(error, ConnectionError) for error in errors), errors
+    assert "rank 0 at 127.255.255.255" in str(errors[1])

@@ -1,0 +1,30 @@
+"""Many small tensors become few large ones: a collective has a price for each call."""
+
+from collections.abc import Hashable, Sequence
+
+
+def plan_buckets(
+    sizes_bytes: Sequence[int | None], kinds: Sequence[Hashable], bucket_bytes: int
+) -> list[list[int]]:
+    """Groups neighbours of one kind until a bucket is full.
+
+    Args:
+        sizes_bytes: of each tensor, in the order in which they become ready; None is not known.
+        kinds: only tensors of equal kinds (dtypes) share a bucket.
+        bucket_bytes: a bucket is closed before it would grow beyond this. A tensor that is larger,
+            or whose size is not known, is a bucket of its own.
+
+    Returns:
+        Buckets of indices. Each index is in one; within a bucket, and by their first index, they
+        are in order.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    for i, (size, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
+        bucket, filled = open_buckets.get(kind, ([], 0))
+        if size is None or not bucket or filled + size > bucket_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        open_buckets[kind] = (bucket, bucket_bytes if size is None else filled + size)
+    return buckets
