@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
+# Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.
+_SENT_AT_ONCE_BYTES = 1 << 14
 _CONNECT_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct("<QQ8s")  # number of the collective, bytes, dtype
@@ -85,20 +87,23 @@ class Ring:
         flat = np.ascontiguousarray(array).reshape(-1)
         total = np.empty_like(flat)
         with self._lock, self._closed_on_error():
-            self._greet(flat)
+            send = self._sender.put
+            if flat.nbytes <= _SENT_AT_ONCE_BYTES:
+                send = self._sender.send_at_once
+            self._greet(flat, send)
             for segment in self._segments(flat, self._rank):
-                self._sender.put(flat[segment])
+                send(flat[segment])
             for step in range(self._num_workers - 1):
                 for segment in self._segments(flat, self._rank - step - 1):
                     received = self._scratch_for(flat[segment])
                     self._receive(received)
                     np.add(flat[segment], received, out=total[segment])
-                    self._sender.put(total[segment])
+                    send(total[segment])
             for step in range(self._num_workers - 1):
                 for segment in self._segments(flat, self._rank - step):
                     self._receive(total[segment])
                     if step < self._num_workers - 2:
-                        self._sender.put(total[segment])
+                        send(total[segment])
             self._sender.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
 
@@ -114,11 +119,11 @@ class Ring:
     def _scratch_for(self, like: np.ndarray) -> np.ndarray:
         return np.frombuffer(self._scratch, like.dtype, like.size)
 
-    def _greet(self, flat: np.ndarray) -> None:
+    def _greet(self, flat: np.ndarray, send: Callable) -> None:
         """Makes sure that the previous worker is about to reduce the same."""
         self._number += 1
         ours = (self._number, flat.nbytes, flat.dtype.name[:8].encode())
-        self._sender.put(np.frombuffer(_GREETING.pack(*ours), np.uint8))
+        send(np.frombuffer(_GREETING.pack(*ours), np.uint8))
         greeting = np.empty(_GREETING.size, np.uint8)
         self._receive(greeting)
         number, size_bytes, dtype = _GREETING.unpack(greeting.tobytes())
@@ -230,6 +235,7 @@ class _Sender:
     """Sends arrays in a thread of its own: a worker sends and receives at the same time."""
 
     def __init__(self, connection: socket.socket):
+        self._connection = connection
         self._arrays: queue.Queue = queue.Queue()
         self._error: list[OSError] = []
         threading.Thread(
@@ -243,6 +249,14 @@ class _Sender:
     def put(self, array: np.ndarray) -> None:
         """Sends `array` after all that was put before; it must not change until `flush`."""
         self._arrays.put(array)
+
+    def send_at_once(self, array: np.ndarray) -> None:
+        """Sends a small `array` in the calling thread; nothing may be waiting."""
+        try:
+            self._connection.sendall(array.view(np.uint8).data)
+        except OSError as error:
+            self._error.append(error)
+            raise
 
     def flush(self) -> None:
         """Waits until everything is sent, and raises what has gone wrong."""
