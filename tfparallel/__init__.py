@@ -17,6 +17,7 @@ if importlib.util.find_spec("tensorflow") is None:
     )
 
 if TYPE_CHECKING:
+    from tfparallel import callbacks
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -38,10 +39,13 @@ __all__ = [
     "OneDeviceStrategy",
     "TPUStrategy",
     "__version__",
+    "callbacks",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return importlib.import_module("tfparallel.callbacks")
     if name not in _MODULES:
         raise AttributeError(f"module 'tfparallel' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,0 +1,58 @@
+"""A run that is killed, and restarted, ends with the bits of the run that was not."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.callbacks.zygote import Zygote
+
+# (training, batches after which the first process and each restarted one kill themselves)
+TRAININGS = [
+    ("plain_arrays", [3, 5]),
+    ("plain_dataset", [4, 7]),
+    ("one_device_py_dataset", [2, 7]),
+    ("mirrored_arrays", [4, 6]),
+    ("central_dataset", [2, 3]),
+    ("plain_generator", [6]),
+]
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    started = Zygote()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize(("training", "kills"), TRAININGS)
+def test_killed_run_ends_as_the_uninterrupted_one(zygote, tmp_path, training, kills):
+    backups = tmp_path / "backups"
+    assert zygote.run(training, "", tmp_path / "expected.npz", 0) == 0
+    for kill_at in kills:
+        assert zygote.run(training, backups, tmp_path / "received.npz", kill_at) == -9
+    assert zygote.run(training, backups, tmp_path / "received.npz", 0) == 0
+    assert_equal_results(tmp_path / "expected.npz", tmp_path / "received.npz")
+    assert not backups.exists()
+
+
+def test_killed_at_random_times(zygote, tmp_path):
+    """Most of the time of such a tiny training goes into saving: so do most of the kills."""
+    training, backups, received = "plain_arrays", tmp_path / "backups", tmp_path / "received.npz"
+    assert zygote.run(training, "", tmp_path / "expected.npz", 0) == 0
+    draw = random.Random(0)
+    statuses = []
+    while len(statuses) < 8 and 0 not in statuses:
+        delay = draw.uniform(1.0, 3.0)
+        statuses.append(zygote.run(training, backups, received, 0, kill_after_s=delay))
+    if 0 not in statuses:
+        assert zygote.run(training, backups, received, 0) == 0
+    assert -9 in statuses
+    assert_equal_results(tmp_path / "expected.npz", received)
+
+
+def assert_equal_results(expected_path, received_path):
+    expected, received = np.load(expected_path), np.load(received_path)
+    assert sorted(expected) == sorted(received)
+    differing = [name for name in expected if not np.array_equal(expected[name], received[name])]
+    assert not differing, {name: (expected[name], received[name]) for name in differing}

@@ -1,0 +1,160 @@
+import errno
+import os
+import signal
+import stat
+
+import pytest
+
+from tfparallel.callbacks.storage import InvalidBackupError, Storage
+
+ABOUT = {"tfparallel": "1", "num_workers": 1}
+FILES = ("shared.json", "shared.safetensors")
+
+
+def save(storage: Storage, content: bytes = b"state" * 100) -> int:
+    number = storage.begin()
+    storage.commit(number, storage.write(number, {name: [content] for name in FILES}), ABOUT)
+    return number
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return Storage(tmp_path / "backups")
+
+
+def test_reads_what_was_written(storage):
+    number = save(storage, b"abc")
+    assert storage.numbers() == [number]
+    assert storage.manifest(number).about == ABOUT
+    assert storage.read(number) == dict.fromkeys(FILES, b"abc")
+
+
+def test_folders_are_private(storage):
+    number = save(storage)
+    for folder in (storage.root, storage.path(number)):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_every_flipped_bit_is_found(storage, name):
+    number = save(storage)
+    path = storage.path(number) / name
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << (position % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(InvalidBackupError, match=name):
+            storage.read(number)
+    path.write_bytes(whole)
+    storage.read(number)
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_truncated_and_missing_files_are_found(storage, name):
+    number = save(storage)
+    path = storage.path(number) / name
+    for length in (path.stat().st_size - 1, 1, 0):
+        os.truncate(path, length)
+        with pytest.raises(InvalidBackupError, match=name):
+            storage.read(number)
+    path.unlink()
+    with pytest.raises(InvalidBackupError, match=name):
+        storage.read(number)
+
+
+def test_refuses_symbolic_links(storage, tmp_path):
+    number = save(storage)
+    for path in (storage.path(number) / FILES[0], storage.path(number)):
+        moved = tmp_path / "elsewhere"
+        path.rename(moved)
+        path.symlink_to(moved)
+        with pytest.raises(InvalidBackupError, match="symbolic link"):
+            storage.read(number)
+        path.unlink()
+        moved.rename(path)
+
+
+def test_refuses_a_backup_of_another_format(storage, monkeypatch):
+    monkeypatch.setattr("tfparallel.callbacks.storage.FORMAT", 2)
+    number = save(storage)
+    monkeypatch.undo()
+    with pytest.raises(InvalidBackupError, match="must have format 1. Received: format 2"):
+        storage.read(number)
+
+
+def test_files_of_others_are_never_deleted(storage):
+    number = save(storage)
+    (storage.root / "notes.txt").write_text("mine")
+    (storage.path(number) / "notes.txt").write_text("mine")
+    storage.delete_all()
+    left = sorted(str(p.relative_to(storage.root)) for p in storage.root.rglob("*.txt"))
+    assert left == [f"deleting-{number:08d}/notes.txt", "notes.txt"]
+    assert save(storage) == number + 1  # and the folder that is left is not in the way
+
+
+def test_a_link_in_place_of_a_leftover_is_not_followed(storage, tmp_path):
+    save(storage)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "shared.json").write_text("mine")
+    storage.path(9, "writing").symlink_to(tmp_path / "elsewhere")
+    save(storage)
+    assert (tmp_path / "elsewhere" / "shared.json").exists()
+
+
+CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir", "listdir")
+
+
+def test_killed_before_any_call_of_a_save(storage):
+    """Dies by SIGKILL before the 1st, 2nd, ... call to the file system of a save and a delete."""
+    save(storage, b"old")
+    for num_calls in range(100):
+        if _child_killed_after(storage, num_calls) == 0:
+            break
+        newest = storage.numbers()[-1]
+        assert set(storage.read(newest).values()) <= {b"old", b"new"}
+        assert storage.numbers()[0] <= newest
+    else:
+        raise AssertionError("The child never finished.")
+    assert num_calls > 20
+    assert storage.numbers() == [storage.numbers()[-1]]
+
+
+def _child_killed_after(storage: Storage, num_calls: int) -> int:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = iter(range(num_calls))
+
+    def counted(original):
+        def call(*args, **kwargs):
+            if next(calls, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    newest = save(storage, b"new")
+    for number in storage.numbers():
+        if number < newest:
+            storage.delete(number)
+    os._exit(0)
+
+
+def test_a_full_disk_leaves_the_backup_before(storage, small_disk):
+    storage = Storage(small_disk / "backups")
+    number = save(storage)
+    with pytest.raises(OSError) as raised:
+        save(storage, bytes(4 << 20))
+    assert raised.value.errno == errno.ENOSPC
+    assert storage.numbers() == [number]
+    storage.read(number)
+    assert save(storage) == number + 1  # the leftover is removed, its space is free again
+
+
+def test_a_folder_without_permission():
+    storage = Storage("/proc/backups")  # nobody can write there, not even root
+    with pytest.raises(OSError):
+        storage.begin()

@@ -1,0 +1,191 @@
+"""Small trainings that together hold every kind of state; each runs in a process of its own.
+
+A training takes the folder of its backups (empty: none), where to put its results, and after how
+many batches it kills itself with SIGKILL (0: never).
+"""
+
+import contextlib
+import os
+import signal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+from tests.helpers import numbered, open_logical_cpus, tiny_data
+from tfparallel.callbacks import BackupAndRestore
+
+EPOCHS = 4
+ROWS, BATCH = 40, 12  # four batches, the last of 4 rows: uneven for three replicas
+
+
+class KillAt(keras.callbacks.Callback):
+    """Kills the process in the middle of a training, after the other callbacks of a batch."""
+
+    def __init__(self, batches: int):
+        super().__init__()
+        self._left = batches
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Noise(keras.layers.Layer):
+    """Draws from Keras's global seed generator."""
+
+    def call(self, x, training=False):
+        return x + keras.random.normal((6,), stddev=0.1) if training else x
+
+
+class CountsAndDraws(keras.callbacks.Callback):
+    """A callback of a user, with a state of its own, that draws from Python and NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.9 * float(
+            keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)
+        )
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.drawn.append(np.random.uniform() + float(tf.random.uniform([])))
+
+    def get_state(self):
+        return {"drawn": self.drawn}
+
+    def set_state(self, state):
+        self.drawn = list(state["drawn"])
+
+
+def plain_arrays(*arguments):
+    """No strategy, a model without shapes, shuffled arrays, a callback of every kind."""
+    x, y = tiny_data(ROWS)
+    monitors = [
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.5),
+        keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),
+    ]
+    _train(
+        None,
+        arguments,
+        optimizer=lambda: keras.optimizers.Adam(
+            0.01, use_ema=True, ema_overwrite_frequency=3, gradient_accumulation_steps=2
+        ),
+        callbacks=monitors,
+        x=x,
+        y=y,
+        batch_size=BATCH,
+        validation_split=0.25,
+    )
+
+
+def plain_dataset(*arguments):
+    """A shuffled dataset whose augmentation draws in a stateful op: no checkpoint of it exists."""
+
+    def augment(x, y):
+        return x + tf.random.normal([6], stddev=0.1), y
+
+    data = tf.data.Dataset.from_tensor_slices(tiny_data(ROWS))
+    _train(
+        None,
+        arguments,
+        optimizer=lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=8.0, dynamic_growth_steps=3
+        ),
+        data=lambda: data.shuffle(20).map(augment).batch(BATCH),
+    )
+
+
+def one_device_py_dataset(*arguments):
+    class Batches(keras.utils.PyDataset):
+        order = list(range(4))
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            rows = slice(self.order[index] * 10, self.order[index] * 10 + 10)
+            return tuple(array[rows] for array in tiny_data(ROWS))
+
+        def on_epoch_end(self):
+            self.order = self.order[1:] + self.order[:1]
+
+    strategy = tfparallel.OneDeviceStrategy("CPU:0")
+    _train(strategy, arguments, data=Batches, shuffle=True)
+
+
+def mirrored_arrays(*arguments):
+    open_logical_cpus(3)
+    x, y = tiny_data(ROWS)
+    strategy = tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(3)])
+    _train(strategy, arguments, x=x, y=y, batch_size=BATCH)
+
+
+def central_dataset(*arguments):
+    """One iterator over epochs that end in the middle of the data; two steps an execution."""
+    open_logical_cpus(2)
+
+    def data():
+        return tf.data.Dataset.from_tensor_slices(tiny_data(ROWS)).shuffle(20).batch(8).repeat()
+
+    strategy = tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    _train(strategy, arguments, data=data, steps_per_epoch=6, steps_per_execution=2)
+
+
+def plain_generator(*arguments):
+    def batches():
+        rng = np.random.default_rng(0)
+        while True:
+            yield rng.normal(size=(8, 6)).astype("float32"), rng.integers(0, 3, 8)
+
+    _train(None, arguments, data=batches, steps_per_epoch=4)
+
+
+def _train(
+    strategy,
+    arguments,
+    optimizer=lambda: keras.optimizers.Adam(0.01),
+    data=None,
+    callbacks=(),
+    steps_per_execution=1,
+    **fit_options,
+):
+    """Trains with a backup after every batch and writes everything that can differ to a file."""
+    backup_dir, results, kill_at = arguments
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [
+                Noise(),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile(
+            optimizer=optimizer(),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+        )
+    counter = CountsAndDraws()
+    backup = [BackupAndRestore(backup_dir, save_freq=steps_per_execution)] if backup_dir else []
+    callbacks = [*backup, counter, *callbacks, KillAt(int(kill_at))]
+    if data is not None:
+        fit_options = {"shuffle": False, **fit_options, "x": data()}
+    fitted = model.fit(callbacks=callbacks, epochs=EPOCHS, verbose=0, **fit_options)
+    np.savez(
+        results,
+        **numbered("weights", model.get_weights()),
+        **numbered("optimizer", [v.numpy() for v in model.optimizer.variables]),
+        **numbered("seeds", [v.numpy() for v in model.variables if "seed" in v.path]),
+        **{f"history/{name}": np.array(values) for name, values in fitted.history.items()},
+        epochs=fitted.epoch,
+        drawn=counter.drawn,
+        random_state=np.random.get_state(legacy=False)["state"]["key"],
+    )

@@ -1,0 +1,6 @@
+"""Callbacks for `Model.fit`."""
+
+from tfparallel.callbacks.backup import BackupAndRestore
+from tfparallel.callbacks.storage import BackupError
+
+__all__ = ["BackupAndRestore", "BackupError"]

@@ -1,0 +1,158 @@
+"""Where a training stands in its data, and how another process gets there.
+
+Keras makes an iterator over the dataset for every epoch, or one for all (`steps_per_epoch`). This
+class stands between the two and counts what is taken from each. To come back to a position,
+
+1. the iterators of earlier epochs are made again, because a `shuffle` draws its next seed when an
+   iterator is made. One batch of each is read: enough where epochs differ by nothing else. All
+   batches are read where the input keeps a state of its own (stateful ops, Python generators).
+2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
+   dataset supports one. Elsewhere the batches that were trained on are read again and dropped.
+   While that goes on, Python's and NumPy's random states are what they were then.
+
+A `keras.utils.PyDataset` is read by index: its earlier epochs need no reading, only its hooks.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.callbacks.random_states import host_random_state, set_host_random_state
+
+
+class InputPosition:
+    """Counts the batches that `fit` takes from its data; stands in for the dataset.
+
+    Args:
+        epoch_iterator: Keras's iterator over epochs, which reads through this object from now on.
+    """
+
+    def __init__(self, epoch_iterator: Any):
+        self._epoch_iterator = epoch_iterator
+        self._dataset = epoch_iterator._distributed_dataset
+        epoch_iterator._distributed_dataset = self
+        self._taken: list[int] = []  # batches, of each iterator made so far
+        self._last: Any = None  # the newest iterator
+        self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        self._has_checkpoints: bool | None = None  # not known before the first save
+        self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
+
+    def __iter__(self) -> Iterator:
+        if self._to_resume is None:
+            return self._make_iterator()
+        state, self._to_resume = self._to_resume, None
+        return self._iterator_at(state)
+
+    def _make_iterator(self) -> Any:
+        self._random_state = host_random_state()
+        self._last = iter(self._dataset)
+        self._taken.append(0)
+        return self._last
+
+    def took(self, num_batches: int) -> None:
+        """Tells that a step has taken batches from the newest iterator."""
+        self._taken[-1] += num_batches
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def state(self, is_mid_epoch: bool) -> dict[str, Any]:
+        """What `resume` needs.
+
+        Args:
+            is_mid_epoch: whether the current epoch has steps behind it.
+        """
+        iterator = self._epoch_iterator
+        spans_epochs = iterator.steps_per_epoch is not None
+        goes_on = is_mid_epoch or (spans_epochs and iterator._current_iterator is not None)
+        checkpoint = None
+        if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
+            checkpoint = self._checkpoint()
+            self._has_checkpoints = checkpoint is not None
+        return {
+            "taken": list(self._taken),
+            "goes_on": goes_on,  # whether the last iterator still has batches to give
+            "steps_seen": iterator._steps_seen,
+            "num_batches": iterator._num_batches,
+            "random": self._random_state,
+            "has_checkpoint": self._has_checkpoints,
+            "checkpoint": checkpoint if goes_on else None,
+        }
+
+    def _checkpoint(self) -> list[np.ndarray] | None:
+        """The state of the last iterator, or None where the dataset has none that can be saved."""
+        if not isinstance(self._last, tf.data.Iterator):
+            return None
+        try:
+            states = tf.unstack(self._last._serialize_to_tensors()["_STATE"])
+        except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+            tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
+            return None
+        return [np.frombuffer(tf.io.serialize_tensor(s).numpy(), np.uint8) for s in states]
+
+    # ---- resuming --------------------------------------------------------------------------------
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes to the position of `state`, in another process that reads the same data."""
+        iterator = self._epoch_iterator
+        earlier = state["taken"][:-1] if state["goes_on"] else state["taken"]
+        if isinstance(_py_dataset(iterator), keras.utils.PyDataset):
+            for _ in filter(None, earlier):
+                iterator.data_adapter.on_epoch_begin()
+                iterator.data_adapter.on_epoch_end()
+            self._taken = list(earlier)
+        else:
+            self._read_again(earlier, all_batches=not state["has_checkpoint"])
+        iterator._steps_seen = state["steps_seen"]
+        iterator._num_batches = state["num_batches"]
+        if state["goes_on"] and iterator.steps_per_epoch is None:
+            self._to_resume = state
+        elif state["goes_on"]:
+            iterator._current_iterator = self._iterator_at(state)
+
+    def _read_again(self, earlier: list[int], all_batches: bool) -> None:
+        started, num_read = time.monotonic(), 0
+        for count in earlier:
+            num_read += _drop(self._make_iterator(), count if all_batches else min(count, 1))
+            self._taken[-1] = count
+        if all_batches:
+            _log_cost(num_read, started)
+
+    def _iterator_at(self, state: dict[str, Any]) -> Any:
+        """The iterator that was the last one, with the batches to come; draws nothing."""
+        started, now = time.monotonic(), host_random_state()
+        set_host_random_state(state["random"])
+        iterator = self._make_iterator()
+        self._taken[-1] = state["taken"][-1]
+        if state["checkpoint"] is None:
+            _log_cost(_drop(iterator, state["taken"][-1]), started)
+        else:
+            parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
+            iterator._restore_from_tensors({"_STATE": tf.stack(parts)})
+        set_host_random_state(now)
+        return iterator
+
+
+def _py_dataset(epoch_iterator: Any) -> Any:
+    return getattr(epoch_iterator.data_adapter, "py_dataset", None)
+
+
+def _drop(iterator: Iterator, num_batches: int) -> int:
+    """Takes batches and forgets them; returns how many there were."""
+    try:
+        return sum(1 for _ in itertools.islice(iterator, num_batches))
+    except tf.errors.OutOfRangeError:  # how the batches of several workers end
+        return num_batches
+
+
+def _log_cost(num_batches: int, started: float) -> None:
+    if num_batches:
+        tf.get_logger().warning(
+            "The position in this dataset cannot be saved: %d batches were read again, in %.1f s.",
+            num_batches,
+            time.monotonic() - started,
+        )

@@ -1,0 +1,115 @@
+"""The variables of a compiled model: weights, seeds, optimizer, metrics.
+
+State that is equal on all replicas is kept once. A metric's variable is a sum whose terms differ by
+replica, and every term is kept: floating-point sums depend on where a batch's value was added.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfparallel.callbacks.storage import BackupError
+from tfparallel.tf_internals import SyncOnReadVariable
+
+
+def mirrored_state(model: keras.Model) -> dict[str, Any]:
+    """The variables that are equal on all replicas of all workers."""
+    variables = _mirrored_variables(model)
+    return {
+        "paths": [v.path for v in variables],
+        "arrays": [_copies(v)[0].numpy() for v in variables],
+    }
+
+
+def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
+    """Sets what `mirrored_state` returned.
+
+    Raises:
+        BackupError: if it is the state of another model.
+    """
+    variables = _mirrored_variables(model)
+    _check_same_model(variables, state)
+    for variable, array in zip(variables, state["arrays"], strict=True):
+        variable.assign(array)
+
+
+def replica_state(model: keras.Model) -> list[list[np.ndarray]]:
+    """The terms of every variable that is a sum over replicas, for the replicas of this process."""
+    return [[copy.numpy() for copy in _copies(v)] for v in _summed_variables(model)]
+
+
+def set_replica_state(model: keras.Model, state: list[list[np.ndarray]]) -> None:
+    """Sets what `replica_state` returned, of as many replicas."""
+    for variable, terms in zip(_summed_variables(model), state, strict=True):
+        for copy, term in zip(_copies(variable), terms, strict=True):
+            copy.assign(term)
+
+
+def num_replicas_of(state: list[list[np.ndarray]]) -> int:
+    """How many replicas of a process a `replica_state` has the terms of."""
+    return len(state[0]) if state else 0
+
+
+def with_one_term(
+    states: Sequence[list[list[np.ndarray]]], num_replicas: int, is_first: bool
+) -> list[list[np.ndarray]]:
+    """The same sums for other replicas than those that saved them: all in the first one's term.
+
+    Args:
+        states: the `replica_state` of every process that saved.
+        num_replicas: how many this process has.
+        is_first: whether this process has the first replica.
+    """
+    merged = []
+    for terms_by_process in zip(*states, strict=True):
+        terms = [term for terms in terms_by_process for term in terms]
+        total = np.sum(terms, axis=0, dtype=terms[0].dtype)
+        others = [np.zeros_like(total)] * num_replicas
+        merged.append([total, *others[1:]] if is_first else others)
+    return merged
+
+
+def _mirrored_variables(model: keras.Model) -> list[keras.Variable]:
+    summed = {id(v) for v in _summed_variables(model)}
+    optimizer = model.optimizer.variables if model.optimizer is not None else []
+    return [v for v in _unique([*model.variables, *optimizer]) if id(v) not in summed]
+
+
+def _summed_variables(model: keras.Model) -> list[keras.Variable]:
+    of_layers = [v for v in model.variables if isinstance(v._value, SyncOnReadVariable)]
+    return _unique([*model.metrics_variables, *of_layers])
+
+
+def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _copies(variable: keras.Variable) -> Sequence[Any]:
+    return getattr(variable._value, "values", (variable._value,))
+
+
+def _check_same_model(variables: Sequence[keras.Variable], state: dict[str, Any]) -> None:
+    """Compares shapes, dtypes and last names: what comes before depends on who built the model."""
+    mine = [_describe(v.path, v.shape, keras.backend.standardize_dtype(v.dtype)) for v in variables]
+    theirs = [
+        _describe(path, array.shape, array.dtype.name)
+        for path, array in zip(state["paths"], state["arrays"], strict=True)
+    ]
+    if mine == theirs:
+        return
+    pairs = zip([*mine, "nothing"], [*theirs, "nothing"], strict=False)
+    expected, received = next((a, b) for a, b in pairs if a != b)
+    raise BackupError(
+        "A backup restores the model it was made of, compiled as it was. Received: a model with "
+        f"{len(mine)} variables and a backup with {len(theirs)}; the first that differs is "
+        f"{expected} in the model and {received} in the backup. Train with the model of the "
+        "backup, or use another backup_dir for this one."
+    )
+
+
+def _describe(path: str, shape: Sequence[int], dtype: str) -> str:
+    name = re.sub(r"_[0-9]+(?=_|$)", "", path.rpartition("/")[2])  # Keras numbers equal names
+    return f"{name} {dtype}{list(shape)}"

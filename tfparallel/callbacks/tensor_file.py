@@ -1,0 +1,85 @@
+"""Arrays as one file in the safetensors format: a JSON header, then the raw bytes.
+
+The file holds no code and any tool for safetensors reads it, while writing it costs no copy and no
+dependency. Source: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dump_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file that holds `tensors`, piece by piece.
+
+    Raises:
+        TypeError: for a dtype that the format does not know, such as strings.
+    """
+    header: dict[str, dict] = {}
+    offset = 0
+    # The largest items first, so that every array lies at a multiple of its item's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    for name in names:
+        array = tensors[name]
+        if array.dtype.name not in _NAMES:
+            raise TypeError(
+                f"A backup holds arrays of numbers. Received: {name} of dtype {array.dtype}. "
+                "Keep it out of variables and of what get_state returns."
+            )
+        end = offset + array.nbytes
+        header[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+
+
+def load_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """The arrays of a file, as read-only views of `data`.
+
+    Raises:
+        ValueError: if `data` is not such a file.
+    """
+    (length,) = struct.unpack_from("<Q", data)
+    start = 8 + length
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        raw = np.frombuffer(data, np.uint8, end - begin, start + begin)
+        tensors[name] = raw.view(_dtype(entry["dtype"])).reshape(entry["shape"])
+    return tensors
+
+
+def _dtype(name: str) -> np.dtype:
+    dtype = _DTYPES[name]
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))

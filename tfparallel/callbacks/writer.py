@@ -1,0 +1,62 @@
+"""Writes backups beside training: on a thread of its own, one at a time."""
+
+import os
+import threading
+from collections.abc import Callable
+
+
+def writer_for(folder: str | os.PathLike) -> "Writer":
+    """The writer of this process for a folder: also for a `fit` that takes over from a failed one.
+
+    Args:
+        folder: where backups go.
+    """
+    return _writers.setdefault(os.path.realpath(folder), Writer())
+
+
+class Writer:
+    """Runs jobs on another thread, in order, at most one at a time.
+
+    A thread lives as long as its job and is no daemon, so that a program that ends, or fails,
+    finishes the backup it has begun.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Starts `job`, once the one before it has ended.
+
+        Raises:
+            Exception: what the job before it raised.
+        """
+        self.wait()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="tfparallel-backup")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when no job is running.
+
+        Raises:
+            Exception: what the job raised.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises what a job that has ended raised, once; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+_writers: dict[str, Writer] = {}
