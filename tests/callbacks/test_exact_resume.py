@@ -28,10 +28,10 @@ def zygote():
 @pytest.mark.parametrize(("training", "kills"), TRAININGS)
 def test_killed_run_ends_as_the_uninterrupted_one(zygote, tmp_path, training, kills):
     backups = tmp_path / "backups"
-    assert zygote.run(training, "", tmp_path / "expected.npz", 0) == 0
+    assert zygote.run(training, "", tmp_path / "expected.npz", 0) == 0, zygote.log()
     for kill_at in kills:
-        assert zygote.run(training, backups, tmp_path / "received.npz", kill_at) == -9
-    assert zygote.run(training, backups, tmp_path / "received.npz", 0) == 0
+        assert zygote.run(training, backups, tmp_path / "received.npz", kill_at) == -9, zygote.log()
+    assert zygote.run(training, backups, tmp_path / "received.npz", 0) == 0, zygote.log()
     assert_equal_results(tmp_path / "expected.npz", tmp_path / "received.npz")
     assert not backups.exists()
 

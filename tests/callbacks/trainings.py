@@ -1,10 +1,11 @@
 """Small trainings that together hold every kind of state; each runs in a process of its own.
 
 A training takes the folder of its backups (empty: none), where to put its results, and after how
-many batches it kills itself with SIGKILL (0: never).
+many batches it sends itself SIGKILL (0: never), or SIGTERM if the number is negative.
 """
 
 import contextlib
+import datetime
 import os
 import signal
 
@@ -25,12 +26,13 @@ class KillAt(keras.callbacks.Callback):
 
     def __init__(self, batches: int):
         super().__init__()
-        self._left = batches
+        self._left = abs(batches)
+        self._signal = signal.SIGKILL if batches > 0 else signal.SIGTERM
 
     def on_train_batch_end(self, batch, logs=None):
         self._left -= 1
         if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
 class Noise(keras.layers.Layer):
@@ -145,6 +147,21 @@ def plain_generator(*arguments):
     _train(None, arguments, data=batches, steps_per_epoch=4)
 
 
+def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1):
+    """Two workers, or one without a `TF_CONFIG`."""
+    if tf_config:
+        os.environ["TF_CONFIG"] = tf_config
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    x, y = tiny_data(ROWS)
+    arguments = (backup_dir, results, kill_at)
+    _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=save_freq)
+
+
+def multi_worker_by_the_clock(*arguments):
+    """Saves as often as workers can agree that it is time to."""
+    multi_worker(*arguments, save_freq=datetime.timedelta(microseconds=1))
+
+
 def _train(
     strategy,
     arguments,
@@ -152,6 +169,7 @@ def _train(
     data=None,
     callbacks=(),
     steps_per_execution=1,
+    save_freq=1,
     **fit_options,
 ):
     """Trains with a backup after every batch and writes everything that can differ to a file."""
@@ -160,6 +178,7 @@ def _train(
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential(
             [
+                *([keras.Input((6,))] if strategy else []),
                 Noise(),
                 keras.layers.Dense(8, activation="tanh"),
                 keras.layers.BatchNormalization(),
@@ -174,7 +193,7 @@ def _train(
             steps_per_execution=steps_per_execution,
         )
     counter = CountsAndDraws()
-    backup = [BackupAndRestore(backup_dir, save_freq=steps_per_execution)] if backup_dir else []
+    backup = [BackupAndRestore(backup_dir, save_freq=save_freq)] if backup_dir else []
     callbacks = [*backup, counter, *callbacks, KillAt(int(kill_at))]
     if data is not None:
         fit_options = {"shuffle": False, **fit_options, "x": data()}

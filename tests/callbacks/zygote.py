@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -20,11 +21,13 @@ class Zygote:
     """Starts processes that call a function of `tests.callbacks.trainings`, and kills them."""
 
     def __init__(self):
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.callbacks.zygote"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
 
@@ -36,10 +39,22 @@ class Zygote:
             arguments: text or numbers.
             kill_after_s: when to send SIGKILL, from the call of the function.
         """
-        request = json.dumps([function, [str(a) for a in arguments], kill_after_s])
-        self._process.stdin.write(request + "\n")
+        return self.run_together(function, [arguments], kill_after_s)[0]
+
+    def run_together(self, function: str, calls, kill_after_s: float | None = None) -> list[int]:
+        """Like `run`, in one process for each tuple of arguments in `calls`, all at once.
+
+        Once one has failed or died, the others have 20 seconds to end by themselves.
+        """
+        texts = [[str(argument) for argument in arguments] for arguments in calls]
+        self._process.stdin.write(json.dumps([function, texts, kill_after_s]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return json.loads(self._process.stdout.readline())
+
+    def log(self) -> str:
+        """What all trainings so far have printed."""
+        self._log.seek(0)
+        return self._log.read()
 
     def close(self):
         self._process.stdin.close()
@@ -51,11 +66,13 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a training prints is not an answer
     for line in sys.stdin:
-        function, arguments, kill_after_s = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _call(getattr(trainings, function), arguments)
-        answers.write(f"{_wait(child, kill_after_s)}\n")
+        function, calls, kill_after_s = json.loads(line)
+        children = []
+        for arguments in calls:
+            children.append(os.fork())
+            if children[-1] == 0:
+                _call(getattr(trainings, function), arguments)
+        answers.write(json.dumps(_wait(children, kill_after_s)) + "\n")
         answers.flush()
 
 
@@ -73,16 +90,20 @@ def _call(function, arguments) -> None:
         os._exit(status)
 
 
-def _wait(child: int, kill_after_s: float | None) -> int:
+def _wait(children: list[int], kill_after_s: float | None) -> list[int]:
     deadline = time.monotonic() + (60 if kill_after_s is None else kill_after_s)
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            deadline = float("inf")
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(children):
+        for child in [child for child in children if child not in statuses]:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                statuses[child] = os.waitstatus_to_exitcode(status)
+                if statuses[child] != 0:
+                    deadline = min(deadline, time.monotonic() + 20)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
         time.sleep(0.002)
+    return [statuses[child] for child in children]
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class StepAgreement:
             pass  # of another worker, which waits for our confirmation
         else:
             for rank in range(self._workers.num_workers):
-                context.context().get_config_key_value(f"{self._key(number)}/{rank}", 600_000)
+                self._workers.value_of(rank, f"{self._key(number)}/{rank}", f"hear of a {what}")
         with self._has_news:
             self._has_news.wait_for(lambda: len(self._known) > number)
 

@@ -1,0 +1,100 @@
+"""Several workers: one backup of all, whichever of them is killed, and whoever comes back."""
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.callbacks.test_exact_resume import assert_equal_results
+from tests.callbacks.zygote import Zygote
+from tests.multi_process.pool import cluster_environments
+from tfparallel.callbacks.preemption import EXIT_STATUS
+from tfparallel.callbacks.storage import Storage
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    started = Zygote()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def expected(zygote, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("expected")
+    assert train(zygote, "", folder) == [0, 0]
+    return folder
+
+
+def train(zygote, backups, folder, kill_at=(0, 0), training="multi_worker"):
+    """Trains with two workers; each writes its results to `folder`."""
+    configurations = [environment["TF_CONFIG"] for environment in cluster_environments(2)]
+    calls = [
+        (backups, folder / f"{rank}.npz", kill_at[rank], configurations[rank]) for rank in (0, 1)
+    ]
+    return zygote.run_together(training, calls)
+
+
+def assert_all_equal(expected, folder):
+    for rank in (0, 1):
+        assert_equal_results(expected / f"{rank}.npz", folder / f"{rank}.npz")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kill_at", [(0, 6), (7, 7)])
+def test_killed_workers_end_as_the_uninterrupted_ones(zygote, expected, tmp_path, kill_at):
+    statuses = train(zygote, tmp_path / "backups", tmp_path, kill_at)
+    assert all(statuses) and -9 in statuses
+    assert train(zygote, tmp_path / "backups", tmp_path) == [0, 0]
+    assert_all_equal(expected, tmp_path)
+    assert not (tmp_path / "backups").exists()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("sigterm_at", [(0, -6), (-5, -6)])
+def test_sigterm_to_one_worker_saves_on_all_at_one_step(zygote, expected, tmp_path, sigterm_at):
+    statuses = train(zygote, tmp_path / "backups", tmp_path, sigterm_at)
+    assert statuses == [EXIT_STATUS, EXIT_STATUS], zygote.log()
+    assert train(zygote, tmp_path / "backups", tmp_path) == [0, 0]
+    assert_all_equal(expected, tmp_path)
+
+
+@pytest.mark.timeout(200)
+def test_workers_save_together_by_the_chiefs_clock(zygote, expected, tmp_path):
+    timed = "multi_worker_by_the_clock"
+    train(zygote, tmp_path / "backups", tmp_path, (9, 9), timed)
+    assert len(Storage(tmp_path / "backups").numbers()) == 2, zygote.log()
+    assert train(zygote, tmp_path / "backups", tmp_path, training=timed) == [0, 0]
+    assert_all_equal(expected, tmp_path)
+
+
+@pytest.mark.timeout(200)
+def test_another_number_of_workers_goes_on_from_there(zygote, expected, tmp_path):
+    train(zygote, tmp_path / "backups", tmp_path, (6, 6))
+    assert zygote.run("multi_worker", tmp_path / "backups", tmp_path / "0.npz", 0, "") == 0
+    received = np.load(tmp_path / "0.npz")
+    assert received["epochs"].tolist() == [0, 1, 2, 3]
+    assert "backup is of 2 workers" in zygote.log()
+    first = np.load(expected / "0.npz")["history/loss"][0]
+    assert received["history/loss"][0] == first  # of the epoch that was done before
+
+
+@pytest.mark.timeout(200)
+def test_a_damaged_part_of_one_worker_makes_all_take_the_backup_before(zygote, expected, tmp_path):
+    train(zygote, tmp_path / "backups", tmp_path, (6, 6))
+    storage = Storage(tmp_path / "backups")
+    newest = storage.path(storage.numbers()[-1])
+    os.truncate(newest / "worker-1.safetensors", 10)
+    assert train(zygote, tmp_path / "backups", tmp_path) == [0, 0]
+    assert_all_equal(expected, tmp_path)
+
+
+@pytest.mark.timeout(200)
+def test_workers_without_a_common_backup_say_so_by_rank(zygote, tmp_path):
+    train(zygote, tmp_path / "backups", tmp_path, (6, 6))
+    storage = Storage(tmp_path / "backups")
+    for number in storage.numbers():
+        (storage.path(number) / "worker-1.json").unlink()
+    assert train(zygote, tmp_path / "backups", tmp_path) == [1, 1]
+    message = zygote.log()
+    assert "rank 0: backup" in message and "rank 1: none" in message
