@@ -70,6 +70,7 @@ RUNS = (
     Run("one_device", "1 CPU"),
     Run("mirrored", "2 CPUs"),
     Run("central_storage", "2 CPUs"),
+    Run("pipeline", "2 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
     Run("tpu", "TPU", skipped="no TPU here"),  # .venv has the TensorFlow for CPUs
 )

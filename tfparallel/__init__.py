@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
+    from tfparallel.strategies.pipeline import PipelineStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
 _MODULES = {
@@ -29,6 +30,7 @@ _MODULES = {
     "MirroredStrategy": "tfparallel.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfparallel.strategies.multi_worker",
     "OneDeviceStrategy": "tfparallel.strategies.one_device",
+    "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
 }
 
@@ -37,6 +39,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "PipelineStrategy",
     "TPUStrategy",
     "__version__",
     "callbacks",

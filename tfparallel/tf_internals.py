@@ -6,7 +6,7 @@ the file to change.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import NamedTuple
 
@@ -14,11 +14,17 @@ from typing import NamedTuple
 # It is how a variable under creation finds the layer, metric or optimizer that owns it.
 from keras.src.backend.common import global_state
 
+# A layer's mask travels as an attribute of its output, which a `tf.function` in between would lose.
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 # `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses.
 from keras.src.metrics import reduction_metrics
+
+# The class of functional models, whose graph of layers a pipeline cuts into stages.
+from keras.src.models.functional import Functional
 
 # The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -48,6 +54,9 @@ from tensorflow.python.distribute import (
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
 
+# The graph of a `tf.function` that is being traced.
+from tensorflow.python.framework.func_graph import FuncGraph
+
 # A variable that no strategy's scope replicates, to order operations by.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -72,6 +81,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "DistributedValues",
     "DistributedVariable",
+    "Functional",
     "Mean",
     "Mirrored",
     "MirroredExtended",
@@ -89,15 +99,19 @@ __all__ = [
     "device_util",
     "distribute_lib",
     "distribute_utils",
+    "get_keras_mask",
     "global_seed_generator",
     "global_state",
     "is_keras_step",
     "is_predict_step",
     "is_symbolic_build",
     "is_called_by_trainer",
+    "model_of_predict_step",
     "numpy_dataset",
     "owner_of_new_variable",
     "record",
+    "run_independently",
+    "set_keras_mask",
     "uses_stock_train_step",
     "values_util",
 ]
@@ -152,6 +166,11 @@ def is_predict_step(fn: Callable) -> bool:
     return name.startswith("TensorFlowTrainer.make_predict_function")
 
 
+def model_of_predict_step(fn: Callable) -> keras_trainer.TensorFlowTrainer:
+    """The model whose `predict` made `fn`, which `is_predict_step`."""
+    return inspect.getclosurevars(inspect.unwrap(fn)).nonlocals["self"]
+
+
 def is_keras_step(fn: Callable) -> bool:
     """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
     if getattr(fn, "__name__", "") not in ("train_step", "test_step"):
@@ -173,3 +192,19 @@ def is_symbolic_build(frame: FrameType | None) -> bool:
 def is_called_by_trainer(frame: FrameType | None) -> bool:
     """Whether `frame` is code of Keras's trainer."""
     return frame is not None and frame.f_globals is vars(keras_trainer)
+
+
+def run_independently(graph: FuncGraph, operations: Iterable) -> None:
+    """Lets stateful `operations` of a function under construction run in any order.
+
+    TensorFlow would make operations without a resource follow one another as they were traced. Who
+    builds a function's control dependencies is known only to the frame that traces it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        manager = frame.f_locals.get("deps_control_manager")
+        if frame.f_locals.get("func_graph") is graph and manager is not None:
+            for operation in operations:
+                manager.run_independently(operation)
+            return
+        frame = frame.f_back

@@ -186,6 +186,16 @@ def nested():
     return keras.Model(x, layers.Dense(3)(outer(inner(x))))
 
 
+@model(helpers.tiny_data, _class_options)
+def nested_with_state():
+    """Nested models, one with weights that do not train."""
+    normalization = layers.Normalization()
+    normalization.adapt(helpers.tiny_data(50)[0] * 3 + 1)
+    inner = keras.Sequential([keras.Input((6,)), normalization, layers.Dense(5, "tanh")])
+    x = keras.Input((6,))
+    return keras.Model(x, layers.Dense(3)(inner(x)))
+
+
 @keras.saving.register_keras_serializable("tests")
 class SubclassedModel(keras.Model):
     """Builds its layers itself and treats training apart."""

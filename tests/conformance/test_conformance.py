@@ -13,7 +13,7 @@ def pytest_generate_tests(metafunc):
         pytest.param(row, case, id=f"{row.name}-{case.name}")
         for row in STRATEGIES
         for case in CASES.values()
-        if every_case or row.every_case or case.core
+        if row.is_asked(case, every_case)
     ]
     metafunc.parametrize("row, case", pairs)
 

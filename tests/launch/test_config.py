@@ -157,7 +157,7 @@ def test_unknown_key_comes_with_a_suggestion(write, text, problem):
         (
             "strategy: {name: mirored}",
             "strategy.name: should be one of 'one_device', 'mirrored', 'multi_worker_mirrored', "
-            "'central_storage', 'tpu'. Received: 'mirored'. Did you mean mirrored?",
+            "'central_storage', 'pipeline', 'tpu'. Received: 'mirored'. Did you mean mirrored?",
         ),
         ("strategy: {devices: [a]}", "strategy.name: is required. Received: nothing."),
         (
@@ -246,6 +246,11 @@ def test_every_strategy_has_a_config_in_the_repository():
             "parameter_device: 'CPU:0'}",
             "CentralStorageStrategy",
             2,
+        ),
+        (
+            "{name: pipeline, devices: ['CPU:0', 'CPU:1'], num_microbatches: 3}",
+            "PipelineStrategy",
+            3,
         ),
     ],
 )

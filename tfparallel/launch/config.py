@@ -108,6 +108,18 @@ class CentralStorage(StrategySection):
     parameter_device: DeviceName | None = None
 
 
+class Pipeline(StrategySection):
+    """`partition` is "balanced", or for each stage a list of patterns of layer names."""
+
+    class_name = "PipelineStrategy"
+    name: Literal["pipeline"]
+    devices: DeviceNames | None = None
+    num_microbatches: int | None = Field(default=None, ge=1)
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
+    chunks_per_device: int | None = Field(default=None, ge=2)
+    partition: Literal["balanced"] | list[list[str]] = "balanced"
+
+
 class Tpu(StrategySection):
     """`tpu` is the TPU's name or address; "local" is the TPU of a TPU VM."""
 
@@ -117,7 +129,7 @@ class Tpu(StrategySection):
 
 
 # A new strategy is one new row.
-STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, CentralStorage, Tpu)
+STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, CentralStorage, Pipeline, Tpu)
 
 if TYPE_CHECKING:
     AnyStrategy = StrategySection

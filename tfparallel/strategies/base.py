@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.strategies.seed_hooks import hook_seed_generator, with_global_seed
+from tfparallel.strategies.seed_hooks import call_with_global_seed, hook_seed_generator
 from tfparallel.strategies.variables import (
     MetricVariable,
     ReplicatedVariable,
@@ -47,6 +47,7 @@ from tfparallel.tf_internals import (
     is_keras_step,
     is_predict_step,
     is_symbolic_build,
+    model_of_predict_step,
     numpy_dataset,
     owner_of_new_variable,
     record,
@@ -93,7 +94,8 @@ class KerasStrategy(tf.distribute.Strategy):
                 with self.extended._step_of(fn.__self__):
                     return run_keras_step(self, fn, *args)
             if is_predict_step(fn):
-                return run_predict_step(self, fn, *args)
+                with self.extended._step_of(model_of_predict_step(fn)):
+                    return run_predict_step(self, fn, *args)
         return super().run(fn, args, kwargs, options)
 
     def _run_on_replicas(self, fn: Callable) -> Any:
@@ -145,7 +147,7 @@ class ReplicatedExtended(MirroredExtended):
             with tf.device(colocate_with.device):
                 return next_creator(**kwargs)
         statistics = is_statistics(owner, kwargs)
-        variable_class = self._variable_class(kwargs.get("synchronization"), statistics)
+        variable_class = self._variable_class(owner, kwargs)
         devices = self._variable_devices(variable_class)
 
         def create_copies(**kwargs: Any) -> list[tf.Variable]:
@@ -171,12 +173,10 @@ class ReplicatedExtended(MirroredExtended):
         mark_owner(variable, owner, statistics)
         return variable
 
-    def _variable_class(
-        self, synchronization: tf.VariableSynchronization | None, statistics: bool
-    ) -> type:
-        if synchronization == tf.VariableSynchronization.ON_READ:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return MetricVariable
-        return ReplicatedVariable if statistics else self._replicated_class
+        return ReplicatedVariable if is_statistics(owner, kwargs) else self._replicated_class
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         del variable_class
@@ -185,8 +185,9 @@ class ReplicatedExtended(MirroredExtended):
     # ---- how a step runs on replicas -------------------------------------------------------------
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
-        fn = with_global_seed(self._container_strategy(), fn)
-        return super()._call_for_each_replica(fn, args, kwargs)
+        run = super()._call_for_each_replica
+        strategy = self._container_strategy()
+        return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Replicas run in threads of their own and are given that of the thread that runs 
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -49,31 +50,37 @@ def _next_of_replica(
     return seed + tf.stack([replica * _STRIDE, tf.zeros_like(replica)])
 
 
-def with_global_seed(strategy: tf.distribute.Strategy, replica_function: Callable) -> Callable:
-    """`replica_function`, with the caller's global seed generator in the thread of each replica."""
+def call_with_global_seed(strategy: tf.distribute.Strategy, run: Callable, fn: Callable) -> Any:
+    """`run(fn)`, where `fn` finds the caller's global seed generator in the thread of a replica."""
     exists = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
     generator = _global_generator(strategy) if exists else _LateGlobalGenerator(strategy)
 
-    @functools.wraps(replica_function)
+    @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
-        return replica_function(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    return call
+    try:
+        return run(call)
+    finally:
+        if isinstance(generator, _LateGlobalGenerator) and generator.created is not None:
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator.created)
 
 
 class _LateGlobalGenerator:
-    """Stands for a global generator that does not exist until somebody draws from it."""
+    """Stands for a global generator that does not exist until a replica draws from it."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
+        self.created: keras.random.SeedGenerator | None = None
 
     def next(self, ordered: bool = True) -> tf.Tensor:
-        """The first draw, the same way on all replicas: it creates the generator."""
-        context = distribute_lib.get_replica_context()
-        generator = context.merge_call(_global_generator)
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
-        return generator.next(ordered=ordered)
+        """A draw; the first of all creates the generator. Replicas are traced one at a time."""
+        if self.created is None:
+            # In a thread that is no replica's: a replica cannot enter the strategy's scope.
+            with ThreadPoolExecutor(1) as elsewhere:
+                self.created = elsewhere.submit(_global_generator, self._strategy).result()
+        return self.created.next(ordered=ordered)
 
 
 def _global_generator(strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:

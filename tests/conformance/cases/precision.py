@@ -92,7 +92,9 @@ def overflow_on_one_replica_with_adam_and_accumulation(run: Run):
 
 def _train_with_overflow(run: Run, make_optimizer, epochs: int = 2, rows: int = ODD_ROWS):
     return run.train(
-        build=lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]),
+        build=lambda: keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(3), keras.layers.Activation("linear")]
+        ),
         data=lambda rows: _data_with_large_rows(rows, 1e36),
         optimizer=lambda: _scaled(make_optimizer(), initial_scale=2.0**15),
         rows=rows,

@@ -17,8 +17,8 @@ from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
 from tests.helpers import ODD_BATCH, Training, tiny_data, train
 
-# BatchNorm has weights that do not train, Adam has slots: both must survive.
-MODEL = "nested"
+# Weights that do not train and an optimizer's slots: both must survive.
+MODEL = "nested_with_state"
 
 
 def _adam() -> keras.Optimizer:

@@ -1,0 +1,191 @@
+"""PipelineStrategy: where layers and variables live, and what it refuses."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.conformance.models import MODELS
+from tests.helpers import assert_same_training, momentum_sgd, tiny_data, tiny_model, train
+from tfparallel import PipelineStrategy
+from tfparallel.pipeline.schedule import Schedule
+
+CPUS = [f"CPU:{i}" for i in range(4)]
+
+
+def deep_model():
+    """Eight layers, with connections that skip some of them."""
+    x = inputs = keras.Input((6,))
+    skipped = []
+    for i in range(3):
+        x = layers.Dense(7, activation="tanh", name=f"down_{i}")(x)
+        skipped.append(x)
+    for i in range(3):
+        x = layers.Dense(7, activation="tanh", name=f"up_{i}")(layers.Add()([x, skipped.pop()]))
+    return keras.Model(inputs, layers.Dense(3, name="scores")(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+def test_a_deep_model_trains_as_on_one_device(schedule, num_microbatches):
+    strategy = PipelineStrategy(CPUS[:3], num_microbatches, schedule)
+    assert_same_training(train(None, deep_model), train(strategy, deep_model))
+
+
+@pytest.mark.parametrize("name", ["attention", "shared_layers", "subclassed", "added_loss", "lstm"])
+def test_models_train_as_on_one_device_under_gpipe(name):
+    case = MODELS[name]
+    options = {"build": case.build, "compile_options": case.compile_options, "data": case.data}
+    strategy = PipelineStrategy(CPUS[:2], 4, "gpipe")
+    assert_same_training(train(None, **options), train(strategy, **options))
+
+
+def test_variables_and_slots_live_once_on_the_device_of_their_stage():
+    strategy = PipelineStrategy(CPUS, 4, partition=[["*_0"], ["*_1"], ["*_2", "add*"], ["scores"]])
+    training = train(strategy, deep_model, optimizer=lambda: keras.optimizers.Adam(0.01))
+    stages = strategy.stages(training.model)
+    stage_of = {part.name: stage for part, stage in zip(stages.parts, stages.stage_of)}
+    assert stage_of["down_0"] == 0 and stage_of["down_1"] == 1 and stage_of["scores"] == 3
+    assert stage_of["up_0"] == 2  # its pattern says 0, but what it needs is made on 2
+    for layer in training.model.layers:
+        for weight in layer.weights:
+            (copy,) = weight.value.values
+            assert copy.device.endswith(f"CPU:{stage_of[layer.name]}"), weight.path
+    for slot in training.model.optimizer.variables:
+        (copy,) = slot.value.values
+        leader = [w for w in training.model.weights if w.path.replace("/", "_") in slot.path]
+        if leader:
+            assert copy.device == leader[0].value.values[0].device, slot.path
+
+
+def test_stages_are_balanced_by_measured_time():
+    def lopsided():
+        x = keras.Input((6,))
+        y = layers.Dense(2000, name="wide")(layers.Dense(2000, name="first")(x))
+        y = layers.Dense(2000, name="wider")(y)
+        return keras.Model(x, layers.Dense(3, name="last")(y))
+
+    strategy = PipelineStrategy(CPUS[:2], 2)
+    with strategy.scope():
+        model = lopsided()
+    stages = strategy.stages(model)
+    assert stages.stage_of[0] == 0 and stages.stage_of[-1] == 1
+    assert sorted(stages.stage_of) == list(stages.stage_of)
+    assert sum(stages.time_shares) == pytest.approx(1)
+
+
+def _with_batch_norm():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5),
+            layers.BatchNormalization(momentum=0.9),
+            layers.Dense(3),
+        ]
+    )
+
+
+def test_batch_norm_equals_one_device_that_accumulates_over_microbatches():
+    def data(rows):
+        return tiny_data(rows)
+
+    strategy = PipelineStrategy(CPUS[:2], num_microbatches=4)
+    options = {"build": _with_batch_norm, "data": data, "rows": 24}
+    piped = train(strategy, batch_size=12, **options)
+    accumulated = train(
+        None,
+        batch_size=3,
+        optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=4),
+        **options,
+    )
+    for ours, theirs in zip(piped.model.get_weights(), accumulated.model.get_weights()):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_allclose(piped.history["loss"], accumulated.history["loss"], atol=1e-5)
+
+
+def test_synchronized_batch_norm_is_refused():
+    case = MODELS["cnn"]
+    with pytest.raises(ValueError, match="synchronized=True.*microbatches.*synchronized=False"):
+        train(
+            PipelineStrategy(CPUS[:2], 2),
+            build=case.build,
+            compile_options=case.compile_options,
+            data=case.data,
+        )
+
+
+def _masked():
+    x = keras.Input((5,), dtype="int32")
+    y = layers.Embedding(20, 4, mask_zero=True)(x)
+    return keras.Model(x, layers.Dense(3)(y))
+
+
+def _masked_data(rows):
+    tokens, _ = MODELS["masking"].data(rows)
+    return tokens, np.arange(rows * 5).reshape(rows, 5) % 3
+
+
+def test_a_masked_loss_needs_all_microbatches_forward_first():
+    """It divides by the number of unmasked positions of the batch."""
+    options = {"build": _masked, "data": _masked_data}
+    gpipe = PipelineStrategy(CPUS[:2], 3, "gpipe")
+    assert_same_training(train(None, **options), train(gpipe, **options))
+    with pytest.raises(ValueError, match=r"schedule '1f1b'.*Use schedule='gpipe'"):
+        train(PipelineStrategy(CPUS[:2], 3, "1f1b"), **options)
+
+
+def test_an_error_inside_a_layer_surfaces_once_with_its_name():
+    class Broken(layers.Layer):
+        def call(self, x):
+            return tf.debugging.check_numerics(x / 0.0, "the broken layer")
+
+    def build():
+        names = {"before": layers.Dense(5), "broken": Broken(), "after": layers.Dense(3)}
+        for name, layer in names.items():
+            layer.name = name
+        return keras.Sequential([keras.Input((6,)), *names.values()])
+
+    strategy = PipelineStrategy(CPUS[:3], 2, partition=[["before"], ["broken"], ["after"]])
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        train(strategy, build)
+    assert "the broken layer" in str(raised.value)
+    assert "stage_1/broken" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": ["CPU:0", "CPU:9"]}, "CPU:9"),
+        ({"devices": ["CPU:0", "CPU:0"]}, "once"),
+        ({"devices": CPUS[:2], "num_microbatches": 0}, "num_microbatches"),
+        ({"devices": CPUS[:2], "schedule": "1f2b"}, "1f1b"),
+        ({"devices": CPUS[:2], "schedule": "zero_bubble"}, "zero bubble.*Use '1f1b'"),
+        ({"devices": CPUS[:3], "schedule": "one stage"}, "1 devices, 3 devices"),
+        ({"devices": CPUS[:1], "schedule": "one stage", "num_microbatches": 2}, "1 microbatches"),
+    ],
+    ids=["missing", "twice", "none", "name", "halves", "devices", "microbatches"],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    if arguments.get("schedule") == "one stage":
+        orders = [[(0, 0, "forward"), (0, 0, "backward")]]
+        arguments = {**arguments, "schedule": Schedule("mine", orders)}
+    with pytest.raises(ValueError, match=message):
+        PipelineStrategy(**arguments)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="4 stages for model .* of 2 layers"):
+        train(PipelineStrategy(CPUS, 4), tiny_model, optimizer=momentum_sgd)
+
+
+def test_patterns_that_do_not_fit_are_refused():
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=[["down*"], ["up*", "add*"]])
+    with pytest.raises(ValueError, match="scores"):
+        train(strategy, deep_model)
+
+
+@pytest.mark.parametrize("partition", [[["*"]], "balance", [["down*"], ["up*"], ["*"]]])
+def test_a_partition_must_have_a_list_for_every_stage(partition):
+    with pytest.raises(ValueError, match="'balanced' or .* 2 stages"):
+        train(PipelineStrategy(CPUS[:2], 2, partition=partition), deep_model)

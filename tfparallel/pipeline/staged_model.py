@@ -1,0 +1,218 @@
+"""A model whose parts run on their stages while one step is traced.
+
+The model's instances are shadowed, and only for that time: a functional graph runs its nodes stage
+by stage, the layers of a subclassed model one by one.
+"""
+
+import collections
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.stages import Part, Stages, functional_graph
+from tfparallel.tf_internals import get_keras_mask, set_keras_mask
+
+
+@contextlib.contextmanager
+def staged(
+    model: keras.Model, stages: Stages, executor: Executor, current_microbatch: Callable
+) -> Iterator[None]:
+    """Within it, `model` computes through `executor`.
+
+    Args:
+        stages: of `model`.
+        executor: of the step that is being traced.
+        current_microbatch: gives the calling thread's microbatch, or None outside of microbatches.
+    """
+    calls = _Calls(executor, current_microbatch)
+    shadows: list[tuple[dict, str]] = []
+
+    def shadow(instance: Any, name: str, hook: Callable) -> None:
+        original = getattr(instance, name)
+        vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
+        shadows.append((vars(instance), name))
+
+    graph = functional_graph(model)
+    if graph is not None:
+        shadow(graph, "_run_through_graph", _StagedGraph(graph, stages, calls).run)
+    else:
+        for part, stage in zip(stages.parts, stages.stage_of, strict=True):
+            shadow(part.operation, "call", functools.partial(_call_layer, calls, stage, part))
+    try:
+        yield
+    finally:
+        for attributes, name in shadows:
+            attributes.pop(name)
+
+
+class _Calls:
+    """Calls of the executor by the thread of each microbatch."""
+
+    def __init__(self, executor: Executor, current_microbatch: Callable):
+        self._executor, self.current_microbatch = executor, current_microbatch
+        self._thread = threading.local()
+        self._results: dict[Any, _Result] = {}
+
+    def call(
+        self, stage: int, name: Any, layers: Sequence, function: Callable, inputs: list
+    ) -> Any:
+        """`function(inputs)` on `stage`, or on a later stage if this microbatch is there already.
+
+        Args:
+            name: of the computation. Its n-th call is the same computation in all microbatches.
+            layers: that it calls; losses that they add are carried out of the stage's function.
+            function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
+            inputs: tensors.
+        """
+        seen = vars(self._thread)
+        counts = seen.setdefault("counts", collections.Counter())
+        counts[name] += 1
+        stage = seen["stage"] = max(stage, seen.get("stage", 0))
+        masks = [get_keras_mask(x) for x in inputs]
+        key = (name, counts[name], tuple(mask is not None for mask in masks))
+
+        def flat_function(*flat: tf.Tensor) -> list:
+            outputs, losses = _call_with_masks(function, layers, list(flat), masks)
+            result = _Result(outputs, [layer for layer, _ in losses])
+            self._results[key] = result
+            # Identities: TensorFlow would hand back an input that is returned, and its mask.
+            tensors = [*result.tensors, *result.masks, *(loss for _, loss in losses)]
+            return [tf.identity(tensor) for tensor in tensors]
+
+        flat = self._executor.call(
+            stage, self.current_microbatch(), key, flat_function, [*inputs, *_present(masks)]
+        )
+        return self._results[key].filled(flat)
+
+
+class _Result:
+    """What a traced function returns: the tensors in it, their masks, and the losses added."""
+
+    def __init__(self, outputs: Any, loss_owners: list):
+        self._structure, self._loss_owners = outputs, loss_owners
+        self._leaves = keras.tree.flatten(outputs)
+        self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, tf.Tensor)]
+        self.tensors = [self._leaves[i] for i in self._at]
+        self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
+        self.masks = _present(self._all_masks)
+
+    def filled(self, flat: Sequence) -> Any:
+        """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""
+        leaves, rest = list(self._leaves), iter(flat[len(self._at) :])
+        for i, tensor, mask in zip(self._at, flat, self._all_masks, strict=False):
+            leaves[i] = tensor
+            if mask is not None:
+                set_keras_mask(tensor, next(rest))
+        for layer, loss in zip(self._loss_owners, rest, strict=True):
+            layer._losses.append(loss)
+        return keras.tree.pack_sequence_as(self._structure, leaves)
+
+
+class _StagedGraph:
+    """Runs the nodes of a functional model, those of one stage together."""
+
+    def __init__(self, graph: Any, stages: Stages, calls: _Calls):
+        self._graph, self._calls = graph, calls
+        self._parts: dict[int, list[Part]] = collections.defaultdict(list)
+        for part, stage in zip(stages.parts, stages.stage_of, strict=True):
+            self._parts[stage].append(part)
+
+    def run(
+        self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
+    ) -> Any:
+        """`Functional._run_through_graph`."""
+        options = {} if operation_fn is None else {"operation_fn": operation_fn}
+        if call_fn is not None or self._calls.current_microbatch() is None:
+            return original(inputs, call_fn=call_fn, **options)
+        tensors = dict(zip(map(id, self._graph.inputs), keras.tree.flatten(inputs), strict=True))
+        for stage in sorted(self._parts):
+            needed, produced = self._boundary(stage)
+            outputs = self._calls.call(
+                stage,
+                (id(self._graph), stage),
+                [part.operation for part in self._parts[stage]],
+                functools.partial(self._run_stage, stage, operation_fn, needed, produced),
+                [tensors[key] for key in needed],
+            )
+            tensors.update(zip(produced, outputs, strict=True))
+        outputs = [tensors[id(x)] for x in self._graph.outputs]
+        return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
+
+    def _boundary(self, stage: int) -> tuple[list[int], list[int]]:
+        """The tensors that a stage takes from earlier ones, and gives to later ones."""
+        nodes = [part.node for part in self._parts[stage]]
+        made = {id(x) for node in nodes for x in node.outputs}
+        needed = dict.fromkeys(
+            id(x) for node in nodes for x in node.input_tensors if id(x) not in made
+        )
+        later = [p.node for s, parts in self._parts.items() if s > stage for p in parts]
+        wanted = {id(x) for node in later for x in node.input_tensors}
+        wanted |= {id(x) for x in self._graph.outputs}
+        return list(needed), [
+            key for key in dict.fromkeys(id(x) for n in nodes for x in n.outputs) if key in wanted
+        ]
+
+    def _run_stage(
+        self, stage: int, operation_fn: Any, needed: list, produced: list, inputs: list
+    ) -> list:
+        tensors = dict(zip(needed, inputs, strict=True))
+        for part in self._parts[stage]:
+            args, kwargs = part.node.arguments.fill_in(tensors)
+            operation = self._graph._get_operation_for_node(part.node)
+            operation = operation if operation_fn is None else operation_fn(operation)
+            outputs = keras.tree.flatten(operation(*args, **kwargs))
+            tensors.update(zip(map(id, part.node.outputs), outputs, strict=True))
+        return [tensors[key] for key in produced]
+
+
+def _call_layer(
+    calls: _Calls, stage: int, part: Part, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """`layer.call` of a subclassed model's layer."""
+    flat = keras.tree.flatten((args, kwargs))
+    at = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
+    if calls.current_microbatch() is None or not at:
+        return original(*args, **kwargs)
+
+    def function(inputs: list) -> Any:
+        filled = list(flat)
+        for i, value in zip(at, inputs, strict=True):
+            filled[i] = value
+        own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
+        return original(*own_args, **own_kwargs)
+
+    return calls.call(stage, part.name, [part.operation], function, [flat[i] for i in at])
+
+
+def _call_with_masks(
+    function: Callable, layers: Sequence, flat: list, masks: list
+) -> tuple[Any, list[tuple]]:
+    """What `function` returns, and the losses that `layers` have added meanwhile, by layer."""
+    inputs, rest = flat[: len(masks)], iter(flat[len(masks) :])
+    for tensor, mask in zip(inputs, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, next(rest))
+    own = [
+        layer
+        for each in layers
+        if isinstance(each, keras.Layer)
+        for layer in each._flatten_layers()
+    ]
+    own = list({id(layer): layer for layer in own}.values())
+    before = [len(layer._losses) for layer in own]
+    outputs = function(inputs)
+    losses = []
+    for layer, count in zip(own, before, strict=True):
+        losses += [(layer, loss) for loss in layer._losses[count:]]
+        del layer._losses[count:]
+    return outputs, losses
+
+
+def _present(masks: Sequence) -> list:
+    return [mask for mask in masks if mask is not None]

@@ -1,0 +1,253 @@
+"""Pipeline parallel: layers on several devices, microbatches on their way through them.
+
+A microbatch is a replica, over variables that exist once: the batch is split, each microbatch runs
+the model's own `train_step`, and gradients are summed before the optimizer looks at them, as under
+every data-parallel strategy. What is different is where a layer computes, and in which order.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.counts import check_counts
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.schedules.registry import build_schedule
+from tfparallel.pipeline.staged_model import staged
+from tfparallel.pipeline.stages import Partition, Stages, divide
+from tfparallel.pipeline.validation import validate
+from tfparallel.strategies.base import KerasStrategy, LocalExtended
+from tfparallel.strategies.checks import check_devices
+from tfparallel.strategies.variables import CentralVariable
+from tfparallel.tf_internals import (
+    DistributedValues,
+    ReduceOp,
+    ReductionToOneDevice,
+    device_util,
+    values_util,
+)
+
+
+class PipelineStrategy(KerasStrategy):
+    """Layers divided over devices; microbatches of every batch pass through them in a pipeline.
+
+    Trains to the weights of one device. `batch_size` stays that of the whole batch: it is split
+    into microbatches inside the step, of which every row counts once.
+
+    BatchNorm normalises each microbatch by its own statistics, and updates its moving averages once
+    for each microbatch.
+
+    Args:
+        devices: names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical CPUs.
+        num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
+            for less than a fifth of the time.
+        schedule: "1f1b" (default), "gpipe" or "interleaved_1f1b", or a
+            `tfparallel.pipeline.schedule.Schedule` of your own.
+        partition: "balanced" (default) measures the layers and makes the slowest stage as fast as
+            can be; or, for every stage, a list of shell-style patterns of layer names.
+        chunks_per_device: stages on each device, for "interleaved_1f1b" only; there 2 by default.
+
+    Raises:
+        ValueError: for devices that do not exist or are named twice, counts below 1, or a schedule
+            that is unknown, incomplete or would deadlock.
+
+    Source: GPipe, Huang et al., https://arxiv.org/abs/1811.06965; 1F1B: PipeDream-flush, Narayanan
+    et al., https://arxiv.org/abs/2104.04473.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        partition: Partition = "balanced",
+        *,
+        chunks_per_device: int | None = None,
+    ):
+        devices = check_devices(devices) or _all_devices()
+        if isinstance(schedule, str):
+            if num_microbatches is None:
+                num_microbatches = 4 * len(devices) * (chunks_per_device or 1)
+            check_counts(num_microbatches=num_microbatches)
+            schedule = build_schedule(schedule, len(devices), num_microbatches, chunks_per_device)
+        _check_schedule(schedule, len(devices), num_microbatches)
+        super().__init__(PipelineExtended(self, devices, schedule, partition))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of passes on each device."""
+        return self.extended._schedule
+
+    def stages(self, model: keras.Model) -> Stages:
+        """Which stage each part of `model`, which must be built, runs on."""
+        return self.extended._stages_of(model)
+
+
+class StageVariable(CentralVariable):
+    """A variable that lives once, on its stage's device; replica 0 assigns it for all."""
+
+    _followers: tuple = ()
+
+    def move_to(self, device: str) -> None:
+        """Moves the variable, and the optimizer slots that follow it, to `device`."""
+        for variable in (self, *self._followers):
+            old = variable._primary
+            if device_util.canonicalize(old.device) == device_util.canonicalize(device):
+                continue
+            with tf.init_scope(), tf.device(device):
+                new = type(old)(
+                    old.read_value(),
+                    trainable=old.trainable,
+                    name=old.name.partition(":")[0],
+                    dtype=old.dtype,
+                    synchronization=old.synchronization,
+                    aggregation=old.aggregation,
+                )
+            new._distributed_container = weakref.ref(variable)
+            new._unique_id = old._unique_id  # what Keras's optimizers know a variable by
+            variable._values = (new,)
+
+
+class SequentialVariable(StageVariable):
+    """A variable that every microbatch assigns in turn: metrics, BatchNorm's averages, seeds."""
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        return update_fn(self._primary, value, **kwargs)
+
+
+class PipelineExtended(LocalExtended):
+    """Microbatches as replicas, over variables that exist once."""
+
+    _user_cross_device_ops = None
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        schedule: Schedule,
+        partition: Partition,
+    ):
+        super().__init__(container_strategy, devices[-1:])
+        self._stage_devices = [device_util.canonicalize(device) for device in devices]
+        self._schedule, self._partition = schedule, partition
+        # Losses and metrics are computed where the last stage is.
+        self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
+        self._input_workers_devices = ((self._host_device, self._devices),)
+        self._known_stages: Any = weakref.WeakKeyDictionary()
+        self._creation = threading.local()
+        self._executor: Executor | None = None
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        leader = kwargs.get("colocate_with")
+        if not isinstance(leader, StageVariable):
+            self._creation.device = self._host_device
+            return super()._create_variable(next_creator, **kwargs)
+        self._creation.device = leader._primary.device  # an optimizer slot, with its variable
+        variable = super()._create_variable(next_creator, **kwargs)
+        leader._followers += (variable,)
+        return variable
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return SequentialVariable
+        is_state = isinstance(owner, (keras.Layer, keras.random.SeedGenerator))
+        return SequentialVariable if is_state and not kwargs.get("trainable") else StageVariable
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._creation.device,)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        if values_util.get_current_replica_id_as_int() != 0:
+            return None  # replica 0 computes the same update, for all
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _stages_of(self, model: keras.Model) -> Stages:
+        if model not in self._known_stages:
+            _check_batch_norm(model)
+            stages = divide(model, self._partition, self._schedule.num_stages)
+            homes = stages.homes()
+            for variable in model.variables:
+                if isinstance(variable._value, StageVariable) and id(variable) in homes:
+                    device = self._stage_devices[self._schedule.device_of[homes[id(variable)]]]
+                    variable._value.move_to(device)
+            self._known_stages[model] = stages
+        return self._known_stages[model]
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        stages = self._stages_of(model)
+        if tf.executing_eagerly():
+            yield
+            return
+        self._executor = executor = Executor(self._schedule, self._stage_devices)
+        try:
+            with staged(model, stages, executor, values_util.get_current_replica_id_as_int):
+                yield
+            executor.order(tf.compat.v1.get_default_graph())
+        finally:
+            self._executor = None
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+    ) -> list:
+        if self._executor is not None:
+            self._executor.place_backward(tf.compat.v1.get_default_graph())
+        return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if not isinstance(value, DistributedValues):
+            return value
+        return ReductionToOneDevice()._gather(value, destinations, axis, options)
+
+
+def _all_devices() -> list[str]:
+    gpus = tf.config.list_logical_devices("GPU")
+    return [device.name for device in gpus or tf.config.list_logical_devices("CPU")]
+
+
+def _check_schedule(schedule: Schedule, num_devices: int, num_microbatches: int | None) -> None:
+    validate(schedule)
+    halves = {"backward_input", "backward_weight"}
+    if any(action.kind in halves for order in schedule.orders for action in order):
+        raise ValueError(
+            "A schedule must run every backward pass as a whole: its halves (zero bubble) cannot "
+            f"be carried out yet. Received: schedule {schedule.name!r}. Use '1f1b'."
+        )
+    if schedule.num_devices != num_devices:
+        raise ValueError(
+            f"A schedule must have as many devices as the strategy. Received: schedule "
+            f"{schedule.name!r} of {schedule.num_devices} devices, {num_devices} devices."
+        )
+    if num_microbatches not in (None, schedule.num_microbatches):
+        raise ValueError(
+            f"A schedule holds the number of microbatches. Received: schedule {schedule.name!r} of "
+            f"{schedule.num_microbatches} microbatches, num_microbatches={num_microbatches}."
+        )
+
+
+def _check_batch_norm(model: keras.Model) -> None:
+    layers = [
+        layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)
+    ]
+    if layers:
+        raise ValueError(
+            "BatchNormalization(synchronized=True) needs all rows of a batch at once, which the "
+            f"microbatches of a pipeline never are. Received: layers {layers[:5]} of model "
+            f"'{model.name}'. Use synchronized=False: each microbatch is then normalised by its "
+            "own statistics."
+        )
