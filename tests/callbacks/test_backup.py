@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfparallel
-from tests.helpers import tiny_compile_options, tiny_data
+from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel.callbacks import BackupAndRestore, BackupError
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.callbacks.storage import Storage
@@ -142,11 +142,36 @@ def test_is_told_last_and_once(folder):
     assert calls == ["other", "save"] * 2
 
 
+def test_is_alone(folder):
+    with pytest.raises(BackupError, match="A training has one BackupAndRestore"):
+        fit(BackupAndRestore(folder), BackupAndRestore(folder))
+
+
 def test_is_for_fit_only(folder):
     backup = BackupAndRestore(folder)
     callbacks = keras.callbacks.CallbackList([backup], model=keras.Sequential())
     with pytest.raises(BackupError, match="a callback of Model.fit"):
         callbacks.on_train_begin()
+
+
+@pytest.mark.parametrize("batches", [2, 3, 4])
+def test_another_strategy_goes_on_from_there(folder, caplog, batches):
+    """In the middle of an epoch, at its last batch, and in the next one."""
+
+    def train_under(strategy, *callbacks):
+        return train(strategy, rows=36, batch_size=12, callbacks=list(callbacks))
+
+    expected = train_under(None)
+    three = tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(3)])
+    two = tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    backup = {"save_freq": 1, "asynchronous": False}
+    for strategy in (three, two):
+        with pytest.raises(KeyboardInterrupt):
+            stop = Interrupt(batches if strategy is three else 1)
+            train_under(strategy, BackupAndRestore(folder, **backup), stop)
+    received = train_under(None, BackupAndRestore(folder, **backup))
+    assert_same_training(expected, received)
+    assert "Not carried over: random numbers that differ by replica" in caplog.text
 
 
 # ---- what cannot be restored ---------------------------------------------------------------------

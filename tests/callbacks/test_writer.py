@@ -31,8 +31,15 @@ def test_an_error_is_raised_once_and_later():
     with pytest.raises(OSError, match="disk full"):
         writer.wait()
     writer.raise_error()
-    writer.submit(lambda: None)
+
+
+def test_a_job_runs_though_the_one_before_it_failed():
+    writer, done = Writer(), []
+    writer.submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        writer.submit(lambda: done.append(True))
     writer.wait()
+    assert done
 
 
 def test_a_folder_has_one_writer(tmp_path):

@@ -193,7 +193,9 @@ def _train(
             steps_per_execution=steps_per_execution,
         )
     counter = CountsAndDraws()
-    backup = [BackupAndRestore(backup_dir, save_freq=save_freq)] if backup_dir else []
+    # Who kills itself at a given batch knows which backup it leaves: the one before.
+    options = {"save_freq": save_freq, "asynchronous": kill_at == "0"}
+    backup = [BackupAndRestore(backup_dir, **options)] if backup_dir else []
     callbacks = [*backup, counter, *callbacks, KillAt(int(kill_at))]
     if data is not None:
         fit_options = {"shuffle": False, **fit_options, "x": data()}

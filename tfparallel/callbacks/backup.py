@@ -8,10 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks.commit import find_backup, write_backup
+from tfparallel.callbacks.commit import write_backup
 from tfparallel.callbacks.fit_call import FitCall
 from tfparallel.callbacks.input_position import InputPosition
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
+from tfparallel.callbacks.search import find_backup
 from tfparallel.callbacks.snapshot import Progress, Restoration, take_snapshot
 from tfparallel.callbacks.step_agreement import StepAgreement
 from tfparallel.callbacks.storage import BackupError, Storage
@@ -88,12 +89,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._progress, self._restoration = Progress(), None
         self._unsaved_batches, self._last_save = 0, time.monotonic()
         self._steps = StepAgreement(self._workers)
-        found = find_backup(self._storage, self._workers.agreement("find"), self._workers)
-        if found is not None:
+        parts = find_backup(self._storage, self._workers)
+        if parts is not None:
             call.build_model()
         self._position = InputPosition(call.epoch_iterator)
-        if found is not None:
-            self._restoration = Restoration(call, found[1], self._workers)
+        if parts is not None:
+            self._restoration = Restoration(call, parts, self._workers)
             self._restoration.before_training(self._position)
             self._progress = self._restoration.progress
             tf.get_logger().info(

@@ -22,12 +22,14 @@ class FitCall:
         model: the model that trains.
         callbacks: the `CallbackList` of the call, the default callbacks included.
         epoch_iterator: Keras's iterator over the batches of one epoch after the other.
+        epochs: where it ends.
     """
 
-    def __init__(self, model: keras.Model, callbacks: Any, epoch_iterator: Any):
+    def __init__(self, model: keras.Model, callbacks: Any, epoch_iterator: Any, epochs: int):
         self.model = model
         self.callbacks = callbacks
         self.epoch_iterator = epoch_iterator
+        self.epochs = epochs
 
     @classmethod
     def of_caller(cls, callback: keras.callbacks.Callback) -> "FitCall":
@@ -43,7 +45,8 @@ class FitCall:
             if isinstance(caller, keras.callbacks.CallbackList):
                 callback_list = caller
             elif caller is model and "epoch_iterator" in frame.f_locals:
-                return cls(model, callback_list, frame.f_locals["epoch_iterator"])
+                fit = frame.f_locals
+                return cls(model, callback_list, fit["epoch_iterator"], fit["epochs"])
             frame = frame.f_back
         raise BackupError(
             "BackupAndRestore is a callback of Model.fit, whose input it continues. Received: a "
@@ -60,8 +63,17 @@ class FitCall:
         return False
 
     def told_last(self, callback: keras.callbacks.Callback) -> bool:
-        """Whether `callback` is the last of the list; if not, it is now, and is told once more."""
+        """Whether `callback` is the last of the list; if not, it is now, and is told once more.
+
+        Raises:
+            BackupError: if there are two that want to be last.
+        """
         callbacks = self.callbacks.callbacks
+        if any(other is not callback and type(other) is type(callback) for other in callbacks):
+            raise BackupError(
+                f"A training has one {type(callback).__name__}. Received: two in `callbacks`. Pass "
+                "one of them."
+            )
         if callbacks[-1] is not callback:
             callbacks.append(callback)  # the list is being walked: its new end will be reached
             return False

@@ -109,7 +109,7 @@ class Restoration:
             call.leave_out_steps(progress.batch, steps_seen, self._is_stopped)
             call.keep_logs(progress.logs)
         else:
-            call.start_at(call.callbacks.params["epochs"] if self._is_stopped else progress.epoch)
+            call.start_at(call.epochs if self._is_stopped else progress.epoch)
 
     def in_first_epoch(self) -> None:
         """Puts back what the beginning of the epoch has changed."""

@@ -69,10 +69,10 @@ class StepAgreement:
             for rank in range(self._workers.num_workers):
                 self._workers.value_of(rank, f"{self._key(number)}/{rank}", f"hear of a {what}")
         with self._has_news:
-            self._has_news.wait_for(lambda: len(self._known) > number)
+            self._has_news.wait_for(lambda: len(self._known) > number or self._has_ended.is_set())
 
     def _listen(self) -> None:
-        """Hears of every announcement and confirms it."""
+        """Hears of every announcement and confirms it, until the training or the cluster ends."""
         while not self._has_ended.is_set():
             key = self._key(len(self._known))
             try:
@@ -80,7 +80,10 @@ class StepAgreement:
             except tf.errors.DeadlineExceededError:
                 continue
             except tf.errors.OpError:
-                return  # the cluster is gone, and the training with it
+                self._has_ended.set()
+                with self._has_news:
+                    self._has_news.notify_all()
+                return
             with self._has_news:
                 self._known.append((what, step))
                 self._has_news.notify_all()

@@ -1,4 +1,4 @@
-"""The workers that make one backup together: who they are, and how they agree.
+"""The workers that make one backup together.
 
 One worker is the common case: it agrees with itself.
 """

@@ -1,6 +1,7 @@
 """Writes backups beside training: on a thread of its own, one at a time."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -29,11 +30,15 @@ class Writer:
         """Starts `job`, once the one before it has ended.
 
         Raises:
-            Exception: what the job before it raised.
+            Exception: what the job before it raised. `job` is started all the same: other workers
+                may count on it.
         """
-        self.wait()
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._error = self._error, None
 
         def run() -> None:
+            _yield_processors()
             try:
                 job()
             except BaseException as error:
@@ -41,6 +46,8 @@ class Writer:
 
         self._thread = threading.Thread(target=run, name="tfparallel-backup")
         self._thread.start()
+        if failure is not None:
+            raise failure
 
     def wait(self) -> None:
         """Returns when no job is running.
@@ -57,6 +64,12 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+def _yield_processors() -> None:
+    """Lets the calling thread use what training leaves of the processors: hashing takes some."""
+    if sys.platform == "linux":  # elsewhere the priority is of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 _writers: dict[str, Writer] = {}
