@@ -31,6 +31,7 @@ from tfparallel.strategies.variables import (
     ReplicatedVariable,
     is_statistics,
     mark_owner,
+    mark_statistics,
 )
 from tfparallel.tf_internals import (
     BaseOptimizer,
@@ -87,6 +88,7 @@ class KerasStrategy(tf.distribute.Strategy):
         if is_step:
             checks.check_model(self, fn.__self__)
             checks.check_jit_compile(self, fn.__self__)
+            mark_statistics(fn.__self__)
         elif is_called_by_trainer(sys._getframe(1)):
             checks.check_is_not_compiled(fn)
         if self.extended._num_replicas_in_sync > 1:
@@ -208,6 +210,9 @@ class ReplicatedExtended(MirroredExtended):
 
     def _reduce_gradients(self, gradients: list) -> list:
         """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = step.zero_without_rows(gradients)
         return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients) if gradients else []
 
     # ---- across workers: this worker is all there is ---------------------------------------------

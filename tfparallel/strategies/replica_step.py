@@ -40,6 +40,21 @@ class ReplicaStep:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return tf.math.multiply_no_nan(gradient, tf.cast(self.weight, gradient.dtype))
 
+    def zero_without_rows(self, gradients: list) -> list:
+        """`gradients`, or zeros where this replica has no rows: a mean over no rows is NaN."""
+        if isinstance(self.rows, int) and self.rows > 0:
+            return gradients
+        dense = [i for i, g in enumerate(gradients) if not isinstance(g, tf.IndexedSlices)]
+        chosen = tf.cond(
+            tf.greater(self.rows, 0),
+            lambda: [tf.identity(gradients[i]) for i in dense],
+            lambda: [tf.zeros_like(gradients[i]) for i in dense],
+        )
+        result = list(gradients)
+        for i, gradient in zip(dense, tf.nest.flatten(chosen), strict=True):
+            result[i] = gradient
+        return result
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this the step of the calling thread."""

@@ -131,6 +131,18 @@ def mark_owner(variable: tf.Variable, owner: object, statistics: bool) -> None:
         variable._assigned_alike = isinstance(owner, BaseOptimizer)
 
 
+def mark_statistics(model: keras.Model) -> None:
+    """Tells the variables of `model`'s layers which of them are statistics.
+
+    Their owner is not known when Keras creates them late, building a model from its first batch.
+    """
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if isinstance(variable._value, ReplicatedVariable):
+                kwargs = {"trainable": False, "dtype": variable.dtype}
+                variable._value._is_statistics = is_statistics(layer, kwargs)
+
+
 def _replica_id() -> int | None:
     """The calling replica's number in this process; None in a cross-replica context."""
     return values_util.get_current_replica_id_as_int()

@@ -38,6 +38,31 @@ def statistics_are_the_average_over_replicas(run: Run):
 
 
 @claim()
+def statistics_are_averaged_in_a_model_without_input(run: Run):
+    """Keras creates its variables late, from the first batch."""
+
+    def build():
+        return keras.Sequential(
+            [keras.layers.BatchNormalization(momentum=MOMENTUM), keras.layers.Dense(3)]
+        )
+
+    training = run.train(build=build, rows=EVEN_ROWS, batch_size=BATCH, epochs=1)
+    mean, variance = _expected_statistics(tiny_data(EVEN_ROWS)[0], run.row.num_replicas)
+    *_, moving_mean, moving_variance = training.model.layers[0].get_weights()
+    np.testing.assert_allclose(moving_mean, mean, atol=1e-6)
+    np.testing.assert_allclose(moving_variance, variance, atol=1e-6)
+
+
+@claim(core=True)
+def a_replica_without_rows_has_no_say(run: Run):
+    """The mean of no rows is not a number; the gradient of no rows is zero."""
+    training = run.train(build=lambda: _build(False), rows=BATCH + 1, batch_size=BATCH)
+    for weight in training.model.get_weights():
+        assert np.isfinite(weight).all()
+    assert np.isfinite(training.history["loss"]).all()
+
+
+@claim()
 def every_replica_reads_the_same_statistics(run: Run):
     """Inference gives one answer per row, whichever replica the row lands on."""
     training = run.train(build=lambda: _build(False), rows=EVEN_ROWS, batch_size=BATCH)
