@@ -46,6 +46,13 @@ def test_jit_compile_is_refused_on_a_device_xla_does_not_compile_for():
         model.fit(FEATURES, TARGETS, verbose=0)
 
 
+def test_jit_compile_is_refused_where_the_variables_are_elsewhere():
+    strategy = tfparallel.CentralStorageStrategy(["CPU:0"], parameter_device="CPU:1")
+    model = build(strategy, jit_compile=True)
+    with pytest.raises(ValueError, match="variables on .*CPU:1, computation on .*CPU:0"):
+        model.fit(FEATURES, TARGETS, verbose=0)
+
+
 def test_constants_assigned_on_replicas_are_summed_once_for_each():
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():

@@ -74,6 +74,13 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
     if not model.jit_compile:
         return
     devices = strategy.extended.worker_devices
+    parameter_devices = strategy.extended.parameter_devices
+    if len(devices) == 1 and set(parameter_devices) != set(devices):
+        raise ValueError(
+            "jit_compile=True needs the variables where XLA computes. Received: variables on "
+            f"{', '.join(parameter_devices)}, computation on {devices[0]}. Take one device for "
+            "both, or compile the model with jit_compile=False."
+        )
     if strategy.extended._num_replicas_in_sync == 1:
         if (tf.DeviceSpec.from_string(devices[0]).device_index or 0) > 0:
             raise ValueError(
