@@ -84,6 +84,23 @@ def test_every_worker_gets_the_same_bits(rings):
         np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+def test_every_worker_gets_the_rows_of_all(rings, shape):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(rows, *shape)) for rows in [0, 3, 1, 200_000, 2][: len(rings)]]
+    for gathered in on_all(len(rings), lambda rank: rings[rank].all_gather(arrays[rank])):
+        np.testing.assert_array_equal(gathered, np.concatenate(arrays))
+
+
+def test_a_reduction_and_a_gathering_do_not_meet():
+    rings = connect_all(2)
+    errors = on_all(
+        2, lambda r: (rings[r].all_gather if r else rings[r].all_reduce)(np.ones(1, "float32"))
+    )
+    assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
+    assert "rank 1 is in all-gather 1 of rows of 4 bytes" in str(errors[0])
+
+
 def test_many_collectives_follow_one_another(rings):
     def reduce_many(rank):
         return [int(rings[rank].all_reduce(np.array([rank + i]))[0]) for i in range(50)]

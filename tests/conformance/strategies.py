@@ -94,5 +94,17 @@ STRATEGIES = [
     ),
 ]
 
+# Workers that reduce dense tensors through TensorFlow's own collectives; asked a few cases.
+TENSORFLOW_COLLECTIVES = Row(
+    "tensorflow_collectives_2x1",
+    lambda: library().MultiWorkerMirroredStrategy(
+        communication_options=tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        )
+    ),
+    num_replicas=2,
+    num_workers=2,
+    devices_per_worker=1,
+)
 ONE_DEVICE = Row("reference", lambda: None, 1)  # plain Keras: no strategy at all
-ROWS = {row.name: row for row in [ONE_DEVICE, *STRATEGIES]}
+ROWS = {row.name: row for row in [ONE_DEVICE, TENSORFLOW_COLLECTIVES, *STRATEGIES]}

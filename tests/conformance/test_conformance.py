@@ -3,19 +3,28 @@
 import pytest
 
 from tests.conformance.cases import CASES
-from tests.conformance.strategies import STRATEGIES
+from tests.conformance.strategies import STRATEGIES, TENSORFLOW_COLLECTIVES
 from tests.helpers import assert_same_training
+
+_OF_TENSORFLOW_COLLECTIVES = [
+    "models.mlp",
+    "inputs.sparse_gradients_of_many_sizes",
+    "inputs.sparse_gradients_of_many_sizes_in_a_loop",
+    "optimizers.sparse_gradients_stay_sparse_in_a_loop",
+]
 
 
 def pytest_generate_tests(metafunc):
     every_case = metafunc.config.getoption("--every-case")
     pairs = [
-        pytest.param(row, case, id=f"{row.name}-{case.name}")
+        (row, case)
         for row in STRATEGIES
         for case in CASES.values()
         if row.is_asked(case, every_case)
     ]
-    metafunc.parametrize("row, case", pairs)
+    pairs += [(TENSORFLOW_COLLECTIVES, CASES[name]) for name in _OF_TENSORFLOW_COLLECTIVES]
+    ids = [f"{row.name}-{case.name}" for row, case in pairs]
+    metafunc.parametrize("row, case", pairs, ids=ids)
 
 
 @pytest.mark.timeout(300)

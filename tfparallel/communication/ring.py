@@ -1,4 +1,4 @@
-"""Ring all-reduce of host memory over TCP, between the workers of one job.
+"""Ring all-reduce and all-gather of host memory over TCP, between the workers of one job.
 
 Worker r sends to worker r + 1 only. Cut into as many chunks as there are workers, an array goes
 round twice: once being summed, once being handed out. Each worker sends and receives
@@ -18,6 +18,7 @@ JPDC 2009; Gibiansky, "Bringing HPC techniques to deep learning", 2017.
 """
 
 import contextlib
+import math
 import queue
 import secrets
 import socket
@@ -34,7 +35,8 @@ SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and
 _SENT_AT_ONCE_BYTES = 1 << 14
 _CONNECT_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 16
-_GREETING = struct.Struct("<QQ8s")  # number of the collective, bytes, dtype
+_GREETING = struct.Struct("<Q8sQ8s")  # number and kind of the collective, bytes, dtype
+_NUM_ROWS = struct.Struct("<Q")
 
 
 class PeerLostError(ConnectionError):
@@ -90,7 +92,7 @@ class Ring:
             send = self._sender.put
             if flat.nbytes <= _SENT_AT_ONCE_BYTES:
                 send = self._sender.send_at_once
-            self._greet(flat, send)
+            self._greet("reduce", flat.nbytes, flat.dtype)
             for segment in self._segments(flat, self._rank):
                 send(flat[segment])
             for step in range(self._num_workers - 1):
@@ -107,6 +109,34 @@ class Ring:
             self._sender.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
 
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """The rows of all workers' arrays, in the order of ranks.
+
+        Every worker calls it, in the same order, with `[rows, ...]` of one dtype; only the number
+        of rows may differ. Each worker sends what it has and passes on what it receives, `N - 1`
+        times.
+
+        Raises:
+            as `all_reduce`.
+        """
+        array = np.ascontiguousarray(array)
+        row_bytes = array.itemsize * math.prod(array.shape[1:])
+        parts = {self._rank: array}
+        with self._lock, self._closed_on_error():
+            self._greet("gather", row_bytes, array.dtype)
+            for step in range(self._num_workers - 1):
+                outgoing = parts[(self._rank - step) % self._num_workers]
+                self._sender.put(np.frombuffer(_NUM_ROWS.pack(len(outgoing)), np.uint8))
+                self._sender.put(outgoing.reshape(-1))
+                num_rows = np.empty(_NUM_ROWS.size, np.uint8)
+                self._receive(num_rows)
+                shape = (*_NUM_ROWS.unpack(num_rows.tobytes()), *array.shape[1:])
+                incoming = np.empty(shape, array.dtype)
+                self._receive(incoming.reshape(-1))
+                parts[(self._rank - step - 1) % self._num_workers] = incoming
+            self._sender.flush()
+        return np.concatenate([parts[rank] for rank in range(self._num_workers)])
+
     def _segments(self, flat: np.ndarray, chunk: int) -> Iterator[slice]:
         """The pieces of chunk number `chunk`, modulo the number of workers."""
         chunk %= self._num_workers
@@ -119,15 +149,15 @@ class Ring:
     def _scratch_for(self, like: np.ndarray) -> np.ndarray:
         return np.frombuffer(self._scratch, like.dtype, like.size)
 
-    def _greet(self, flat: np.ndarray, send: Callable) -> None:
-        """Makes sure that the previous worker is about to reduce the same."""
+    def _greet(self, kind: str, size_bytes: int, dtype: np.dtype) -> None:
+        """Makes sure that the previous worker is about to do the same."""
         self._number += 1
-        ours = (self._number, flat.nbytes, flat.dtype.name[:8].encode())
-        send(np.frombuffer(_GREETING.pack(*ours), np.uint8))
+        ours = (self._number, kind.encode(), size_bytes, dtype.name[:8].encode())
+        self._sender.send_at_once(np.frombuffer(_GREETING.pack(*ours), np.uint8))
         greeting = np.empty(_GREETING.size, np.uint8)
         self._receive(greeting)
-        number, size_bytes, dtype = _GREETING.unpack(greeting.tobytes())
-        theirs = (number, size_bytes, dtype.rstrip(b"\0"))
+        number, their_kind, their_bytes, their_dtype = _GREETING.unpack(greeting.tobytes())
+        theirs = (number, their_kind.rstrip(b"\0"), their_bytes, their_dtype.rstrip(b"\0"))
         if theirs != ours:
             raise CollectiveMismatchError(
                 "All workers must run the same steps on the same model. Received: rank "
@@ -158,7 +188,7 @@ class Ring:
                 what = f"Rank {lost} (/job:worker/task:{lost}) has ended, its own log says why: "
                 what += str(error)
             raise PeerLostError(
-                f"{what}, in an all-reduce. (Rank {self._rank} is speaking.)"
+                f"{what}, in a collective. (Rank {self._rank} is speaking.)"
             ) from error
         except BaseException:
             self.close()
@@ -288,6 +318,7 @@ def _close(sender: _Sender, *connections: socket.socket) -> None:
     sender.stop()
 
 
-def _describe(greeting: tuple[int, int, bytes]) -> str:
-    number, size_bytes, dtype = greeting
-    return f"all-reduce {number} of {size_bytes} bytes of {dtype.decode()}"
+def _describe(greeting: tuple[int, bytes, int, bytes]) -> str:
+    number, kind, size_bytes, dtype = greeting
+    size = f"{size_bytes} bytes" if kind == b"reduce" else f"rows of {size_bytes} bytes"
+    return f"all-{kind.decode()} {number} of {size} of {dtype.decode()}"

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement, DisagreementError
 from tfparallel.communication.ring import connect_ring
-from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.ring_all_reduce import RingAllReduce, is_sparse
 from tfparallel.communication.waiting import report_absent_peers
 from tfparallel.strategies.base import KerasStrategy, ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
@@ -75,9 +75,10 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         self._agreement = Agreement(
             str(self._collective_key_base), self._id_in_cluster, self._num_workers
         )
+        self._ring_all_reduce: RingAllReduce | None = None
         if self._num_workers > 1:
             self._agree_on_seed()
-            self._reduce_through_ring()
+            self._open_ring()
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
                 launcher._use_unique_instance_key = self._draws_keys_at_call_time
@@ -93,13 +94,14 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
         return devices, device_type
 
-    def _reduce_through_ring(self) -> None:
-        """Lets our ring reduce dense tensors of CPUs, unless an implementation was asked for."""
-        options, automatic = self._communication_options, CommunicationImplementation.AUTO
-        if self._local_device_type != "CPU" or options.implementation != automatic:
-            return
+    def _open_ring(self) -> None:
+        """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
+
+        In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
+        """
         address = self._cluster_spec.task_address(self._task_type, self._task_id)
         host = address.rpartition(":")[0].strip("[]")
+        options = self._communication_options
         try:
             ring = connect_ring(
                 self._id_in_cluster,
@@ -112,7 +114,8 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             if self._is_chief:
                 tf.get_logger().warning(
                     "Workers cannot reach one another at free ports (%s). Gradients go through "
-                    "TensorFlow's own collectives instead, which are slower.",
+                    "TensorFlow's own collectives instead, which are slower on CPUs and make "
+                    "sparse gradients dense where steps_per_execution > 1.",
                     error,
                 )
             return
@@ -122,12 +125,15 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
             "options": options,
             "collective_keys": self._collective_keys,
         }
-        self._cross_device_ops = RingAllReduce(
+        self._ring_all_reduce = RingAllReduce(
             devices=self._devices, group_size=self._num_replicas_in_sync, **common
         )
-        self._host_cross_device_ops = RingAllReduce(
-            devices=[self._worker_device], group_size=self._num_workers, **common
-        )
+        automatic = options.implementation == CommunicationImplementation.AUTO
+        if self._local_device_type == "CPU" and automatic:
+            self._cross_device_ops = self._ring_all_reduce
+            self._host_cross_device_ops = RingAllReduce(
+                devices=[self._worker_device], group_size=self._num_workers, **common
+            )
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -226,11 +232,30 @@ class MultiWorkerExtended(ReplicatedExtended, CollectiveAllReduceExtended):
         finally:
             self._is_in_loop = False
 
-    def _reduce_gradients(self, gradients: list) -> list:
-        if self._is_in_loop and self._num_workers > 1:
-            # The rows of a sparse gradient vary, and a key that is fixed allows one shape only.
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return super()._reduce_gradients(gradients)
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+    ) -> list:
+        """As the stock one; the rows of sparse gradients also vary where keys are fixed.
+
+        A key that is fixed allows one shape only, so that they go through our ring there.
+        """
+        pairs = list(value_destination_pairs)
+        sparse = [i for i, (value, _) in enumerate(pairs) if is_sparse(value)]
+        if not (self._is_in_loop and self._num_workers > 1 and sparse):
+            return super()._batch_reduce_to(reduce_op, pairs, options)
+        if self._ring_all_reduce is None:
+            for i in sparse:
+                parts = self._local_results(pairs[i][0])
+                dense = PerReplica([tf.convert_to_tensor(part) for part in parts])
+                pairs[i] = (dense, dense)
+            return super()._batch_reduce_to(reduce_op, pairs, options)
+        through_ring = [pairs[i] for i in sparse]
+        others = [pair for i, pair in enumerate(pairs) if i not in sparse]
+        results = dict(
+            zip(sparse, self._ring_all_reduce.batch_reduce(reduce_op, through_ring), strict=True)
+        )
+        rest = iter(super()._batch_reduce_to(reduce_op, others, options) if others else [])
+        return [results[i] if i in results else next(rest) for i in range(len(pairs))]
 
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sum_list_across_workers([tensor])[0]

@@ -120,6 +120,16 @@ def sparse_gradients_of_many_sizes(run: Run):
     return run.train("embedding", data=None, x=dataset, steps_per_epoch=4).results()
 
 
+@case()
+def sparse_gradients_of_many_sizes_in_a_loop(run: Run):
+    dataset = _dataset_of_many_sizes("embedding").repeat()
+    options = {**MODELS["embedding"].compile_options(), "steps_per_execution": 2}
+    training = run.train(
+        "embedding", data=None, x=dataset, steps_per_epoch=4, compile_options=lambda: options
+    )
+    return training.results()
+
+
 @case(core=True)
 def predict_batches_of_many_sizes(run: Run):
     dataset = _dataset_of_many_sizes("mlp").map(lambda x, y: x)

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.conformance.case import Run, add_case, case, claim
+from tests.conformance.models import MODELS
 from tests.helpers import ODD_BATCH, tiny_model
 
 optimizers = keras.optimizers
@@ -88,6 +89,15 @@ def frozen_weights(run: Run):
 @claim()
 def sparse_gradients_stay_sparse(run: Run):
     """An embedding's gradient arrives at the optimizer as rows, not as the whole table."""
+    _require_rows(run, steps_per_execution=1)
+
+
+@claim()
+def sparse_gradients_stay_sparse_in_a_loop(run: Run):
+    _require_rows(run, steps_per_execution=2)
+
+
+def _require_rows(run: Run, steps_per_execution: int):
     seen = {}
 
     class Watching(optimizers.SGD):
@@ -95,6 +105,14 @@ def sparse_gradients_stay_sparse(run: Run):
             seen.setdefault(tuple(variable.shape), type(gradient))
             super().update_step(gradient, variable, learning_rate)
 
-    run.train("embedding", optimizer=lambda: Watching(0.1), epochs=1)
+    run.train(
+        "embedding",
+        optimizer=lambda: Watching(0.1),
+        epochs=1,
+        compile_options=lambda: {
+            **MODELS["embedding"].compile_options(),
+            "steps_per_execution": steps_per_execution,
+        },
+    )
     assert issubclass(seen[20, 4], tf.IndexedSlices), seen
     assert not issubclass(seen[4, 3], tf.IndexedSlices), seen
