@@ -30,7 +30,7 @@ class Batch:
         with tf.device(extended._host_device):
             if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
                 self.parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
-                self.rows = [_num_rows(part) for part in self.parts]
+                self.rows = [num_rows(part) for part in self.parts]
                 total = tf.add_n([tf.cast(n, tf.int32) for n in self.rows])
                 total = extended._sum_across_workers(total)
             else:
@@ -72,7 +72,7 @@ def concat_rows(parts: Sequence) -> Any:
 
 def _split(data: Any, num_replicas: int, replicas: Iterable[int]) -> tuple[list, list, Rows]:
     """The parts of `replicas`, the rows of each, and the rows of all."""
-    total = _num_rows(data)
+    total = num_rows(data)
     bounds = split_rows(total, num_replicas, replicas)
     parts = [
         keras.tree.map_structure(lambda leaf, s=start, e=end: _slice_rows(leaf, s, e), data)
@@ -83,8 +83,8 @@ def _split(data: Any, num_replicas: int, replicas: Iterable[int]) -> tuple[list,
 
 def _some_get_none(data: Any, num_replicas: int) -> bool:
     """Whether a batch is known, when tracing, to have fewer rows than replicas."""
-    num_rows = _num_rows(data)
-    return isinstance(num_rows, int) and num_rows < num_replicas
+    rows = num_rows(data)
+    return isinstance(rows, int) and rows < num_replicas
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -104,7 +104,8 @@ def _hide_num_rows(leaf: Any) -> Any:
     return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
 
 
-def _num_rows(data: Any) -> Rows:
+def num_rows(data: Any) -> Rows:
+    """The number of rows of a nest of tensors `[rows, ...]`."""
     for leaf in keras.tree.flatten(data):
         if leaf is None or leaf.shape.rank == 0:
             continue

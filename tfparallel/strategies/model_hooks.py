@@ -39,7 +39,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         if type(metric).update_state in (Mean.update_state, Sum.update_state):
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
     try:
-        with _weighted_losses(getattr(model, "_compile_loss", None)):
+        with weighted_losses(model):
             yield
     finally:
         for attributes, name in shadows:
@@ -47,7 +47,9 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
 
 
 @contextlib.contextmanager
-def _weighted_losses(compile_loss: Any) -> Iterator[None]:
+def weighted_losses(model: keras.Model) -> Iterator[None]:
+    """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
+    compile_loss = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
     if not losses:
         yield

@@ -5,23 +5,15 @@ every batch must have the same number of rows, a multiple of the number of repli
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.strategies.base import hook_owner
-from tfparallel.strategies.variables import is_statistics
-from tfparallel.tf_internals import (
-    ReduceOp,
-    TPUExtended,
-    distribute_lib,
-    is_symbolic_build,
-    owner_of_new_variable,
-)
+from tfparallel.strategies.spmd_step import SpmdExtended, SpmdKerasSteps
+from tfparallel.tf_internals import TPUExtended, is_symbolic_build
 
 
-class TPUStrategy(tf.distribute.TPUStrategy):
+class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
     """Synchronous data parallelism on TPUs.
 
     Drop-in for `tf.distribute.TPUStrategy`, that connects by itself. As under the other strategies,
@@ -60,20 +52,8 @@ class TPUStrategy(tf.distribute.TPUStrategy):
         return tf.nest.map_structure(lambda leaf: reduce(reduce_op, leaf, axis), value)
 
 
-class KerasTPUExtended(TPUExtended):
+class KerasTPUExtended(SpmdExtended, TPUExtended):
     """`TPUExtended` with the hooks of our strategies that one XLA program allows."""
-
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        owner = owner_of_new_variable()
-        hook_owner(owner, self._container_strategy())
-        if is_statistics(owner, kwargs):
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
-            kwargs["aggregation"] = tf.VariableAggregation.MEAN
-        return super()._create_variable(next_creator, **kwargs)
-
-    def _reduce_gradients(self, gradients: list) -> list:
-        context = distribute_lib.get_replica_context()
-        return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
 
 
 def connect_to_tpu(tpu: str = "local") -> Any:
