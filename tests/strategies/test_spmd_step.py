@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers import assert_same_training, momentum_sgd, tiny_compile_options, tiny_data
-from tests.helpers import tiny_model, train
+from tests.helpers import (
+    assert_same_training,
+    momentum_sgd,
+    tiny_compile_options,
+    tiny_data,
+    tiny_model,
+    train,
+)
 from tfparallel.strategies.spmd_step import SpmdExtended, SpmdKerasSteps, _own_rows
 from tfparallel.tf_internals import MirroredExtended, PerReplica
 

@@ -49,7 +49,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
 @contextlib.contextmanager
 def weighted_losses(model: keras.Model) -> Iterator[None]:
     """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
-    compile_loss = getattr(model, "_compile_loss", None)
+    compile_loss: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
     if not losses:
         yield
