@@ -113,7 +113,7 @@ class Ring:
         """The rows of all workers' arrays, in the order of ranks.
 
         Every worker calls it, in the same order, with `[rows, ...]` of one dtype; only the number
-        of rows may differ: `all_gather(x[np.newaxis])` of equal shapes is `[num_workers, *x.shape]`.
+        of rows may differ. `all_gather(x[np.newaxis])` of equal shapes is `[num_workers, ...]`.
         Each worker sends what it has and passes on what it receives, `N - 1` times.
 
         Raises:
