@@ -13,12 +13,10 @@ import json
 import threading
 from collections.abc import Set
 
-import tensorflow as tf
-
 from tfparallel.callbacks.workers import Workers
-from tfparallel.tf_internals import context
+from tfparallel.communication.agreement import Agreement
 
-_POLL_MS = 1000  # how long the thread of a worker that ends may take to see that it should
+_POLL_S = 1.0  # how long the thread of a worker that ends may take to see that it should
 
 
 class StepAgreement:
@@ -29,13 +27,13 @@ class StepAgreement:
     """
 
     def __init__(self, workers: Workers):
-        self._workers = workers
+        self._agreement = workers.agreement("step")
         self._step = 0
         self._known: list[tuple[str, int]] = []  # what shall be done, and at the end of which step
         self._has_ended = threading.Event()
         self._has_news = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        if workers.num_workers > 1:
+        self._thread = threading.Thread(target=self._listen, args=(self._agreement,), daemon=True)
+        if self._agreement is not None:
             self._thread.start()
 
     def at_end_of_step(self, wanted: Set[str]) -> Set[str]:
@@ -44,42 +42,39 @@ class StepAgreement:
         Args:
             wanted: what this worker would like to be done soon, for example {"save"}.
         """
-        if self._workers.num_workers == 1:
+        if self._agreement is None:
             return wanted
         self._step += 1
         announced = {what for what, step in self._known if step > self._step}
         for what in sorted(wanted - announced):
-            self._announce(what, self._step + 1)
+            self._announce(self._agreement, what, self._step + 1)
         return {what for what, step in self._known if step == self._step}
 
     def end(self) -> None:
         """Stops listening; all workers have ended their last step by now."""
-        if self._workers.num_workers > 1:
+        if self._agreement is not None:
             self._has_ended.set()
             self._thread.join()
 
-    def _announce(self, what: str, step: int) -> None:
+    def _announce(self, agreement: Agreement, what: str, step: int) -> None:
         """Makes `what` known to all workers, unless another worker makes something known now."""
         number = len(self._known)
-        try:
-            context.context().set_config_key_value(self._key(number), json.dumps([what, step]))
-        except tf.errors.AlreadyExistsError:
-            pass  # of another worker, which waits for our confirmation
-        else:
-            for rank in range(self._workers.num_workers):
-                self._workers.value_of(rank, f"{self._key(number)}/{rank}", f"hear of a {what}")
+        key = _key(agreement, number)
+        if agreement.store.put(key, json.dumps([what, step])):  # else we confirm another worker's
+            for rank in range(agreement.num_workers):
+                agreement.value_of(rank, f"{key}/{rank}", f"hear of a {what}")
         with self._has_news:
             self._has_news.wait_for(lambda: len(self._known) > number or self._has_ended.is_set())
 
-    def _listen(self) -> None:
+    def _listen(self, agreement: Agreement) -> None:
         """Hears of every announcement and confirms it, until the training or the cluster ends."""
         while not self._has_ended.is_set():
-            key = self._key(len(self._known))
+            key = _key(agreement, len(self._known))
             try:
-                what, step = json.loads(context.context().get_config_key_value(key, _POLL_MS))
-            except tf.errors.DeadlineExceededError:
+                what, step = json.loads(agreement.store.get(key, _POLL_S))
+            except TimeoutError:
                 continue
-            except tf.errors.OpError:
+            except ConnectionError:
                 self._has_ended.set()
                 with self._has_news:
                     self._has_news.notify_all()
@@ -87,7 +82,8 @@ class StepAgreement:
             with self._has_news:
                 self._known.append((what, step))
                 self._has_news.notify_all()
-            context.context().set_config_key_value(f"{key}/{self._workers.rank}", "heard")
+            agreement.store.put(f"{key}/{agreement.rank}", "heard")
 
-    def _key(self, number: int) -> str:
-        return f"tfparallel/{self._workers.name}/step/{number}"
+
+def _key(agreement: Agreement, number: int) -> str:
+    return f"tfparallel/{agreement.name}/{number}"

@@ -1,18 +1,21 @@
 """Workers tell one another what they are about to do, so that a disagreement is an error at once.
 
 Collectives match by order: a worker that has one variable or one batch more than its peers waits
-for ever. Every such step is announced first in the cluster's key-value store (TensorFlow's
-coordination service), in one sequence for all kinds of steps.
+for ever. Every such step is announced first in a store that they share, in one sequence for all
+kinds of steps.
 """
 
 import hashlib
 import json
+import math
 import time
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.tf_internals import context
+from tfparallel.communication.store import Store
+
+_PATIENCE_S = 10.0  # until it is asked whether a silent peer is alive
 
 
 class DisagreementError(RuntimeError):
@@ -23,15 +26,23 @@ class Agreement:
     """One worker's side of the announcements.
 
     Args:
-        name: the same on all workers, different for each strategy of a process.
+        store: what the workers share.
+        name: the same on all workers, different for each sequence of announcements.
         rank, num_workers: this worker's position, and how many there are.
-        timeout_s: how long to wait for a peer's announcement before giving up.
+        timeout_s: how long to wait for a peer that lives but says nothing.
     """
 
-    def __init__(self, name: str, rank: int, num_workers: int, timeout_s: float = 600.0):
-        self._name, self._rank, self._num_workers = name, rank, num_workers
+    def __init__(
+        self, store: Store, name: str, rank: int, num_workers: int, timeout_s: float = 600.0
+    ):
+        self.store, self.name = store, name
+        self.rank, self.num_workers = rank, num_workers
         self._timeout_s = timeout_s
         self._step = 0
+
+    def sequence(self, name: str, timeout_s: float = math.inf) -> "Agreement":
+        """Announcements of their own, for what has no fixed order with the others."""
+        return Agreement(self.store, f"{self.name}/{name}", self.rank, self.num_workers, timeout_s)
 
     def exchange(self, kind: str, value: Any) -> list:
         """Announces `value`; returns what every worker announced, by rank.
@@ -45,7 +56,7 @@ class Agreement:
         """
         self._step += 1
         self._put(json.dumps([kind, value]))
-        announced = [json.loads(self._get(rank, kind)) for rank in range(self._num_workers)]
+        announced = [json.loads(self._get(rank, kind)) for rank in range(self.num_workers)]
         if any(their_kind != kind for their_kind, _ in announced):
             raise DisagreementError(
                 "All workers must do the same, in the same order. Received: "
@@ -66,36 +77,54 @@ class Agreement:
                 + self._by_rank([_short(v) for v in announced])
             )
 
+    def value_of(self, rank: int, key: str, kind: str) -> str:
+        """What worker `rank` stores under `key`, waiting for it while it lives.
+
+        Args:
+            rank: the worker.
+            key: of the store.
+            kind: what that worker is expected to do, for messages.
+
+        Raises:
+            DisagreementError: if it has died, or is silent for too long.
+        """
+        begin = time.monotonic()
+        while True:
+            try:
+                return self.store.get(key, _PATIENCE_S)
+            except TimeoutError:
+                waited = time.monotonic() - begin
+            self._require_alive(rank, kind)
+            message = f"[rank {self.rank}] waits for rank {rank} of {self.num_workers} to {kind}"
+            message += f", for {waited:.0f} s"
+            if waited > self._timeout_s:
+                raise DisagreementError(f"{message}: gave up.")
+            tf.get_logger().warning("%s.", message)
+
+    def _require_alive(self, rank: int, kind: str) -> None:
+        try:
+            self.store.require_alive(rank)
+        except ConnectionError as error:
+            raise DisagreementError(
+                f"Expected rank {rank} of {self.num_workers} ({self.store.describe(rank)}) to "
+                f"{kind}. It has ended, its own log says why: {error} (Rank {self.rank} is "
+                "speaking.)"
+            ) from error
+
     def _key(self, rank: int, step: int) -> str:
-        return f"tfparallel/{self._name}/{step}/{rank}"
+        return f"tfparallel/{self.name}/{step}/{rank}"
 
     def _put(self, message: str) -> None:
-        with tf.init_scope():
-            context.context().set_config_key_value(self._key(self._rank, self._step), message)
-            if self._step > 2:  # every peer is at most one step behind
-                context.context().delete_config_key_value(self._key(self._rank, self._step - 2))
+        self.store.put(self._key(self.rank, self._step), message)
+        if self._step > 2:  # every peer is at most one step behind
+            self.store.delete(self._key(self.rank, self._step - 2))
 
     def _get(self, rank: int, kind: str) -> str:
-        deadline = time.monotonic() + self._timeout_s
-        with tf.init_scope():
-            while True:
-                try:
-                    return context.context().get_config_key_value(
-                        self._key(rank, self._step), timeout_in_ms=10_000
-                    )
-                except tf.errors.DeadlineExceededError:
-                    waited = self._timeout_s - (deadline - time.monotonic())
-                    message = (
-                        f"[rank {self._rank}] waits for rank {rank} of {self._num_workers} to "
-                        f"{kind}, for {waited:.0f} s"
-                    )
-                    if time.monotonic() > deadline:
-                        raise DisagreementError(f"{message}: gave up.") from None
-                    tf.get_logger().warning("%s.", message)
+        return self.value_of(rank, self._key(rank, self._step), kind)
 
     def _by_rank(self, texts: list[str]) -> str:
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
-        return f"{'; '.join(texts)}. (Rank {self._rank} is speaking.)"
+        return f"{'; '.join(texts)}. (Rank {self.rank} is speaking.)"
 
 
 def fingerprint(value: Any) -> str:
