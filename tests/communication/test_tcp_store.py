@@ -1,0 +1,99 @@
+"""The store that rank 0 keeps: what is written is read, who ends is known, strangers learn nothing."""
+
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tfparallel.communication.agreement import Agreement, DisagreementError
+from tfparallel.communication.tcp_store import StoreServer, TcpStore
+
+
+@pytest.fixture
+def server():
+    server = StoreServer()
+    yield server
+    server.close()
+
+
+def client(server, rank, token=None):
+    return TcpStore("localhost", server.port, token or server.token, rank)
+
+
+def test_a_value_is_read_by_all_and_written_once(server):
+    first, second = client(server, 0), client(server, 1)
+    assert first.put("key", "value")
+    assert not second.put("key", "other")
+    assert second.get("key", 1.0) == "value"
+    second.replace("key", "new")
+    assert first.get("key", 1.0) == "new"
+    first.delete("key")
+    with pytest.raises(TimeoutError):
+        second.get("key", 0.01)
+
+
+def test_a_reader_waits_for_a_writer(server):
+    reader, writer = client(server, 0), client(server, 1)
+    timer = threading.Timer(0.1, lambda: writer.put("late", "here"))
+    timer.start()
+    assert reader.get("late", 10.0) == "here"
+    timer.join()
+
+
+def test_a_stranger_is_turned_away(server):
+    with pytest.raises(ConnectionError):
+        client(server, 1, token="0" * 32)
+    with socket.create_connection(("localhost", server.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\n\n")
+        stranger.settimeout(10)
+        assert stranger.recv(100) == b""
+
+
+PEER = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tfparallel.communication.tcp_store import TcpStore
+store = TcpStore("localhost", {port}, {token!r}, rank=1)
+store.put("ready", "yes")
+time.sleep(100)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_rank_is_named_to_who_waits_for_it(server, pytestconfig, monkeypatch):
+    monkeypatch.setattr("tfparallel.communication.agreement._PATIENCE_S", 0.2)
+    program = PEER.format(root=str(pytestconfig.rootpath), port=server.port, token=server.token)
+    peer = subprocess.Popen([sys.executable, "-c", program])
+    store = client(server, 0)
+    assert store.get("ready", 30.0) == "yes"
+    store.require_alive(1)
+    peer.kill()
+    peer.wait()
+    agreement = Agreement(store, "test", rank=0, num_workers=2)
+    expected = f"Expected rank 1 of 2 .on host {socket.gethostname()}. to call fit. It has ended"
+    with pytest.raises(DisagreementError, match=expected):
+        agreement.exchange("call fit", None)
+
+
+def test_ranks_in_different_steps_are_told_so(server):
+    agreements = [Agreement(client(server, rank), "test", rank, 2) for rank in range(2)]
+    errors = []
+
+    def step(agreement, kind):
+        try:
+            agreement.exchange(kind, 1)
+        except DisagreementError as error:
+            errors.append(str(error))
+
+    threads = [
+        threading.Thread(target=step, args=pair)
+        for pair in zip(agreements, ["call fit", "call evaluate"], strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert all("rank 0: to call fit" in e and "rank 1: to call evaluate" in e for e in errors)
