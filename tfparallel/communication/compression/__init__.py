@@ -1,0 +1,32 @@
+"""Gradients that cross a network in fewer bytes: what `compression=` of a strategy takes."""
+
+from tfparallel.communication.compression.adaptive import Adaptive
+from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.gradient_compression import GradientCompression
+from tfparallel.communication.compression.names import as_compressor
+from tfparallel.communication.compression.power_sgd import PowerSGD
+from tfparallel.communication.compression.quantize import QSGD, TernGrad
+from tfparallel.communication.compression.random_k import RandomK
+from tfparallel.communication.compression.report import CompressionReport, VariableReport
+from tfparallel.communication.compression.sign_sgd import SignSGD
+from tfparallel.communication.compression.top_k import TopK
+from tfparallel.communication.compression.transport import Transport, sum_bfloat16
+
+__all__ = [
+    "QSGD",
+    "Adaptive",
+    "Cast",
+    "CompressionReport",
+    "Compressor",
+    "GradientCompression",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TernGrad",
+    "TopK",
+    "Transport",
+    "VariableReport",
+    "as_compressor",
+    "sum_bfloat16",
+]

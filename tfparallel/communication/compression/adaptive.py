@@ -1,0 +1,223 @@
+"""Compression that picks its own level, bucket by bucket, from what it measures."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.communication.compression.adaptive_plan import Controller, Measurement
+from tfparallel.communication.compression.buckets import (
+    Bucket,
+    BucketReducer,
+    Ranks,
+    uncompressed,
+)
+from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.low_rank_probe import low_rank_rounds
+from tfparallel.communication.compression.power_sgd import PowerSGD
+from tfparallel.communication.compression.transport import Reduction, Transport, run_together
+from tfparallel.tf_internals import FuncGraph, ResourceVariable, run_independently
+
+
+class Adaptive(PowerSGD):
+    """Sends each bucket of gradients exactly, as float16, or with a rank of PowerSGD.
+
+    In the first steps it measures, for each bucket, when its gradients are ready and how long each
+    way takes, and estimates the error of each. Then it takes the most exact way with which
+    communication hides behind computation as well as it can. It looks again every `interval` steps,
+    and measures anew if times have changed. All ranks decide alike, from the measurements of all.
+
+    Args:
+        max_error: the largest relative error of what is sent, `|m - sent| / |m|`, with m the sum
+            over ranks of a bucket's gradients and residuals. It is measured when a decision is
+            made, from eight random projections: within about a tenth. Residuals are sent later, so
+            that large errors delay gradients and do not lose them.
+        ranks: of PowerSGD, any order. Of vectors, and of matrices for which the largest rank saves
+            nothing, gradients are sent uncompressed.
+        interval: steps between two decisions.
+    """
+
+    def __init__(
+        self, max_error: float = 0.8, ranks: Sequence[int] = (8, 4, 2, 1), interval: int = 500
+    ):
+        if not 0 <= max_error < 1:
+            raise ValueError(
+                "`max_error` of Adaptive must be at least 0 and below 1, the error of sending "
+                f"nothing. Received: {max_error!r}."
+            )
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"`ranks` of Adaptive must be different numbers. Received: {ranks!r}.")
+        if interval < 1:
+            raise ValueError(f"`interval` of Adaptive must be positive. Received: {interval!r}.")
+        super().__init__(max(ranks))
+        self.max_error, self.interval = max_error, interval
+        self.levels: tuple[Any, ...] = (
+            None,
+            Cast("float16"),
+            *(PowerSGD(rank) for rank in sorted(ranks, reverse=True)),
+        )
+
+    def __repr__(self) -> str:
+        ranks = tuple(level.rank for level in self.levels[2:])
+        return f"Adaptive(max_error={self.max_error:g}, ranks={ranks}, interval={self.interval})"
+
+    def reducer(self, num_buckets: int) -> BucketReducer:
+        """With decisions of its own for each bucket."""
+        return AdaptiveReducer(self, num_buckets)
+
+
+class AdaptiveReducer(BucketReducer):
+    """Sends each bucket at the level that a `Controller` chose.
+
+    The step holds all levels, as branches. Python is called in measuring steps only.
+    """
+
+    def __init__(self, adaptive: Adaptive, num_buckets: int):
+        super().__init__(name="adaptive")
+        self._adaptive, self._num_buckets = adaptive, num_buckets
+        levels = adaptive.levels
+        self._controller = Controller(
+            num_buckets,
+            names=["uncompressed", *(repr(level) for level in levels[1:])],
+            measured=sorted({0, 1, 2, len(levels) - 1}),
+            probe=len(levels),
+            max_error=adaptive.max_error,
+            interval=adaptive.interval,
+        )
+        self._levels = ResourceVariable(tf.zeros([num_buckets], tf.int32), name="levels")
+        self._countdown = ResourceVariable(1, dtype=tf.int32, name="countdown")
+
+    def compressor_of(self, bucket: int) -> Any:
+        """What was chosen last; while it measures, what it measures."""
+        level = int(self._levels[bucket])
+        return [*self._adaptive.levels, self._adaptive][level]
+
+    def decisions(self) -> list[str]:
+        """With the times and errors that they were taken from."""
+        return list(self._controller.log)
+
+    def reduce(
+        self, buckets: Sequence[Bucket], plain: list[tf.Tensor], transport: Transport
+    ) -> list[Reduction]:
+        """As `BucketReducer.reduce`."""
+        if not buckets:
+            return run_together([uncompressed(plain)], [0], transport)
+        levels = tf.unstack(self._levels.read_value())
+        reductions, ready, done, errors = [], [], [], []
+        for bucket, level in zip(buckets, levels, strict=True):
+            ready.append(_time_after(bucket.tensors))
+            reduction, error = self._reduce_bucket(bucket, level, transport)
+            reductions.append(reduction)
+            done.append(_time_after(reduction.sums))
+            errors.append(error)
+        reductions += run_together([uncompressed(plain)], [0], transport)
+        self._advance(tf.stack(ready), tf.stack(done), tf.stack(errors), transport)
+        return reductions
+
+    def _reduce_bucket(
+        self, bucket: Bucket, level: tf.Tensor, transport: Transport
+    ) -> tuple[Reduction, tf.Tensor]:
+        if not bucket.tensors:
+            return Reduction([]), tf.zeros([len(self._adaptive.levels)])
+        matrices = [t + s["residual"] for t, s in zip(bucket.tensors, bucket.states, strict=True)]
+        queries = [state["q"].read_value() for state in bucket.states]
+        ranks = Ranks(transport.rank, transport.world_size)
+        no_errors = tf.zeros([len(self._adaptive.levels)])
+
+        def exact() -> tuple:
+            (reduction,) = run_together([uncompressed(matrices)], [0], transport)
+            residuals = [tf.zeros_like(matrix) for matrix in matrices]
+            return reduction.sums, residuals, queries, _witness(reduction.sums), no_errors
+
+        def cast() -> tuple:
+            compressor = self._adaptive.levels[1]
+            rounds = compressor.rounds(matrices, [{} for _ in matrices], ranks)
+            (reduction,) = run_together([rounds], [0], transport)
+            sent = [compressor.decompress(*compressor.compress(m, {}, ranks)) for m in matrices]
+            residuals = [m - s for m, s in zip(matrices, sent, strict=True)]
+            return reduction.sums, residuals, queries, _witness(reduction.sums), no_errors
+
+        def low_rank(rank: int, probed: Sequence[int] = ()) -> Any:
+            def branch() -> tuple:
+                rounds = low_rank_rounds(matrices, queries, rank, probed)
+                sums, residuals, next_queries, witness, errors = _run(rounds, transport)
+                errors = tf.concat([[0.0, _cast_error(matrices)], errors], 0)
+                return sums, residuals, next_queries, witness, errors if probed else no_errors
+
+            return branch
+
+        of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
+        branches = [exact, cast, *(low_rank(rank) for rank in of_ranks)]
+        branches.append(low_rank(max(of_ranks), probed=of_ranks))
+        sums, residuals, queries_after, witness, errors = tf.switch_case(level, branches)
+        updates = []
+        for i, state in enumerate(bucket.states):
+            updates += [(state["residual"], residuals[i]), (state["q"], queries_after[i])]
+        return Reduction(list(sums), updates, [witness]), errors
+
+    def _advance(
+        self, ready: tf.Tensor, done: tf.Tensor, errors: tf.Tensor, transport: Transport
+    ) -> None:
+        """Asks the controller, if its time has come, and takes rank 0's answer."""
+
+        def ask() -> tf.Tensor:
+            numbers = tf.concat([ready, done, tf.reshape(tf.cast(errors, tf.float64), [-1])], 0)
+            gathered = _gathered(numbers, transport)
+            answer = tf.numpy_function(self._ask_controller, [gathered], tf.int32)
+            answer.set_shape([1 + self._num_buckets])
+            # They are equal, unless one of the ranks was restarted.
+            answer = _gathered(answer, transport)[0]
+            self._countdown.assign(answer[0], read_value=False)
+            self._levels.assign(answer[1:], read_value=False)
+            return tf.constant(True)
+
+        left = self._countdown.assign_sub(1)
+        tf.cond(left <= 0, ask, lambda: tf.constant(False))
+
+    def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
+        k = self._num_buckets
+        measurement = Measurement(
+            ready_s=gathered[:, :k],
+            done_s=gathered[:, k : 2 * k],
+            errors=gathered[:, 2 * k :].reshape(len(gathered), k, -1),
+        )
+        num_lines = len(self._controller.log)
+        levels, countdown = self._controller.advance(measurement)
+        for line in self._controller.log[num_lines:]:
+            tf.get_logger().info("Adaptive compression, %s.", line)
+        return np.array([countdown, *levels], "int32")
+
+
+def _run(rounds: Any, transport: Transport) -> Any:
+    """The result of one reduction, which need not be a `Reduction`."""
+    return run_together([rounds], [0], transport)[0]
+
+
+def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The time in seconds when all of `tensors` are computed, float64."""
+    with tf.control_dependencies(tensors):
+        time = tf.timestamp()
+    graph = tf.compat.v1.get_default_graph()
+    if isinstance(graph, FuncGraph):  # or it would also wait for the collectives traced before
+        run_independently(graph, [time.op])
+    return time
+
+
+def _gathered(numbers: tf.Tensor, transport: Transport) -> tf.Tensor:
+    """`[world_size, *shape]`."""
+    shape = [transport.world_size, *numbers.shape, numbers.dtype.size]
+    (gathered,) = transport.all_gather([tf.reshape(tf.bitcast(numbers, tf.uint8), [-1])])
+    return tf.bitcast(tf.reshape(gathered, shape), numbers.dtype)
+
+
+def _witness(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.reduce_sum(tensor) for tensor in tensors])
+
+
+def _cast_error(matrices: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The relative error of float16."""
+    halves = [tf.cast(tf.cast(matrix, tf.float16), tf.float32) for matrix in matrices]
+    left_out = [tf.reduce_sum((m - h) ** 2) for m, h in zip(matrices, halves, strict=True)]
+    squares = [tf.reduce_sum(m**2) for m in matrices]
+    return tf.sqrt(tf.math.divide_no_nan(tf.add_n(left_out), tf.add_n(squares)))

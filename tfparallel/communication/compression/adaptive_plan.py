@@ -1,0 +1,194 @@
+"""Which level of compression each bucket gets, decided from measured times and errors.
+
+Plain Python: no tensor, no device. Levels are numbers, from exact to coarse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MEASURED_STEPS = 3  # of each level; the fastest counts
+_TOLERANCE = 0.03  # of a step: so much longer may it be for a more exact gradient
+_CHANGE = 1.5  # times that differ by more than this factor are measured again
+
+
+def finish_time_s(ready_s: Sequence[float], durations_s: Sequence[float]) -> float:
+    """When the last bucket is reduced, if each begins once it is ready and the one before is done.
+
+    Args:
+        ready_s: when each bucket's gradients are computed, in the order of reduction.
+        durations_s: what compressing, sending and decompressing each takes.
+    """
+    done = 0.0
+    for ready, duration in zip(ready_s, durations_s, strict=True):
+        done = max(done, ready) + duration
+    return done
+
+
+def choose_levels(
+    ready_s: Sequence[float],
+    durations_s: np.ndarray,
+    errors: np.ndarray,
+    max_error: float,
+    step_s: float,
+) -> list[int]:
+    """The most exact levels with which communication hides as well as it can.
+
+    First every bucket gets its fastest level of those whose error is allowed. Then, beginning with
+    the bucket that has the most time left, each gets the most exact level that does not make the
+    step longer, but for 3 %.
+
+    Args:
+        ready_s: as in `finish_time_s`.
+        durations_s: `[bucket, level]`.
+        errors: `[bucket, level]`; level 0 has none.
+        max_error: the largest error that is allowed.
+        step_s: how long a whole step takes, at the least.
+    """
+    buckets = range(len(ready_s))
+    allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
+    levels = [int(min(allowed[k], key=lambda level: durations_s[k, level])) for k in buckets]
+
+    def finish(levels: list[int]) -> float:
+        return finish_time_s(ready_s, [durations_s[k, levels[k]] for k in buckets])
+
+    limit = finish(levels) + _TOLERANCE * step_s
+    for k in buckets:
+        for level in sorted(allowed[k], key=lambda level: errors[k, level]):
+            changed = [*levels[:k], int(level), *levels[k + 1 :]]
+            if errors[k, level] < errors[k, levels[k]] and finish(changed) <= limit:
+                levels = changed
+                break
+    return levels
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step as all ranks saw it.
+
+    Attributes:
+        ready_s, done_s: `[rank, bucket]`, by each rank's own clock.
+        errors: `[rank, bucket, level]`, of a probing step; zeros otherwise.
+    """
+
+    ready_s: np.ndarray
+    done_s: np.ndarray
+    errors: np.ndarray
+
+    def durations_s(self) -> np.ndarray:
+        """`[bucket]`: of the rank that came last, for the others also waited for it."""
+        before = np.concatenate([self.ready_s[:, :1], self.done_s[:, :-1]], 1)
+        return np.min(self.done_s - np.maximum(self.ready_s, before), 0)
+
+    def offsets_s(self) -> np.ndarray:
+        """`[bucket]`: when each was ready, after the first, on the slowest rank."""
+        return np.max(self.ready_s - self.ready_s[:, :1], 0)
+
+
+@dataclass
+class Controller:
+    """Says, step by step, which level each bucket gets, and when it wants to see times again.
+
+    A round of measurements runs each of the measured levels for a few steps, then one probing step
+    that also estimates errors; then it decides. After `interval` steps it looks at one step and
+    probes once more: it measures everything anew if times have changed, and decides again if they
+    have not.
+
+    Args:
+        num_buckets: how many there are.
+        names: of the levels, from exact to coarse.
+        measured: the levels that are timed; what is between the last two is interpolated.
+        probe: the number that stands for a probing step; it is timed like no level.
+        max_error: see `choose_levels`.
+        interval: steps between two decisions.
+    """
+
+    num_buckets: int
+    names: Sequence[str]
+    measured: Sequence[int]
+    probe: int
+    max_error: float
+    interval: int
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._plan: list[int] = []
+        self._queue: list[list[int]] = []
+        self._running: list[int] = []  # the levels of the step that is measured next
+        self._measurements: dict[int, list[Measurement]] = {}
+        self._durations_s = np.empty(0)
+        self._steps = 0
+
+    def advance(self, measurement: Measurement) -> tuple[list[int], int]:
+        """What follows the step that was measured.
+
+        Returns:
+            The levels of the buckets, and after how many steps to be called again.
+        """
+        if not self._running:  # the first step of all: its times hold tracing and connecting
+            return self._measure_all()
+        if self._running == self._plan:
+            return self._look(measurement)
+        self._measurements.setdefault(self._running[0], []).append(measurement)
+        if self._queue:
+            return self._next(self._queue.pop(0))
+        return self._decide()
+
+    def _measure_all(self) -> tuple[list[int], int]:
+        self._measurements, self._durations_s, self._plan = {}, np.empty(0), []
+        levels = [level for level in self.measured for _ in range(MEASURED_STEPS)]
+        self._queue = [[level] * self.num_buckets for level in [*levels, self.probe]]
+        return self._next(self._queue.pop(0))
+
+    def _next(self, levels: list[int]) -> tuple[list[int], int]:
+        self._running = levels
+        self._steps += 1
+        return levels, 1
+
+    def _look(self, measurement: Measurement) -> tuple[list[int], int]:
+        """At a step under the plan, one interval after the decision."""
+        expected = sum(self._durations_s[k, level] for k, level in enumerate(self._plan))
+        received = float(np.sum(measurement.durations_s()))
+        if not expected / _CHANGE < received < expected * _CHANGE:
+            self._say(f"communication took {received:.4f} s instead of {expected:.4f} s: measures")
+            return self._measure_all()
+        return self._next([self.probe] * self.num_buckets)
+
+    def _decide(self) -> tuple[list[int], int]:
+        probes = self._measurements.pop(self.probe)
+        if self._measurements:
+            self._durations_s = self._interpolated()
+            exact = self._measurements[self.measured[0]]
+            self._ready_s = np.median([m.offsets_s() for m in exact], 0)
+            ends = [m.done_s[:, -1] for m in exact]
+            self._step_s = float(np.min(np.diff(ends, axis=0)))
+            self._measurements = {}
+        errors = np.max(probes[-1].errors, 0)
+        self._plan = choose_levels(
+            self._ready_s, self._durations_s, errors, self.max_error, self._step_s
+        )
+        for k, level in enumerate(self._plan):
+            options = ", ".join(
+                f"{name} {1e3 * time:.1f} ms, error {error:.3g}"
+                for name, time, error in zip(
+                    self.names, self._durations_s[k], errors[k], strict=True
+                )
+            )
+            self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
+        self._running = self._plan
+        self._steps += self.interval
+        return self._plan, self.interval
+
+    def _interpolated(self) -> np.ndarray:
+        durations = np.empty((self.num_buckets, len(self.names)))
+        for level, measurements in self._measurements.items():
+            durations[:, level] = np.min([m.durations_s() for m in measurements], 0)
+        first, last = self.measured[-2:]
+        for level in range(first + 1, last):
+            share = (level - first) / (last - first)
+            durations[:, level] = (1 - share) * durations[:, first] + share * durations[:, last]
+        return durations
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"step {self._steps}: {text}")

@@ -1,0 +1,210 @@
+"""The gradients of one optimizer, summed over ranks in compressed form."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.bucketing import plan_buckets
+from tfparallel.communication.compression.buckets import Bucket, State
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.names import as_compressor
+from tfparallel.communication.compression.report import CompressionReport, VariableReport
+from tfparallel.communication.compression.transport import Reduction, Transport
+from tfparallel.tf_internals import ResourceVariable
+
+# Of gradients before compression: large enough for few collectives, small enough that the first is
+# under way while later gradients are being computed.
+BUCKET_BYTES = 16 << 20
+
+
+class GradientCompression(tf.Module):
+    """What a strategy calls in place of its all-reduce of gradients.
+
+    It owns what compression remembers: one copy on each rank, where the residuals differ by rank
+    and all else is equal. As a `tf.Module` it is saved by whatever tracks it: attach it to the
+    optimizer, and `tf.train.Checkpoint(optimizer=...)` holds it.
+
+    A gradient with a value that is not finite, on any rank, gives sums that are not finite on all
+    ranks, and leaves the state as it was, as if the step had not been.
+
+    Args:
+        compressor: a `Compressor`, or its name.
+        variables: what the gradients are of: anything with a `shape`, and `path` or `name`. Equal
+            on all ranks, in the same order.
+        bucket_bytes: gradients are reduced in buckets of so many bytes, the last layers' first.
+    """
+
+    def __init__(
+        self,
+        compressor: "Compressor | str",
+        variables: Sequence[Any],
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        super().__init__(name="gradient_compression")
+        self.compressor = as_compressor(compressor)
+        self._positions = {id(variable): i for i, variable in enumerate(variables)}
+        self._names = tuple(_name(variable) for variable in variables)
+        self._shapes = tuple(tuple(variable.shape) for variable in variables)
+        self._buckets = self._planned_buckets(bucket_bytes)
+        with tf.init_scope():
+            self._loss_scale = ResourceVariable(1.0, name="compression/loss_scale")
+            self._states = [self._new_state(i) for i in range(len(variables))]
+            self._reducer = self.compressor.reducer(len(self._buckets))
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        transport: Transport,
+        variables: Sequence[Any] | None = None,
+        loss_scale: Any = None,
+    ) -> list:
+        """Sums gradients over ranks. All ranks call it, with gradients of the same variables.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices` or None, in the order of `variables`. Sparse
+                gradients, integers, and tensors to which the compressor does not apply are summed
+                as they are. Floating-point gradients are compressed in float32.
+            transport: the collectives.
+            variables: whose gradients these are, if not those of all.
+            loss_scale: what the loss was multiplied with. Residuals follow when it changes.
+
+        Returns:
+            The sums: of the same types, dtypes and shapes, None where the gradient is None, the
+            same bits on all ranks.
+        """
+        positions = self._positions_of(gradients, variables)
+        if loss_scale is not None:
+            self._follow(tf.cast(loss_scale, tf.float32))
+        results: list = [None] * len(gradients)
+        plain, compressed = [], {}
+        for i, (gradient, position) in enumerate(zip(gradients, positions, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                results[i] = _sum_of_sparse(gradient, transport)
+            elif gradient is not None and self._is_compressed(position, gradient):
+                compressed[position] = i
+            elif gradient is not None:
+                plain.append(i)
+        chosen = [[compressed[p] for p in bucket if p in compressed] for bucket in self._buckets]
+        buckets = [
+            Bucket(
+                [tf.cast(gradients[i], tf.float32) for i in bucket],
+                [self._states[positions[i]] for i in bucket],
+            )
+            for bucket in chosen
+        ]
+        reduced = self._reducer.reduce(buckets, [gradients[i] for i in plain], transport)
+        for bucket, reduction in zip([*chosen, plain], reduced, strict=True):
+            for i, total in zip(bucket, reduction.sums, strict=True):
+                results[i] = tf.cast(total, gradients[i].dtype)
+        _update(reduced)
+        return results
+
+    def report(self, world_size: int) -> CompressionReport:
+        """What each of `world_size` ranks sends of each gradient in one step, and why."""
+        rows = [
+            VariableReport.of(name, shape, self._sent_as(i), world_size)
+            for i, (name, shape) in enumerate(zip(self._names, self._shapes, strict=True))
+        ]
+        return CompressionReport(repr(self.compressor), rows, self._reducer.decisions())
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def _new_state(self, position: int) -> State:
+        name, shape = self._names[position], self._shapes[position]
+        if not self.compressor.applies_to(shape):
+            return {}
+        seed = zlib.crc32(f"{position} {name}".encode())
+        initial = self.compressor.initial_state(shape, seed)
+        return {
+            key: ResourceVariable(value, name=f"compression/{name}/{key}")
+            for key, value in initial.items()
+        }
+
+    def _follow(self, loss_scale: tf.Tensor) -> None:
+        """Residuals are parts of scaled gradients: they take on the scale of the next ones."""
+
+        def rescale() -> tf.Tensor:
+            factor = loss_scale / self._loss_scale
+            for state in self._states:
+                if "residual" in state:
+                    state["residual"].assign(state["residual"] * factor, read_value=False)
+            self._loss_scale.assign(loss_scale, read_value=False)
+            return tf.constant(True)
+
+        tf.cond(tf.equal(loss_scale, self._loss_scale), lambda: tf.constant(False), rescale)
+
+    # ---- which gradient goes where ---------------------------------------------------------------
+
+    def _positions_of(self, gradients: Sequence, variables: Sequence | None) -> list[int]:
+        positions = list(range(len(self._names)))
+        if variables is not None:
+            unknown = [_name(v) for v in variables if id(v) not in self._positions]
+            if unknown:
+                raise ValueError(
+                    "Expected gradients of the variables that this compression was made for: "
+                    f"{list(self._names)}. Received gradients of others: {unknown}. Build the "
+                    "optimizer with all variables that it will train."
+                )
+            positions = [self._positions[id(v)] for v in variables]
+        if len(gradients) != len(positions):
+            raise ValueError(
+                f"Expected one gradient, or None, for each of {len(positions)} variables. "
+                f"Received: {len(gradients)}."
+            )
+        return positions
+
+    def _is_compressed(self, position: int, gradient: tf.Tensor) -> bool:
+        is_known = gradient.shape.is_fully_defined()
+        return (
+            self.compressor.applies_to(self._shapes[position])
+            and is_known
+            and gradient.dtype.is_floating
+        )
+
+    def _planned_buckets(self, bucket_bytes: int) -> list[list[int]]:
+        """Positions of the variables whose gradients are compressed, in the order of backward."""
+        positions = [i for i, s in enumerate(self._shapes) if self.compressor.applies_to(s)][::-1]
+        sizes = [4 * math.prod(self._shapes[i]) for i in positions]
+        planned = plan_buckets(sizes, ["float32"] * len(sizes), bucket_bytes)
+        return [[positions[j] for j in bucket] for bucket in planned]
+
+    def _sent_as(self, position: int) -> Compressor | None:
+        for number, bucket in enumerate(self._buckets):
+            if position in bucket:
+                return self._reducer.compressor_of(number)
+        return None
+
+
+def _sum_of_sparse(gradient: tf.IndexedSlices, transport: Transport) -> tf.IndexedSlices:
+    """The rows of all ranks; equal indices are not merged."""
+    return tf.IndexedSlices(
+        transport.all_gather_rows(gradient.values),
+        transport.all_gather_rows(gradient.indices),
+        gradient.dense_shape,
+    )
+
+
+def _name(variable: Any) -> str:
+    return getattr(variable, "path", None) or variable.name
+
+
+def _update(reduced: Sequence[Reduction]) -> None:
+    """Assigns the new states, unless a gradient of any rank was not finite."""
+    updates = [update for reduction in reduced for update in reduction.updates]
+    if not updates:
+        return
+    witnesses = [witness for reduction in reduced for witness in reduction.witnesses]
+    totals = tf.stack([tf.reduce_sum(tf.cast(w, tf.float32)) for w in witnesses])
+
+    def assign() -> tf.Tensor:
+        for variable, value in updates:
+            variable.assign(value, read_value=False)
+        return tf.constant(True)
+
+    # Not `tf.where`: it would read every old state and copy every new one.
+    is_finite = tf.reduce_all(tf.math.is_finite(totals))
+    tf.cond(is_finite, assign, lambda: tf.constant(False))

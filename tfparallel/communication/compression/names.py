@@ -1,0 +1,40 @@
+"""Compressors by name."""
+
+from collections.abc import Callable
+
+from tfparallel.communication.compression.adaptive import Adaptive
+from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.power_sgd import PowerSGD
+from tfparallel.communication.compression.quantize import QSGD, TernGrad
+from tfparallel.communication.compression.random_k import RandomK
+from tfparallel.communication.compression.sign_sgd import SignSGD
+from tfparallel.communication.compression.top_k import TopK
+
+NAMES: dict[str, Callable[[], Compressor]] = {
+    "fp16": lambda: Cast("float16"),
+    "bf16": lambda: Cast("bfloat16"),
+    "powersgd": PowerSGD,
+    "topk": TopK,
+    "randomk": RandomK,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
+    "signsgd": SignSGD,
+    "adaptive": Adaptive,
+}
+
+
+def as_compressor(compressor: Compressor | str) -> Compressor:
+    """A compressor, given itself or its name.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(compressor, Compressor):
+        return compressor
+    if isinstance(compressor, str) and compressor in NAMES:
+        return NAMES[compressor]()
+    raise ValueError(
+        "`compression` takes None, one of the compressors of tfparallel.compression, such as "
+        f"PowerSGD(rank=4), or a name: {', '.join(map(repr, NAMES))}. Received: {compressor!r}."
+    )
