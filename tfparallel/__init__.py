@@ -18,6 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 if TYPE_CHECKING:
     from tfparallel import callbacks
+    from tfparallel.communication import compression
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from tfparallel.strategies.pipeline import PipelineStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
+_NAMESPACES = {
+    "callbacks": "tfparallel.callbacks",
+    "compression": "tfparallel.communication.compression",
+}
 _MODULES = {
     "CentralStorageStrategy": "tfparallel.strategies.central_storage",
     "MirroredStrategy": "tfparallel.strategies.mirrored",
@@ -43,12 +48,13 @@ __all__ = [
     "TPUStrategy",
     "__version__",
     "callbacks",
+    "compression",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        return importlib.import_module("tfparallel.callbacks")
+    if name in _NAMESPACES:
+        return importlib.import_module(_NAMESPACES[name])
     if name not in _MODULES:
         raise AttributeError(f"module 'tfparallel' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
