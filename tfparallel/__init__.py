@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from tfparallel import callbacks
     from tfparallel.communication import compression
     from tfparallel.strategies.central_storage import CentralStorageStrategy
+    from tfparallel.strategies.horovod import HorovodStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
+    from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
@@ -32,18 +34,22 @@ _NAMESPACES = {
 }
 _MODULES = {
     "CentralStorageStrategy": "tfparallel.strategies.central_storage",
+    "HorovodStrategy": "tfparallel.strategies.horovod",
     "MirroredStrategy": "tfparallel.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "tfparallel.strategies.multi_worker",
     "OneDeviceStrategy": "tfparallel.strategies.one_device",
+    "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
 }
 
 __all__ = [
     "CentralStorageStrategy",
+    "HorovodStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "TPUStrategy",
     "__version__",

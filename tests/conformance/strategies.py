@@ -7,6 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tests.multi_process.pool import cluster_environments, horovod_environments
+from tests.parameter_server.cluster import ServerProcesses
+
 
 @dataclass(frozen=True)
 class Row:
@@ -18,6 +21,7 @@ class Row:
         num_replicas: how many replicas it has in all.
         num_workers: how many processes it runs in.
         devices_per_worker: logical CPUs each process opens.
+        environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--every-case`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
@@ -29,6 +33,7 @@ class Row:
     num_replicas: int
     num_workers: int = 1
     devices_per_worker: int = 4
+    environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
     exempt: tuple[str, ...] = ()
 
@@ -59,6 +64,16 @@ def _cpus(count: int) -> list[str]:
     return [f"CPU:{i}" for i in range(count)]
 
 
+def _parameter_servers(**options: Any) -> tf.distribute.Strategy:
+    """A chief in this process, two workers and two parameter servers in processes of their own."""
+    if not _servers:
+        _servers.append(ServerProcesses(num_workers=2, num_ps=2))
+    os.environ.update(_servers[0].environment("chief", 0))
+    return library().ParameterServerStrategy(**options)
+
+
+_servers: list[ServerProcesses] = []  # they end with this process
+
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, every_case=False),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
@@ -78,6 +93,13 @@ STRATEGIES = [
         exempt=("batch_norm.", "models.cnn", "models.nested", "losses.masked_sequence"),
     ),
     Row(
+        "parameter_server_sync",
+        lambda: _parameter_servers(mode="sync"),
+        num_replicas=2,
+        devices_per_worker=1,
+        every_case=False,
+    ),
+    Row(
         "multi_worker_2x1",
         lambda: library().MultiWorkerMirroredStrategy(),
         num_replicas=2,
@@ -90,6 +112,24 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
+        every_case=False,
+    ),
+    Row(
+        "horovod_2",
+        lambda: library().HorovodStrategy(),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=1,
+        environments=horovod_environments,
+        every_case=False,
+    ),
+    Row(
+        "horovod_3",
+        lambda: library().HorovodStrategy(),
+        num_replicas=3,
+        num_workers=3,
+        devices_per_worker=1,
+        environments=horovod_environments,
         every_case=False,
     ),
 ]
