@@ -5,6 +5,7 @@ replicas last. On one device all of that happens to the whole batch's gradient. 
 created under our strategies reduces in `apply`, and not again later. Only that instance is changed.
 """
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -16,6 +17,33 @@ from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import BaseOptimizer, distribute_lib
 
 _thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSource:
+    """Whose gradients a replica thread is reducing.
+
+    Attributes:
+        optimizer: the one whose `apply` was called.
+        variables: the Keras variables of the gradients that are not None, in their order.
+    """
+
+    optimizer: BaseOptimizer
+    variables: list
+
+    def all_variables(self) -> list:
+        """All that the optimizer trains, if it knows already."""
+        return list(self.optimizer._trainable_variables) or self.variables
+
+    def loss_scale(self) -> tf.Tensor:
+        """What the loss was multiplied with by a `LossScaleOptimizer`; constant factors are 1."""
+        unbuilt = getattr(self.optimizer, "initial_scale", 1.0)
+        return tf.convert_to_tensor(getattr(self.optimizer, "dynamic_scale", unbuilt), tf.float32)
+
+
+def gradient_source() -> GradientSource | None:
+    """What the calling replica thread is reducing gradients of, inside `_reduce_gradients`."""
+    return getattr(_thread, "source", None)
 
 
 def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
@@ -33,12 +61,13 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
         original = getattr(optimizer, name)
         attributes[name] = functools.wraps(original)(functools.partial(hook, *args, original))
 
-    shadow("apply", _reduce_then_apply, strategy)
+    shadow("apply", _reduce_then_apply, optimizer, strategy)
     shadow("scale_loss", _weigh_then_scale)
     shadow("_all_reduce_sum_gradients", _unless_reduced)
 
 
 def _reduce_then_apply(
+    optimizer: BaseOptimizer,
     strategy: tf.distribute.Strategy,
     apply: Callable,
     grads: Iterable,
@@ -51,7 +80,15 @@ def _reduce_then_apply(
     present = [g for g in grads if g is not None]
     if step is not None:
         present = [step.weigh_gradient(g) for g in present]
-    reduced = iter(strategy.extended._reduce_gradients(present))
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    variables = trainable_variables or optimizer._trainable_variables
+    present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+    _thread.source = GradientSource(optimizer, present_variables)
+    try:
+        reduced = iter(strategy.extended._reduce_gradients(present))
+    finally:
+        _thread.source = None
     grads = [None if g is None else next(reduced) for g in grads]
     _thread.is_reduced = True
     try:
