@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.strategies import ONE_DEVICE, Row
-from tests.multi_process.pool import WorkerPool, cluster_environments
+from tests.multi_process.pool import WorkerPool
 
 
 class Workers:
@@ -15,7 +15,7 @@ class Workers:
         self._folders = folders
         self._pool = WorkerPool(
             ["-m", "tests.conformance.worker", row.name],
-            lambda: cluster_environments(row.num_workers),
+            lambda: row.environments(row.num_workers),
         )
 
     def start(self, case_name: str) -> None:

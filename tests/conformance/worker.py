@@ -30,7 +30,8 @@ def main(row_name: str, case_name: str | None = None) -> None:
     open_logical_cpus(row.devices_per_worker)
     remember_originals()
     strategy = row.make()
-    rank = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+    task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {})
+    rank = int(os.environ.get("HOROVOD_RANK", task.get("index", 0)))
     if case_name:
         with tempfile.TemporaryDirectory() as folder:
             print(CASES[case_name].function(Run(row, strategy, Path(folder), rank)))

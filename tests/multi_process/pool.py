@@ -42,6 +42,37 @@ def cluster_environments(num_workers: int) -> list[dict[str, str]]:
     ]
 
 
+def horovod_environments(num_ranks: int) -> list[dict[str, str]]:
+    """What `horovodrun` sets for each rank of this host, with a rendezvous server of our own.
+
+    `horovodrun` itself does not pass on the standard input, which is how a pool is asked.
+    """
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer(0)
+    port = server.start()
+    slots = get_host_assignments(parse_hosts(f"localhost:{num_ranks}"), num_ranks)
+    server.init(slots)
+    return [
+        {
+            "HOROVOD_HOSTNAME": "localhost",
+            "HOROVOD_RANK": str(slot.rank),
+            "HOROVOD_SIZE": str(slot.size),
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+        for slot in slots
+    ]
+
+
 class WorkerPool:
     """Workers that all get each request and answer it with one JSON line.
 

@@ -213,7 +213,10 @@ class ReplicatedExtended(MirroredExtended):
         step = current_replica_step()
         if step is not None:
             gradients = step.zero_without_rows(gradients)
-        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients) if gradients else []
+        return self._sum_gradients(gradients) if gradients else []
+
+    def _sum_gradients(self, gradients: list) -> list:
+        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
 
     # ---- across workers: this worker is all there is ---------------------------------------------
 

@@ -9,13 +9,24 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.communication.agreement import Agreement
+from tfparallel.communication.bucketed_all_reduce import is_sparse
+from tfparallel.communication.compression import (
+    CompressionReport,
+    Compressor,
+    as_compressor,
+)
 from tfparallel.communication.ring import connect_ring
-from tfparallel.communication.ring_all_reduce import RingAllReduce, is_sparse
+from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.store import CoordinationStore
 from tfparallel.communication.waiting import report_absent_peers
 from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.workers import WorkersExtended
-from tfparallel.tf_internals import CollectiveAllReduceExtended, PerReplica, ReduceOp
+from tfparallel.strategies.compressed_gradients import CompressedGradients, WorkersTransport
+from tfparallel.tf_internals import (
+    CollectiveAllReduceExtended,
+    PerReplica,
+    ReduceOp,
+    ResourceVariable,
+)
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
@@ -31,34 +42,51 @@ class MultiWorkerMirroredStrategy(KerasStrategy):
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads
             `TF_CONFIG`.
         communication_options: a `tf.distribute.experimental.CommunicationOptions`.
+        compression: how gradients cross workers: a compressor of `tfparallel.compression`, or its
+            name, such as "fp16". None sends them as they are.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
+        ValueError: for a `compression` that is none.
     """
 
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        compression: Compressor | str | None = None,
     ):
+        compressor = None if compression is None else as_compressor(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
             cluster_resolver = cluster.cluster_resolver()
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(MultiWorkerExtended(self, cluster_resolver, communication_options))
+        super().__init__(
+            MultiWorkerExtended(self, cluster_resolver, communication_options, compressor)
+        )
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The cluster resolver of this strategy."""
         return self.extended._cluster_resolver
 
+    def compression_report(self) -> list[CompressionReport]:
+        """What compression sends, for each optimizer that has trained; printed, it is a table."""
+        return self.extended.compression_report()
 
-class MultiWorkerExtended(WorkersExtended, CollectiveAllReduceExtended):
+
+class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` whose workers agree before a collective can hang."""
 
     _server_started = False  # of the process: TensorFlow starts one server in it
 
-    def __init__(self, container_strategy: Any, cluster_resolver: Any, communication_options: Any):
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster_resolver: Any,
+        communication_options: Any,
+        compressor: Compressor | None,
+    ):
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
         report_absent_peers(rank, [each for i, each in enumerate(addresses) if i != rank])
@@ -78,6 +106,8 @@ class MultiWorkerExtended(WorkersExtended, CollectiveAllReduceExtended):
             for launcher in cross_device_ops._launchers:
                 launcher._use_unique_instance_key = self._draws_keys_at_call_time
         self._is_in_loop = False
+        transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
+        self._compress_gradients(compressor, transport)
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -114,9 +144,13 @@ class MultiWorkerExtended(WorkersExtended, CollectiveAllReduceExtended):
                     error,
                 )
             return
+        with tf.init_scope():
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            order = ResourceVariable(0.0)
         common = {
             "ring": ring,
-            "host_device": self._host_device,
+            "order": order,
+            "device": self._host_device,
             "options": options,
             "collective_keys": self._collective_keys,
         }
@@ -197,6 +231,10 @@ class MultiWorkerExtended(WorkersExtended, CollectiveAllReduceExtended):
         return self._local_results(reduced)[0]
 
     def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        reduction: Any = self._host_cross_device_ops
+        if isinstance(reduction, RingAllReduce):
+            with tf.device(self._host_device):
+                return reduction._gather_rows(rows)
         return self._host_cross_device_ops._launchers[0].all_gather(rows, axis=0)
 
 

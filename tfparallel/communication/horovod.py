@@ -1,0 +1,143 @@
+"""Horovod's collectives, for any dtype: the only file that imports horovod.
+
+Horovod knows neither bfloat16 nor most integers: they travel as a dtype that holds their sums, or,
+where nothing is summed, as bytes.
+"""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+
+try:
+    import horovod.tensorflow as hvd
+except ImportError as error:
+    raise ImportError(
+        "HorovodStrategy needs Horovod, built for the installed TensorFlow: run `pip install "
+        "'tfparallel[horovod]'` and then, once, `python -m tfparallel.build_horovod`; it takes a "
+        "few minutes."
+    ) from error
+
+_SUMMED_AS = {
+    tf.bfloat16: tf.float32,
+    tf.bool: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
+_SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
+
+
+def start(hierarchical: bool) -> None:
+    """Starts Horovod in this process, unless it runs already.
+
+    Args:
+        hierarchical: reduce within each host first; read by Horovod when it starts.
+
+    Raises:
+        ValueError: if Horovod runs already and was started otherwise.
+    """
+    variable = "HOROVOD_HIERARCHICAL_ALLREDUCE"
+    if hierarchical and os.environ.get(variable) != "1":
+        if hvd.is_initialized():
+            raise ValueError(
+                'reduction="hierarchical" must be known before Horovod starts. Received: a running '
+                f"Horovod. Create the strategy before hvd.init(), or set {variable}=1."
+            )
+        os.environ[variable] = "1"
+    hvd.init()
+
+
+def all_reduce_sum(
+    tensors: list[tf.Tensor], process_set: Any, predivide: float = 1.0, adasum: bool = False
+) -> list[tf.Tensor]:
+    """Sums over ranks of tensors of one dtype, reduced together.
+
+    Args:
+        tensors: of the same shapes on every rank, in the same order.
+        process_set: the ranks.
+        predivide: every rank divides by it before the sum and multiplies after it, so that sums in
+            float16 do not overflow.
+        adasum: combine by Adasum instead of the sum.
+    """
+    dtype = tensors[0].dtype
+    sent = [tf.cast(tensor, _SUMMED_AS.get(dtype, dtype)) for tensor in tensors]
+    op = hvd.Adasum if adasum else hvd.Sum
+    if len(sent) == 1 or adasum:
+        reduced = [hvd.allreduce(each, op=op, process_set=process_set) for each in sent]
+    elif predivide == 1.0:
+        reduced = hvd.grouped_allreduce(sent, op=op, process_set=process_set)
+    else:
+        factors = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide}
+        reduced = hvd.grouped_allreduce(sent, op=op, process_set=process_set, **factors)
+    return [
+        tf.ensure_shape(tf.cast(each, dtype), tensor.shape)
+        for each, tensor in zip(reduced, tensors, strict=True)
+    ]
+
+
+def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
+    sent, shape = _as_bytes(rows), [None, *rows.shape[1:]]
+    gathered = hvd.allgather(sent, process_set=process_set)
+    return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
+
+
+def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """The tensor of the first rank of `process_set`, on every rank."""
+    root = process_set.ranks[0] if process_set.ranks else 0
+    sent = _as_bytes(tensor)
+    received = hvd.broadcast(sent, root_rank=root, process_set=process_set)
+    return tf.ensure_shape(_from_bytes(received, tensor.dtype), tensor.shape)
+
+
+def _as_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype in _SENT_AS_THEY_ARE:
+        return tensor
+    if tensor.dtype == tf.bool:
+        return tf.cast(tensor, tf.uint8)
+    if tensor.dtype.size == 1:
+        return tf.bitcast(tensor, tf.uint8)
+    return tf.bitcast(tensor, tf.uint8)  # [..., size of the dtype]
+
+
+def _from_bytes(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype in _SENT_AS_THEY_ARE:
+        return received
+    return tf.cast(received, dtype) if dtype == tf.bool else tf.bitcast(received, dtype)
+
+
+class HorovodAllReduce(BucketedAllReduce):
+    """`BucketedAllReduce` through Horovod.
+
+    Args:
+        process_set: the ranks.
+        predivide, adasum: as `all_reduce_sum`.
+        **options: as `BucketedAllReduce`.
+    """
+
+    def __init__(
+        self, process_set: Any, predivide: float = 1.0, adasum: bool = False, **options: Any
+    ):
+        super().__init__(**options)
+        self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
+
+    def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
+
+    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return all_gather(rows, self._process_set)
+
+    def _batch_all_gather(self, per_replica_values: list, axis: int, options: Any) -> list:
+        del options
+        return [self._gather_along(value.values[0], axis) for value in per_replica_values]
+
+    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        if axis == 0:
+            return self._gather_rows(tensor)
+        order = list(range(tensor.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        return tf.transpose(self._gather_rows(tf.transpose(tensor, order)), order)

@@ -1,0 +1,271 @@
+"""Data parallel over the ranks that `horovodrun` starts: one replica in each process."""
+
+import contextlib
+import os
+import socket
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.agreement import Agreement
+from tfparallel.communication.horovod import (
+    HorovodAllReduce,
+    all_gather,
+    all_reduce_sum,
+    broadcast,
+    hvd,
+    start,
+)
+from tfparallel.communication.tcp_store import StoreServer, TcpStore
+from tfparallel.strategies.base import KerasStrategy
+from tfparallel.strategies.replica_step import current_replica_step
+from tfparallel.strategies.workers import WorkersExtended
+from tfparallel.tf_internals import (
+    CollectiveAllReduceExtended,
+    ReduceOp,
+    ResourceVariable,
+    TrainerCall,
+)
+
+_REDUCTIONS = ("ring", "hierarchical", "adasum")
+
+
+class HorovodStrategy(KerasStrategy):
+    """Synchronous data parallelism over Horovod's ranks, with gradients all-reduced in a ring.
+
+    Start the script with `horovodrun -np 4 python train.py`. Every rank runs the same script with
+    the same data, computes on one GPU (that of its local rank) or on the CPU, and keeps its rows of
+    every batch: the batch size of `fit` is global. Rank 0's initial values are everyone's.
+
+    Without `horovodrun` there is one rank, and it trains as `OneDeviceStrategy` does.
+
+    Args:
+        reduction: "ring"; "hierarchical" reduces within each host first (NCCL or MPI); "adasum"
+            combines gradients by Adasum (MPI) and is not equal to one device. Both need a Horovod
+            built for them.
+        bucket_bytes: gradients are reduced in groups of so many bytes, in the order in which the
+            backward pass makes them; the first is under way while later ones are computed.
+        gradient_predivide_factor: gradients are divided by it before the sum and multiplied after
+            it, against overflow of float16.
+        sparse_as_dense: reduce gradients of embeddings as whole tables instead of rows.
+        process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
+
+    Raises:
+        ImportError: if Horovod is not installed, saying how to build it.
+        ValueError: for a reduction that this Horovod does not offer.
+
+    Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
+    https://arxiv.org/abs/1802.05799
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: str = "ring",
+        bucket_bytes: int = 16 << 20,
+        gradient_predivide_factor: float = 1.0,
+        sparse_as_dense: bool = False,
+        process_set: Any = None,
+    ):
+        _check_options(reduction, bucket_bytes, gradient_predivide_factor)
+        start(hierarchical=reduction == "hierarchical")
+        _check_reduction_is_built(reduction)
+        process_set = process_set or hvd.global_process_set
+        if not process_set.included():
+            raise ValueError(
+                "Only the ranks of a process set may create its strategy. Received: process set of "
+                f"ranks {process_set.ranks}. (Rank {hvd.rank()} is speaking.)"
+            )
+        options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
+        is_adasum = reduction == "adasum"
+        super().__init__(HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options))
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those that train together, from 0."""
+        return self.extended._id_in_cluster
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.extended._num_workers
+
+
+class HorovodExtended(WorkersExtended, CollectiveAllReduceExtended):
+    """One local replica; everything that crosses ranks goes through Horovod."""
+
+    def __init__(
+        self, strategy: Any, process_set: Any, adasum: bool, sparse_as_dense: bool, options: dict
+    ):
+        device = _device_of_rank(hvd.local_rank())
+        communication = tf.distribute.experimental.CommunicationOptions()
+        super().__init__(strategy, None, communication, devices=(device,))
+        self._process_set = process_set
+        with tf.init_scope():
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            self._order = ResourceVariable(0.0)
+        self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
+        self._num_workers, self._id_in_cluster = process_set.size(), process_set.rank()
+        self._is_chief = self._id_in_cluster == 0
+        common = {
+            "process_set": process_set,
+            "device": device,
+            "group_size": self._num_workers,
+            "options": communication,
+            "collective_keys": self._collective_keys,
+        }
+        self._host_cross_device_ops = HorovodAllReduce(devices=[self._host_device], **common)
+        self._cross_device_ops = HorovodAllReduce(devices=[device], **common)
+        self._gradient_all_reduce = HorovodAllReduce(
+            devices=[device], adasum=adasum, **options, **common
+        )
+        if self._num_workers > 1:
+            self._agreement = self._open_agreement()
+            self._agree_on_seed()
+
+    def _open_agreement(self) -> Agreement:
+        """Rank 0 keeps what ranks agree on, and tells the others where."""
+        address = ""
+        if self._is_chief:
+            server = StoreServer()
+            weakref.finalize(self, server.close)
+            host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+            address = f"{host} {server.port} {server.token}"
+        encoded = tf.io.decode_raw(tf.constant(address.ljust(512)), tf.uint8)
+        encoded = broadcast(encoded, self._process_set)
+        host, port, token = bytes(encoded.numpy()).decode().split()
+        rank = self._id_in_cluster
+        store = TcpStore(host, int(port), token, rank)
+        return Agreement(store, "horovod", rank, self._num_workers)
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Rank 0's initial value, once all ranks have said that they create the same variable."""
+        del replica_id, primary_var
+        initial_value = kwargs["initial_value"]
+        if self._num_workers == 1:
+            return initial_value
+        announced = self._announced(initial_value, kwargs)
+
+        def of_first_rank() -> tf.Tensor:
+            with tf.device(device):
+                return broadcast(announced(), self._process_set)
+
+        return of_first_rank
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        dataset = super()._keras_dataset(dataset, call)
+        if self._num_workers > 1:
+            self._spread_state(call.model)
+        return dataset
+
+    def _spread_state(self, model: Any) -> None:
+        """Gives all ranks rank 0's weights and optimizer state where a rank has other ones.
+
+        They differ where one rank alone has restored a checkpoint.
+        """
+        variables = [v.value for v in model.variables]
+        optimizer = getattr(model, "optimizer", None)
+        variables += [v.value for v in optimizer.variables] if optimizer is not None else []
+        variables = list({id(v): v for v in variables}.values())
+        checksum = 0
+        for variable in variables:
+            checksum = zlib.crc32(variable.values[0].numpy().tobytes(), checksum)
+        checksums = self._agreement.exchange("compare weights", checksum)
+        if len(set(checksums)) == 1:
+            return
+        if self._is_chief:
+            tf.get_logger().warning(
+                "Ranks %s have other weights or optimizer state than rank 0: they get rank 0's.",
+                [rank for rank, each in enumerate(checksums) if each != checksums[0]],
+            )
+        for variable in variables:
+            variable.assign(broadcast(variable.read_value(), self._process_set))
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _sum_gradients(self, gradients: list) -> list:
+        if self._num_workers == 1:
+            return gradients
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        step = current_replica_step()
+        if self._adasum and step is not None:  # it combines means over rows, not shares of them
+            gradients = [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in gradients]
+        pairs = [(gradient, gradient) for gradient in gradients]
+        sums = self._gradient_all_reduce.batch_reduce(ReduceOp.SUM, pairs)
+        return [self._local_results(each)[0] for each in sums]
+
+    # ---- across workers --------------------------------------------------------------------------
+
+    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_reduce_sum([tf.identity(tensor)], self._process_set)[0])
+        return sent[0]
+
+    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_gather(rows, self._process_set))
+        return sent[0]
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[list[tf.Tensor]]:
+        """Puts a collective, which the caller appends to the list, after the one before.
+
+        Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name.
+        Gradients are: those of an iteration need the weights of the one before.
+        """
+        collectives: list[tf.Tensor] = []
+        with tf.device(self._host_device):
+            with tf.control_dependencies([self._order.assign_add(1.0)]):
+                yield collectives
+            with tf.control_dependencies(collectives):
+                self._order.assign_add(1.0)
+
+
+def _check_options(reduction: str, bucket_bytes: int, predivide: float) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"Expected a reduction out of {_REDUCTIONS}. Received: {reduction!r}.")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1. Received: {bucket_bytes}.")
+    if predivide <= 0:
+        raise ValueError(f"gradient_predivide_factor must be positive. Received: {predivide}.")
+
+
+def _check_reduction_is_built(reduction: str) -> None:
+    is_built = {
+        "ring": True,
+        "hierarchical": hvd.nccl_built() or hvd.mpi_built(),
+        "adasum": hvd.mpi_built(),
+    }
+    if not is_built[reduction]:
+        raise ValueError(
+            f'reduction="{reduction}" needs a Horovod built with MPI'
+            f"{' or NCCL' if reduction == 'hierarchical' else ''}. Received: one without. Rebuild "
+            "it: HOROVOD_WITH_MPI=1 python -m tfparallel.build_horovod."
+        )
+
+
+def _device_of_rank(local_rank: int) -> str:
+    """The GPU of this rank, the only one that it shows to TensorFlow; or the CPU."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "/device:CPU:0"
+    if local_rank >= len(gpus):
+        raise ValueError(
+            f"Expected a GPU for each rank of this host. Received: {len(gpus)} GPUs, local rank "
+            f"{local_rank}. Start fewer ranks on {socket.gethostname()}."
+        )
+    try:
+        tf.config.set_visible_devices(gpus[local_rank], "GPU")
+    except RuntimeError:  # TensorFlow has started and has taken all of them
+        return f"/device:GPU:{local_rank}"
+    return "/device:GPU:0"
