@@ -17,8 +17,7 @@ if importlib.util.find_spec("tensorflow") is None:
     )
 
 if TYPE_CHECKING:
-    from tfparallel import callbacks
-    from tfparallel.communication import compression
+    from tfparallel import callbacks, compression
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 _NAMESPACES = {
     "callbacks": "tfparallel.callbacks",
-    "compression": "tfparallel.communication.compression",
+    "compression": "tfparallel.compression",
 }
 _MODULES = {
     "CentralStorageStrategy": "tfparallel.strategies.central_storage",
