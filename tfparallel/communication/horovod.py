@@ -20,6 +20,8 @@ except ImportError as error:
         "few minutes."
     ) from error
 
+__all__ = ["HorovodAllReduce", "all_gather", "all_reduce_sum", "broadcast", "hvd", "start"]
+
 _SUMMED_AS = {
     tf.bfloat16: tf.float32,
     tf.bool: tf.int32,
@@ -97,11 +99,8 @@ def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
 def _as_bytes(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype in _SENT_AS_THEY_ARE:
         return tensor
-    if tensor.dtype == tf.bool:
-        return tf.cast(tensor, tf.uint8)
-    if tensor.dtype.size == 1:
-        return tf.bitcast(tensor, tf.uint8)
-    return tf.bitcast(tensor, tf.uint8)  # [..., size of the dtype]
+    # Bytes are a last axis of their own, where the dtype has several.
+    return tf.cast(tensor, tf.uint8) if tensor.dtype == tf.bool else tf.bitcast(tensor, tf.uint8)
 
 
 def _from_bytes(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.agreement import Agreement
+from tfparallel.communication.compression import CompressionReport, Compressor, as_compressor
 from tfparallel.communication.horovod import (
     HorovodAllReduce,
     all_gather,
@@ -21,8 +22,8 @@ from tfparallel.communication.horovod import (
 )
 from tfparallel.communication.tcp_store import StoreServer, TcpStore
 from tfparallel.strategies.base import KerasStrategy
+from tfparallel.strategies.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.strategies.workers import WorkersExtended
 from tfparallel.tf_internals import (
     CollectiveAllReduceExtended,
     ReduceOp,
@@ -43,6 +44,8 @@ class HorovodStrategy(KerasStrategy):
     Without `horovodrun` there is one rank, and it trains as `OneDeviceStrategy` does.
 
     Args:
+        compression: how gradients cross ranks: a compressor of `tfparallel.compression`, or its
+            name ("fp16", "bf16"); None sends them as they are.
         reduction: "ring"; "hierarchical" reduces within each host first (NCCL or MPI); "adasum"
             combines gradients by Adasum (MPI) and is not equal to one device. Both need a Horovod
             built for them.
@@ -55,7 +58,8 @@ class HorovodStrategy(KerasStrategy):
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
-        ValueError: for a reduction that this Horovod does not offer.
+        ValueError: for a `compression` that is none, or a reduction that this Horovod does not
+            offer.
 
     Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
     https://arxiv.org/abs/1802.05799
@@ -63,6 +67,7 @@ class HorovodStrategy(KerasStrategy):
 
     def __init__(
         self,
+        compression: Compressor | str | None = None,
         *,
         reduction: str = "ring",
         bucket_bytes: int = 16 << 20,
@@ -71,6 +76,12 @@ class HorovodStrategy(KerasStrategy):
         process_set: Any = None,
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor)
+        compressor = None if compression is None else as_compressor(compression)
+        if compressor is not None and reduction == "adasum":
+            raise ValueError(
+                'reduction="adasum" combines whole gradients. Received: also compression='
+                f"{compression!r}. Take one of the two."
+            )
         start(hierarchical=reduction == "hierarchical")
         _check_reduction_is_built(reduction)
         process_set = process_set or hvd.global_process_set
@@ -81,7 +92,11 @@ class HorovodStrategy(KerasStrategy):
             )
         options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
         is_adasum = reduction == "adasum"
-        super().__init__(HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options))
+        extended = HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options)
+        extended._compress_gradients(
+            compressor, WorkersTransport(extended, process_set.rank(), process_set.size())
+        )
+        super().__init__(extended)
 
     @property
     def rank(self) -> int:
@@ -93,8 +108,12 @@ class HorovodStrategy(KerasStrategy):
         """How many processes train together."""
         return self.extended._num_workers
 
+    def compression_report(self) -> list[CompressionReport]:
+        """What compression sends, for each optimizer that has trained; printed, it is a table."""
+        return self.extended.compression_report()
 
-class HorovodExtended(WorkersExtended, CollectiveAllReduceExtended):
+
+class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     """One local replica; everything that crosses ranks goes through Horovod."""
 
     def __init__(
@@ -197,6 +216,8 @@ class HorovodExtended(WorkersExtended, CollectiveAllReduceExtended):
             return gradients
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if self._compressor is not None:
+            return super()._sum_gradients(gradients)
         step = current_replica_step()
         if self._adasum and step is not None:  # it combines means over rows, not shares of them
             gradients = [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in gradients]
