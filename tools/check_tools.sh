@@ -28,5 +28,6 @@ check_command() {
 
 check_python
 check_command gcc
+check_command g++
 check_command cmake
 exit "$missing"
