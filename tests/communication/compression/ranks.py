@@ -36,7 +36,9 @@ class Meeting:
     def run(self, function) -> list:
         """What `function(transport)` returns on every rank."""
         with ThreadPoolExecutor(self.num_ranks) as pool:
-            futures = [pool.submit(function, ThreadTransport(r, self)) for r in range(self.num_ranks)]
+            futures = [
+                pool.submit(function, ThreadTransport(r, self)) for r in range(self.num_ranks)
+            ]
             return [future.result(TIMEOUT_S) for future in futures]
 
 
@@ -68,9 +70,36 @@ class ThreadTransport:
 
         dtypes = [tensor.dtype for tensor in tensors]
         with tf.control_dependencies([self._order.assign_add(1.0)]):
-            results = tf.numpy_function(meet, tensors, dtypes)
+            results = tf.nest.flatten(tf.numpy_function(meet, tensors, dtypes))
         with tf.control_dependencies(results):
             self._order.assign_add(1.0)
         for result, shape in zip(results, shapes or [t.shape for t in tensors], strict=True):
             result.set_shape(shape)
         return list(results)
+
+
+class Gradients:
+    """Random gradients of variables of given shapes, different by rank and step.
+
+    Attributes:
+        variables: what `GradientCompression` wants of variables.
+    """
+
+    def __init__(self, shapes, num_ranks: int):
+        self._shapes, self._num_ranks = shapes, num_ranks
+        names = [f"layer_{i}/kernel" for i in range(len(shapes))]
+        self.variables = [Variable(n, s) for n, s in zip(names, shapes, strict=True)]
+
+    def of(self, rank: int, step: int) -> list[tf.Tensor]:
+        rng = np.random.default_rng([rank, step])
+        return [tf.constant(rng.normal(size=shape), tf.float32) for shape in self._shapes]
+
+    def total(self, i: int, steps) -> np.ndarray:
+        """Of one variable, over all ranks and some steps, float64."""
+        parts = [self.of(rank, step)[i] for rank in range(self._num_ranks) for step in steps]
+        return np.sum(np.asarray(parts, "float64"), 0)
+
+
+class Variable:
+    def __init__(self, path: str, shape):
+        self.path, self.shape = path, tf.TensorShape(shape)
