@@ -39,7 +39,7 @@ class Adaptive(PowerSGD):
     """
 
     def __init__(
-        self, max_error: float = 0.8, ranks: Sequence[int] = (8, 4, 2, 1), interval: int = 500
+        self, max_error: float = 0.8, ranks: Sequence[int] = (4, 2, 1), interval: int = 500
     ):
         if not 0 <= max_error < 1:
             raise ValueError(
