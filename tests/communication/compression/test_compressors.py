@@ -121,9 +121,8 @@ def test_the_wire_carries_the_bytes_that_the_report_states(compressor):
     assert repr(compressor) in str(report)
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-def test_all_ranks_see_an_overflow_of_one_and_forget_that_step(compressor, value):
+def test_all_ranks_see_an_overflow_of_one_and_forget_that_step(compressor):
     """In any tensor; and the state is what it would be without that step."""
     shapes = SHAPES[:3]
     gradients, meeting = Gradients(shapes, 2), Meeting(2)
@@ -135,6 +134,7 @@ def test_all_ranks_see_an_overflow_of_one_and_forget_that_step(compressor, value
         for i in overflows:
             bad = gradients.of(transport.rank, 1)
             if transport.rank == 1:
+                value = [np.nan, np.inf, -np.inf][i]
                 bad[i] = bad[i] + np.where(np.arange(bad[i].shape[-1]) == 7, value, 0)
             sums = step(bad)
             assert not np.all(np.isfinite(sums[i])), "the overflow is gone"
@@ -165,7 +165,7 @@ def test_zero_gradients_stay_zero(compressor):
     ids=repr,
 )
 def test_the_expectation_is_the_gradient(compressor):
-    """The mean of n draws is off by less than five standard errors, almost surely."""
+    """The mean of n draws is off by the variance over n, over 720 values."""
     gradients, meeting, draws = Gradients([(12, 60)], 2), Meeting(2), 200
 
     def train(transport):
@@ -174,10 +174,9 @@ def test_the_expectation_is_the_gradient(compressor):
         return [step(gradients.of(transport.rank, 0))[0].numpy() for _ in range(draws)]
 
     received = np.stack(meeting.run(train)[0]).astype("float64")
-    error = received.mean(0) - gradients.total(0, [0])
-    standard_error = received.std(0) / np.sqrt(draws) + 1e-6
-    assert np.max(np.abs(error) / standard_error) < 5
-    assert np.max(received.std(0)) > 0, "nothing is random"
+    squared_error = np.sum((received.mean(0) - gradients.total(0, [0])) ** 2)
+    assert squared_error < 1.5 * np.sum(received.var(0)) / draws + 1e-6
+    assert np.max(received.var(0)) > 0, "nothing is random"
 
 
 def test_ranks_round_independently():
