@@ -6,9 +6,11 @@ the file to change.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import NamedTuple
+
+import tensorflow as tf
 
 # Keras keeps the name scopes that are open, with the object that opened each, in its global state.
 # It is how a variable under creation finds the layer, metric or optimizer that owns it.
@@ -35,6 +37,9 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 # Tells a `tf.data.Dataset` of the user from one that Keras made of arrays, with options of its own.
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+# The attributes of a function.
+from tensorflow.core.framework import attr_value_pb2
+
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
 from tensorflow.python.distribute import (
@@ -51,14 +56,24 @@ from tensorflow.python.distribute import (
     values_util,
 )
 
+# What a gradient tape would do next, to record calls of a pipeline's stages on it; the gradient of
+# one graph built in another; functions of graphs; numbers that make their names unique. A stage's
+# passes are functions of ours, as those of `tf.function` are inlined once for every microbatch.
+from tensorflow.python import pywrap_tfe
+
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import ops
 
 # The graph of a `tf.function` that is being traced.
 from tensorflow.python.framework.func_graph import FuncGraph
 
-# A variable that no strategy's scope replicates, to order operations by.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops import gradients_util
+
+# A variable that no strategy's scope replicates, to order operations by; and how a variable that a
+# function reads is told to the gradient tapes around its call.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
@@ -72,6 +87,7 @@ MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
 ReduceOp = reduce_util.ReduceOp
+ReplicaContext = distribute_lib.ReplicaContext
 Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 
 __all__ = [
@@ -81,6 +97,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "DistributedValues",
     "DistributedVariable",
+    "FuncGraph",
     "Functional",
     "Mean",
     "Mirrored",
@@ -89,6 +106,7 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
+    "ReplicaContext",
     "ResourceVariable",
     "Sum",
     "SyncOnReadVariable",
@@ -99,9 +117,12 @@ __all__ = [
     "device_util",
     "distribute_lib",
     "distribute_utils",
+    "function_of_graph",
     "get_keras_mask",
     "global_seed_generator",
     "global_state",
+    "gradients_in_graph",
+    "has_one_tape",
     "is_keras_step",
     "is_predict_step",
     "is_symbolic_build",
@@ -112,8 +133,10 @@ __all__ = [
     "record",
     "run_independently",
     "set_keras_mask",
+    "unique_number",
     "uses_stock_train_step",
     "values_util",
+    "variable_accessed",
 ]
 
 
@@ -208,3 +231,26 @@ def run_independently(graph: FuncGraph, operations: Iterable) -> None:
                 manager.run_independently(operation)
             return
         frame = frame.f_back
+
+
+def has_one_tape(tensors: Sequence) -> bool:
+    """Whether gradients of `tensors` are of the first order: one tape, which is not persistent."""
+    first = gradients_util.POSSIBLE_GRADIENT_TYPES_FIRST_ORDER
+    return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(tensors) == first
+
+
+def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGraph) -> list:
+    """Gradients of `ys` with respect to `xs`, both of `source`, in the graph under construction."""
+    with tf.device(None):
+        return gradients_util._GradientsHelper(ys, xs, grad_ys=dys, src_graph=source)
+
+
+def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
+    """`graph` as a function; no call of it is inlined."""
+    attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
+    return atomic_function.from_func_graph(name, graph, attributes)
+
+
+def unique_number() -> int:
+    """A number that no other function's name ends with."""
+    return ops.uid()

@@ -218,6 +218,10 @@ class ReplicatedExtended(MirroredExtended):
     def _sum_gradients(self, gradients: list) -> list:
         return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
 
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
+        return apply(gradients, variables)
+
     # ---- across workers: this worker is all there is ---------------------------------------------
 
     @property

@@ -92,7 +92,7 @@ def _reduce_then_apply(
     grads = [None if g is None else next(reduced) for g in grads]
     _thread.is_reduced = True
     try:
-        return apply(grads, trainable_variables)
+        return strategy.extended._apply_reduced(apply, grads, trainable_variables)
     finally:
         _thread.is_reduced = False
 

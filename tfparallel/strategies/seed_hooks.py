@@ -53,7 +53,7 @@ def _next_of_replica(
 def call_with_global_seed(strategy: tf.distribute.Strategy, run: Callable, fn: Callable) -> Any:
     """`run(fn)`, where `fn` finds the caller's global seed generator in the thread of a replica."""
     exists = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
-    generator = _global_generator(strategy) if exists else _LateGlobalGenerator(strategy)
+    generator = global_generator_under(strategy) if exists else _LateGlobalGenerator(strategy)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,11 +79,11 @@ class _LateGlobalGenerator:
         if self.created is None:
             # In a thread that is no replica's: a replica cannot enter the strategy's scope.
             with ThreadPoolExecutor(1) as elsewhere:
-                self.created = elsewhere.submit(_global_generator, self._strategy).result()
+                self.created = elsewhere.submit(global_generator_under, self._strategy).result()
         return self.created.next(ordered=ordered)
 
 
-def _global_generator(strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
+def global_generator_under(strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
     """The calling thread's global generator, moved under `strategy` if it was drawn from outside.
 
     It draws on where it was: a replica cannot change a variable that is not its strategy's.
