@@ -100,6 +100,17 @@ STRATEGIES = [
         every_case=False,
     ),
     Row(
+        "parameter_server_async",
+        # Without staleness, asynchronous training has one device's results to compare with.
+        lambda: _parameter_servers(mode="async", max_staleness=0),
+        num_replicas=1,
+        devices_per_worker=1,
+        every_case=False,
+        # Which worker takes a batch, and so draws its mask, is decided by the clock. XLA is
+        # refused, as the variables are elsewhere.
+        exempt=("dropout.", "compilation."),
+    ),
+    Row(
         "multi_worker_2x1",
         lambda: library().MultiWorkerMirroredStrategy(),
         num_replicas=2,

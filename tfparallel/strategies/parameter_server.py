@@ -1,19 +1,37 @@
 """Variables on parameter servers, computation on workers, one program on the chief."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.effects import current_effects
+from tfparallel.parameter_server.keras_functions import (
+    Batches,
+    FedByChief,
+    PredictFunction,
+    StepFunction,
+)
 from tfparallel.parameter_server.placement import BalancedBytes
+from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.security import check_network
+from tfparallel.parameter_server.worker_pool import WorkerPool
+from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.central_storage import CentralStorageExtended
+from tfparallel.strategies.seed_hooks import global_generator_under
 from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import DistributedValues, DistributedVariable, ReductionToOneDevice
+from tfparallel.tf_internals import (
+    DistributedValues,
+    DistributedVariable,
+    ReductionToOneDevice,
+    ReplicaContext,
+    TrainerCall,
+)
 
 
 class ParameterServerStrategy(KerasStrategy):
@@ -64,9 +82,10 @@ class ParameterServerStrategy(KerasStrategy):
             cluster.serve(timeouts)
         cluster.connect(timeouts)
         self._cluster_resolver = cluster_resolver
-        if mode == "async":
-            raise NotImplementedError('mode="async" is under construction: take mode="sync".')
-        super().__init__(SyncParameterServerExtended(self, cluster))
+        if mode == "sync":
+            super().__init__(SyncParameterServerExtended(self, cluster))
+        else:
+            super().__init__(AsyncParameterServerExtended(self, cluster, max_staleness, timeouts))
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -138,6 +157,135 @@ class SyncParameterServerExtended(ParameterServerExtended):
         if not isinstance(value, DistributedValues):
             return value
         return ReductionToOneDevice()._gather(value, destinations=destinations, axis=axis)
+
+
+class AsyncParameterServerExtended(ParameterServerExtended):
+    """One replica, which is whichever worker takes the step."""
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster: ParameterServerCluster,
+        max_staleness: int | None,
+        timeouts: Timeouts,
+    ):
+        super().__init__(container_strategy, cluster)
+        devices = tuple(worker[0] for worker in cluster.worker_devices())
+        self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
+        self._worker = threading.local()
+
+    def _compute_devices(self) -> tuple[str, ...]:
+        # Where a step runs that was not handed to the pool.
+        return (self._cluster.worker_devices()[0][0],)
+
+    def _settle(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.join()
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return AsyncMetricVariable
+        return AsyncVariable
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._place_next.device,)
+
+    # ---- how a step runs -------------------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        strategy = self._container_strategy()
+        worker = getattr(self._worker, "number", None)
+        device = self._devices[0] if worker is None else None  # the pool places its steps itself
+
+        global_generator_under(strategy)  # a step that draws from it first could not create it
+        with tf.device(device), WorkerContext(strategy, 0 if worker is None else worker):
+            return fn(*args, **kwargs)
+
+    def _make_step(self, step_function: Callable, specs: Any) -> RemoteStep:
+        """`step_function` as a worker and the servers run it, for arguments of `specs`."""
+        strategy = self._container_strategy()
+
+        def run(arguments: Any, worker: tf.Tensor) -> Any:
+            self._worker.number = worker
+            try:
+                return strategy.run(step_function, arguments)
+            finally:
+                self._worker.number = None
+
+        @contextlib.contextmanager
+        def scope() -> Iterator[None]:
+            with strategy.scope(), WorkerContext(strategy, 0):
+                yield
+
+        return RemoteStep(run, specs, scope)
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        effects = current_effects()
+        if effects is None:
+            return apply(gradients, variables)
+        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
+        updated = list(optimizer._trainable_variables if variables is None else variables)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        tensors = [gradients[i] for i in present]
+        devices = [updated[i]._value.values[0].device for i in present]
+        scale = getattr(optimizer, "dynamic_scale", None)
+        if scale is not None:
+            tensors.append(tf.convert_to_tensor(scale))
+            devices.append(devices[0] if devices else self._cluster.ps_devices[0])
+
+        def carry_out(values: list) -> None:
+            if scale is not None:  # it may have changed since the worker scaled its loss
+                factor = tf.convert_to_tensor(scale) / values.pop()
+                values = [value * tf.cast(factor, value.dtype) for value in values]
+            arrived = dict(zip(present, values, strict=True))
+            apply([arrived.get(i) for i in range(len(gradients))], variables)
+
+        effects.defer(tensors, devices, carry_out)
+        return None
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        model: Any = call.model
+        if model.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True runs Python for each step, which workers cannot. Received: it, "
+                'under mode="async". Debug with mode="sync".'
+            )
+        for kind in {"fit": ("train", "test"), "evaluate": ("test",)}.get(
+            call.method, ("predict",)
+        ):
+            function_class = PredictFunction if kind == "predict" else StepFunction
+            known = getattr(model, f"{kind}_function")
+            if not (isinstance(known, StepFunction) and known.pool is self._pool):
+                step_function = getattr(model, f"{kind}_step")
+                function = function_class(self._pool, self._make_step, model, step_function)
+                setattr(model, f"{kind}_function", function)
+        return Batches(
+            FedByChief(dataset),
+            lambda: next(iter(dataset)),
+            call.num_batches,
+            model.predict_function.submit if call.method == "predict" else None,
+            2 * self._cluster.num_workers,
+        )
+
+
+class WorkerContext(ReplicaContext):
+    """The only replica of an asynchronous step; draws random numbers of the worker's own.
+
+    Args:
+        strategy: whose replica it is.
+        worker: the number of the worker that computes, an int or a scalar int32 tensor.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, worker: Any):
+        super().__init__(strategy, 0)
+        self._worker_number = worker
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The worker's number: seeds differ by it."""
+        return tf.convert_to_tensor(self._worker_number)
 
 
 def _evaluated(initial_value: Any, dtype: Any) -> Any:

@@ -1,0 +1,129 @@
+"""What a step would change, written down instead of done.
+
+A worker's step reads variables and computes; it changes nothing. Everything that it would have
+assigned is handed in as data and applied by the parameter servers alone, one step's effects after
+another's:
+
+    worker            forward, backward                 parameter servers
+    --------          -----------------                 -----------------
+    v.assign(v + x)   effects: v += x          ------>  v.assign_add(x)
+    opt.apply(g, w)   effects: apply g to w    ------>  opt.apply(g, w)
+
+So no update is lost, none is seen half done, and a worker that dies, at whatever moment, has either
+handed its step in or left no trace of it: the step can be given to another worker.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+_thread = threading.local()
+
+
+def current_effects() -> "Effects | None":
+    """The effects of the step that the calling thread is tracing on behalf of a worker."""
+    effects = getattr(_thread, "effects", None)
+    if effects is None or tf.executing_eagerly():
+        return None
+    return effects
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One change: `carry_out` is called with the values of `tensors`, on the parameter servers.
+
+    Attributes:
+        tensors: tensors and `IndexedSlices` of the worker's graph, or None.
+        devices: where each of them is needed.
+        carry_out: makes the change.
+    """
+
+    tensors: list
+    devices: list[str]
+    carry_out: Callable[[list], Any]
+
+
+class Effects:
+    """The changes of one step, in order, and what variables would be after them."""
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self._values: dict[int, tf.Tensor] = {}  # what the step sees, by the variable's id
+        self._seen: list[Any] = []  # keeps ids from being used again
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it, the calling thread's assignments go here."""
+        _thread.effects = self
+        try:
+            yield
+        finally:
+            _thread.effects = None
+
+    def read(self, variable: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """The value that the step sees: what `read()` gave first, and what it assigned since."""
+        if id(variable) not in self._values:
+            self._values[id(variable)] = read()
+            self._seen.append(variable)
+        return self._values[id(variable)]
+
+    def assign(self, variable: Any, value: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """`variable.assign(value)`; a value that was computed from the variable adds to it.
+
+        Another worker may change the variable in between: what this step contributes to a sum, a
+        counter or a moving average is the difference to what it read.
+        """
+        value = tf.cast(tf.convert_to_tensor(value), variable.dtype)
+        if id(variable) in self._values and variable.dtype != tf.bool:
+            return self._add(variable, value - self.read(variable, read), value)
+        self._record(variable, value, lambda values: variable.assign(values[0]), value)
+        return value
+
+    def assign_add(self, variable: Any, delta: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """`variable.assign_add(delta)`."""
+        delta = tf.cast(tf.convert_to_tensor(delta), variable.dtype)
+        return self._add(variable, delta, self.read(variable, read) + delta)
+
+    def defer(
+        self, tensors: Sequence, devices: Sequence[str], carry_out: Callable[[list], Any]
+    ) -> None:
+        """Any other change, as `Effect` describes it."""
+        self.effects.append(Effect(list(tensors), list(devices), carry_out))
+
+    def _add(self, variable: Any, delta: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        self._record(variable, delta, lambda values: variable.assign_add(values[0]), value)
+        return value
+
+    def _record(
+        self, variable: Any, tensor: tf.Tensor, carry_out: Callable, value: tf.Tensor
+    ) -> None:
+        self.defer([tensor], [variable.values[0].device], carry_out)
+        self._values[id(variable)] = value
+        self._seen.append(variable)
+
+    def outputs(self) -> list[list]:
+        """The tensors of all effects, sent to where they are needed; in the worker's graph."""
+        return [
+            [_send(t, d) for t, d in zip(effect.tensors, effect.devices, strict=True)]
+            for effect in self.effects
+        ]
+
+    def carry_out(self, values: Sequence[list]) -> None:
+        """Makes all changes, with the `values` of `outputs()`."""
+        for effect, tensors in zip(self.effects, values, strict=True):
+            effect.carry_out(tensors)
+
+
+def _send(tensor: Any, device: str) -> Any:
+    if tensor is None:
+        return None
+    with tf.device(device):
+        if isinstance(tensor, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                tf.identity(tensor.values), tf.identity(tensor.indices), tensor.dense_shape
+            )
+        return tf.identity(tensor)

@@ -1,0 +1,189 @@
+"""What `fit`, `evaluate` and `predict` call for each batch: the step goes to a worker.
+
+Keras keeps the function that it calls for each batch at the model (`train_function` and its like)
+and makes one where there is none. We put ours there, when Keras hands its dataset to the strategy:
+
+    fit -> train_function(batches) -> WorkerPool.submit -> the logs of the newest step that is done
+"""
+
+import collections
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
+from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
+from tfparallel.tf_internals import is_symbolic_build
+
+MakeStep = Callable[[Callable, Any], RemoteStep]
+
+
+class Fed:
+    """A batch that the chief has read and sends along with the step."""
+
+    def __init__(self, batch: Any):
+        self.batch = keras.tree.map_structure(_as_tensor, batch)
+        self.specs = (specs_of(self.batch),)
+
+    def on(self, worker: int, device: str) -> Any:
+        """The batch: TensorFlow sends it with the call."""
+        del worker, device
+        return (self.batch,)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+class FedByChief:
+    """The batches of a dataset, read here."""
+
+    def __init__(self, dataset: Iterable):
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Fed]:
+        return (Fed(batch) for batch in self._dataset)
+
+
+class Batches:
+    """What Keras iterates over: arguments of steps, in the order of the dataset.
+
+    Args:
+        source: iterable of arguments.
+        first_batch: gives a batch as the user sees it, from which Keras builds the model.
+        num_batches: after how many an epoch ends; None is at the end of `source`.
+        submit: called ahead with each of the arguments, where results are wanted in order.
+        num_ahead: how many are submitted before the first is asked for.
+    """
+
+    def __init__(
+        self,
+        source: Iterable,
+        first_batch: Callable[[], Any],
+        num_batches: int | None = None,
+        submit: Callable[[Any], Step] | None = None,
+        num_ahead: int = 0,
+    ):
+        self._source, self.first_batch, self.num_batches = source, first_batch, num_batches
+        self._submit, self._num_ahead = submit, num_ahead
+
+    def __iter__(self) -> Iterator:
+        source = iter(self._source)
+        if self._submit is None:
+            return BatchIterator(self, source)
+        return iter(_submitted_ahead(source, self._submit, self._num_ahead))
+
+
+class BatchIterator:
+    """The batches of an epoch (or of all, if the epochs share one iterator).
+
+    Attributes:
+        is_at_end: the batch that came last is the last one of an epoch.
+    """
+
+    def __init__(self, batches: Batches, source: Iterator):
+        self._batches, self._source = batches, source
+        self._next: Any = None
+        self._num_read = 0
+        self.is_at_end = False
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if is_symbolic_build(sys._getframe(1)):
+            return self._batches.first_batch()
+        batch = self._next if self._num_read else next(self._source, None)
+        if batch is None:
+            raise StopIteration
+        self._num_read += 1
+        num_batches = self._batches.num_batches
+        self._next = next(self._source, None)
+        self.is_at_end = self._next is None or (
+            num_batches is not None and self._num_read % num_batches == 0
+        )
+        return batch
+
+
+def _submitted_ahead(source: Iterator, submit: Callable[[Any], Step], num_ahead: int) -> Iterator:
+    under_way: collections.deque[Step] = collections.deque()
+    for arguments in source:
+        under_way.append(submit(arguments))
+        if len(under_way) > num_ahead:
+            yield under_way.popleft()
+    yield from under_way
+
+
+class StepFunction:
+    """What Keras calls with an iterator, to train or test on `steps_per_execution` batches.
+
+    Args:
+        pool: runs the steps.
+        make_step: traces a step function for arguments of given specs.
+        model: whose steps they are.
+        step_function: the model's bound `train_step`, `test_step` or `predict_step`.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, make_step: MakeStep, model: keras.Model, step_function: Callable
+    ):
+        self.pool, self._make_step = pool, make_step
+        self._model, self._step_function = model, step_function
+        self._steps: dict[str, RemoteStep] = {}
+        self._under_way: collections.deque[Step] = collections.deque()
+        self._newest: Any = None
+
+    def submit(self, arguments: Arguments) -> Step:
+        """Hands one step to the pool."""
+        key = str(arguments.specs)
+        if key not in self._steps:
+            self._steps[key] = self._make_step(self._step_function, arguments.specs)
+        return self.pool.submit(self._steps[key], arguments)
+
+    def __call__(self, iterator: Any) -> Any:
+        for number in range(self._model.steps_per_execution):
+            arguments = next(iterator, None)
+            if arguments is None and number == 0:
+                raise StopIteration
+            if arguments is None:
+                break
+            if not isinstance(iterator, BatchIterator):  # `train_on_batch` waits for its result
+                return self.pool.wait(self.submit(Fed(arguments)))
+            self._under_way.append(self.submit(arguments))
+        if iterator.is_at_end:
+            return self._last_logs()
+        return self._newest_logs()
+
+    def _newest_logs(self) -> Any:
+        """Those of the newest step whose predecessors are all done; waits for the first of all."""
+        while self._under_way and self._under_way[0].is_done.is_set():
+            self._newest = self._under_way.popleft().outputs
+        if self._newest is None:
+            self._newest = self.pool.wait(self._under_way.popleft())
+        return self._newest
+
+    def _last_logs(self) -> Any:
+        """Those of the last step, which Keras keeps as the epoch's where they are no metrics."""
+        last = self._under_way[-1]
+        self._under_way.clear()
+        self.pool.join()
+        self._newest = None
+        return last.outputs
+
+
+class PredictFunction(StepFunction):
+    """What Keras calls with a list of batches, to get all their predictions in order."""
+
+    def __call__(self, data: Any) -> Any:
+        outputs = [
+            self.pool.wait(part if isinstance(part, Step) else self.submit(Fed(part)))
+            for part in data
+        ]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

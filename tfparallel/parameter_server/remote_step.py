@@ -1,0 +1,119 @@
+"""One kind of step (train, test, predict) as two functions: a worker's and the servers'.
+
+compute   on a worker: batch -> outputs, effects; changes nothing
+apply     on the parameter servers: effects -> changes; no worker takes part
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.parameter_server.effects import Effects
+
+
+class RemoteStep:
+    """A step function, traced for arguments of one structure.
+
+    Args:
+        run: called while tracing, with the arguments and the worker's number (a scalar int32
+            tensor); gives the outputs.
+        specs: nest of `TypeSpec` of the arguments.
+        scope: makes the context in which effects are carried out.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any, tf.Tensor], Any],
+        specs: Any,
+        scope: Callable[[], contextlib.AbstractContextManager],
+    ):
+        traced: dict[str, Any] = {}
+
+        def compute(worker: tf.Tensor, *flat: tf.Tensor) -> tuple:
+            arguments = _pack(specs, flat)
+            effects = traced["recorder"] = Effects()  # tf.function may trace twice
+            with effects.recording():
+                traced["outputs"] = run(arguments, worker)
+                traced["effects"] = effects.outputs()
+            flat_outputs = tf.nest.flatten(traced["outputs"], expand_composites=True)
+            flat_outputs = [tf.convert_to_tensor(output) for output in flat_outputs]
+            traced["packed"] = [_is_packed(output) for output in flat_outputs]
+            return (
+                *_pack_scalars(flat_outputs),
+                tf.nest.flatten(traced["effects"], expand_composites=True),
+            )
+
+        def apply(*flat: tf.Tensor) -> None:
+            with scope():
+                traced["recorder"].carry_out(
+                    tf.nest.pack_sequence_as(traced["effects"], flat, expand_composites=True)
+                )
+
+        self._compute = tf.function(compute, autograph=False).get_concrete_function(
+            tf.TensorSpec((), tf.int32), *_flatten(specs)
+        )
+        self._traced = traced
+        values = self._compute.structured_outputs[2]
+        self.has_effects = bool(values)
+        if self.has_effects:
+            value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+            self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
+
+    def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list]:
+        """Runs the worker's part there; returns remote tensors: outputs (to fetch) and effects."""
+        with tf.device(device):
+            *outputs, effects = self._compute(tf.constant(worker), *_flatten(arguments))
+        return outputs, effects
+
+    def apply(self, device: str, effects: list) -> None:
+        """Makes the changes; `device` is that of a parameter server."""
+        with tf.device(device):
+            self._apply(*effects)
+
+    def fetch(self, device: str, outputs: Any) -> Any:
+        """The outputs of `compute` on this process's `device`, as `run` gave them."""
+        packed, rest = outputs
+        with tf.device(device):
+            scalars = iter(tf.unstack(tf.identity(packed), packed.shape[0]))
+            others = iter([tf.identity(tensor) for tensor in rest])
+            flat = [next(scalars if p else others) for p in self._traced["packed"]]
+        return tf.nest.pack_sequence_as(self._traced["outputs"], flat, expand_composites=True)
+
+
+def specs_of(arguments: Any) -> Any:
+    """The specs of a nest of tensors, with any number of rows."""
+
+    def spec(leaf: Any) -> Any:
+        if leaf is None or not isinstance(leaf, tf.Tensor):
+            return None if leaf is None else tf.type_spec_from_value(leaf)
+        return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
+
+    return tf.nest.map_structure(spec, arguments)
+
+
+def _flatten(nest: Any) -> list:
+    flat = tf.nest.flatten(nest, expand_composites=True)
+    return [leaf for leaf in flat if leaf is not None]
+
+
+def _pack(structure: Any, flat: Any) -> Any:
+    """`flat` in the form of `structure`, whose leaves may be None."""
+    leaves = iter(flat)
+    flat = [
+        None if leaf is None else next(leaves)
+        for leaf in tf.nest.flatten(structure, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+
+def _is_packed(output: tf.Tensor) -> bool:
+    return output.dtype == tf.float32 and output.shape.rank == 0
+
+
+def _pack_scalars(flat_outputs: list) -> tuple[tf.Tensor, list]:
+    """All scalars as one vector, which a single call fetches, and the other outputs."""
+    scalars = [output for output in flat_outputs if _is_packed(output)]
+    others = [output for output in flat_outputs if not _is_packed(output)]
+    return tf.stack(scalars) if scalars else tf.zeros([0]), others

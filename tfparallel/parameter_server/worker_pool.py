@@ -1,0 +1,300 @@
+"""The chief's threads, one for each worker: each takes the next step from one queue.
+
+A slow worker takes fewer steps and delays nobody. What a step computes is applied by the parameter
+servers, one step at a time (`effects.py`), so the order of updates is the order of arrival.
+
+    submit --> queue --> thread of worker 0: compute on worker 0 --+
+                    \\-> thread of worker 1: compute on worker 1 --+--> apply, one at a time
+"""
+
+import collections
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.recovery import Recovery, TaskLost
+from tfparallel.parameter_server.remote_step import RemoteStep
+from tfparallel.parameter_server.staleness import StalenessBound
+
+
+class Arguments(Protocol):
+    """The arguments of a step, for whichever worker takes it."""
+
+    @property
+    def specs(self) -> Any:
+        """Their `TypeSpec`s."""
+
+    def on(self, worker: int, device: str) -> Any:
+        """The nest of tensors for `worker`."""
+
+
+@dataclass
+class Step:
+    """One step on its way.
+
+    Attributes:
+        remote: what to run.
+        arguments: on what.
+        number: in the order of submission.
+        is_done: set when outputs or an error are there.
+        outputs: what the step gave, on the chief.
+        worker: who computed it.
+    """
+
+    remote: RemoteStep
+    arguments: Arguments
+    number: int
+    is_done: threading.Event = field(default_factory=threading.Event)
+    outputs: Any = None
+    worker: int | None = None
+    attempt: int = 0
+
+
+class WorkerPool:
+    """Runs steps on the workers of a cluster.
+
+    Args:
+        cluster: connected.
+        devices: what each worker computes on.
+        max_staleness: see `StalenessBound`.
+        timeouts: when a worker or a server counts as lost.
+    """
+
+    def __init__(
+        self,
+        cluster: ParameterServerCluster,
+        devices: tuple[str, ...],
+        max_staleness: int | None,
+        timeouts: Timeouts,
+    ):
+        self._cluster, self._devices, self._timeouts = cluster, devices, timeouts
+        self._recovery = Recovery(cluster, timeouts)
+        self._changed = threading.Condition()  # guards everything below
+        self._queue: collections.deque[Step] = collections.deque()
+        self._under_way: dict[int, tuple[Step, float]] = {}  # by worker, with the time it began
+        self._staleness = StalenessBound(max_staleness)
+        self._numbers = itertools.count()
+        self._error: BaseException | None = None
+        self._lost: dict[int, float] = {}  # workers that are gone, and since when
+        self._applying_since_s: float | None = None
+        self.steps_of_worker = [0] * len(devices)
+        self._threads: list[threading.Thread] = []
+
+    # ---- for the chief's own thread --------------------------------------------------------------
+
+    def submit(self, remote: RemoteStep, arguments: Arguments) -> Step:
+        """Queues a step; waits while two steps for each worker are queued already.
+
+        Raises:
+            Exception: what an earlier step raised.
+        """
+        self._start()
+        with self._changed:
+            self._wait_until(lambda: len(self._queue) < len(self._devices))
+            step = Step(remote, arguments, next(self._numbers))
+            self._queue.append(step)
+            self._changed.notify_all()
+            return step
+
+    def wait(self, step: Step) -> Any:
+        """The outputs of `step`, when it is done."""
+        with self._changed:
+            self._wait_until(step.is_done.is_set)
+        return step.outputs
+
+    def join(self) -> None:
+        """Waits until every submitted step has been applied.
+
+        Raises:
+            Exception: what a step raised; the steps that were queued are dropped.
+        """
+        if threading.current_thread() in self._threads:
+            return
+        with self._changed:
+            self._wait_until(lambda: not self._queue and not self._under_way)
+
+    @property
+    def largest_staleness(self) -> int:
+        """The largest staleness of an update so far."""
+        with self._changed:
+            return self._staleness.largest
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while True:
+            if self._error is not None:
+                error, self._error = self._error, None
+                self._queue.clear()
+                raise error
+            if condition():
+                return
+            self._changed.wait(1.0)
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        for worker in range(len(self._devices)):
+            target, name = self._work, f"tfparallel worker {worker}"
+            thread = threading.Thread(target=target, args=(worker,), name=name, daemon=True)
+            self._threads.append(thread)
+        self._threads.append(threading.Thread(target=self._watch, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # ---- for the thread of a worker --------------------------------------------------------------
+
+    def _work(self, worker: int) -> None:
+        while True:
+            step = self._take(worker)
+            try:
+                self._run(worker, step)
+            except TaskLost as lost:
+                self._give_back(worker, step)
+                self._await_worker(worker, lost)
+            except BaseException as error:
+                self._fail(worker, step, error)
+
+    def _take(self, worker: int) -> Step:
+        with self._changed:
+            while not (self._queue and self._staleness.may_start()):
+                self._changed.wait()
+            step = self._queue.popleft()
+            step.worker = worker
+            step.attempt += 1
+            self._staleness.start(step.number)
+            self._under_way[worker] = (step, time.monotonic())
+            self._changed.notify_all()
+            return step
+
+    def _run(self, worker: int, step: Step) -> None:
+        attempt, device = step.attempt, self._devices[worker]
+        with self._recovery.of_worker(worker):
+            arguments = step.arguments.on(worker, device)
+            outputs, effects = step.remote.compute(worker, device, arguments)
+            outputs = step.remote.fetch(self._cluster.chief_device, outputs)
+        with self._changed:
+            while self._owns(worker, step, attempt) and not (
+                self._applying_since_s is None and self._staleness.may_apply(step.number)
+            ):
+                self._changed.wait()
+            if not self._owns(worker, step, attempt):
+                return  # it was given to another worker while this one was silent
+            self._applying_since_s = time.monotonic()
+        try:
+            if step.remote.has_effects:
+                with self._recovery.of_servers():
+                    step.remote.apply(self._cluster.ps_devices[0], effects)
+        finally:
+            with self._changed:
+                self._applying_since_s = None
+                self._changed.notify_all()
+        with self._changed:
+            step.outputs = outputs
+            if step.remote.has_effects:
+                self._staleness.apply(step.number)
+            else:
+                self._staleness.forget(step.number)
+            self.steps_of_worker[worker] += 1
+            self._end(worker, step)
+
+    def _owns(self, worker: int, step: Step, attempt: int) -> bool:
+        """Whether `step` is still this worker's to finish."""
+        under_way = self._under_way.get(worker)
+        return under_way is not None and under_way[0] is step and step.attempt == attempt
+
+    def _end(self, worker: int, step: Step) -> None:
+        del self._under_way[worker]
+        step.is_done.set()
+        self._changed.notify_all()
+
+    def _give_back(self, worker: int, step: Step) -> None:
+        """`step` left no trace: someone else takes it next."""
+        with self._changed:
+            under_way = self._under_way.get(worker)
+            if under_way is not None and under_way[0] is step:
+                del self._under_way[worker]
+                self._staleness.forget(step.number)
+                self._queue.appendleft(step)
+            self._changed.notify_all()
+
+    def _fail(self, worker: int, step: Step, error: BaseException) -> None:
+        with self._changed:
+            if worker in self._under_way and self._under_way[worker][0] is step:
+                self._staleness.forget(step.number)
+                self._end(worker, step)
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def _await_worker(self, worker: int, lost: TaskLost) -> None:
+        name = self._cluster.describe("worker", worker)
+        tf.get_logger().warning("%s is lost (%s); its step goes to another.", name, lost.reason)
+        with self._changed:
+            self._lost.setdefault(worker, time.monotonic())
+        self._recovery.await_worker(worker)
+        tf.get_logger().warning("%s is back.", name)
+        with self._changed:
+            del self._lost[worker]
+
+    # ---- the watch -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Takes steps from workers that are silent, and gives up where nobody is left."""
+        reported_s = time.monotonic()
+        while True:
+            time.sleep(0.5)
+            with self._changed:
+                now_s = time.monotonic()
+                self._take_from_silent(now_s)
+                error = self._hopeless(now_s)
+                if error is not None and self._error is None and (self._queue or self._under_way):
+                    self._error = error
+                    self._queue.clear()
+                    self._under_way.clear()
+                    self._changed.notify_all()
+                if len(self._lost) == len(self._devices) and now_s - reported_s > 10:
+                    reported_s = now_s
+                    tf.get_logger().warning("chief waits for %s.", self._describe_lost())
+
+    def _take_from_silent(self, now_s: float) -> None:
+        limit_s = self._timeouts.worker_s
+        if limit_s is None:
+            return
+        for worker, (step, began_s) in list(self._under_way.items()):
+            is_waiting = step.worker == worker and now_s - began_s > limit_s
+            if is_waiting and self._applying_since_s is None and worker not in self._lost:
+                tf.get_logger().warning(
+                    "%s has been silent for %g s; its step goes to another.",
+                    self._cluster.describe("worker", worker),
+                    limit_s,
+                )
+                del self._under_way[worker]
+                self._staleness.forget(step.number)
+                self._queue.appendleft(step)
+                self._changed.notify_all()
+
+    def _hopeless(self, now_s: float) -> Exception | None:
+        began_s, limit_s = self._applying_since_s, self._timeouts.ps_s
+        if began_s is not None and now_s - began_s > limit_s:
+            silent = self._recovery.describe_servers()
+            return TimeoutError(
+                f"Expected an update to be applied within {limit_s:g} s. Received: no answer from "
+                f"the parameter servers ({silent}). Start the job again; with the backup callback "
+                "it resumes. (The chief is speaking.)"
+            )
+        if len(self._lost) == len(self._devices):
+            since_s = now_s - max(self._lost.values())
+            if since_s > self._timeouts.all_workers_s:
+                return TimeoutError(
+                    f"Expected a worker to come back within {self._timeouts.all_workers_s:g} s. "
+                    f"Received: nothing from {self._describe_lost()}. (The chief is speaking.)"
+                )
+        return None
+
+    def _describe_lost(self) -> str:
+        return ", ".join(self._cluster.describe("worker", worker) for worker in sorted(self._lost))
