@@ -5,6 +5,7 @@ Imports no TensorFlow, so that mistakes on the command line show at once.
 
 import argparse
 import importlib.machinery
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 from tfparallel.launch.processes import WorkerCommand, run_processes
-from tfparallel.launch.roles import WORKER, plan_processes
+from tfparallel.launch.roles import count_roles, plan_processes
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
@@ -70,6 +71,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("--workers", type=_positive_int, metavar="N", help="how many workers")
     launch.add_argument(
+        "--ps",
+        type=_positive_int,
+        metavar="N",
+        help="how many parameter servers; the job then has one chief too (ParameterServerStrategy)",
+    )
+    launch.add_argument(
+        "--evaluator",
+        action="store_true",
+        help="one more process that evaluates the chief's checkpoints; needs --ps",
+    )
+    launch.add_argument(
         "--devices-per-worker",
         type=_positive_int,
         metavar="D",
@@ -96,6 +108,11 @@ def _check_launch(args: argparse.Namespace) -> None:
         args.error(_NOT_STANDALONE)
     if args.workers is None:
         args.error("--standalone expects the number of workers. Received: none. Add --workers 2.")
+    if args.evaluator and args.ps is None:
+        args.error(
+            "--evaluator expects parameter servers. Received: no --ps. Add --ps 1, or leave "
+            "--evaluator out: other strategies evaluate with validation_data of fit."
+        )
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         args.error(_TF_CONFIG_IS_SET.format(os.environ["TF_CONFIG"]))
     if sys.platform != "linux":
@@ -118,9 +135,11 @@ def _check_launch(args: argparse.Namespace) -> None:
 def _launch(args: argparse.Namespace) -> int:
     what = ["-m", args.script] if args.is_module else [args.script]
     argv = (sys.executable, *what, *args.script_args)
-    with reserved_addresses(args.workers) as addresses:
+    counts = count_roles(args.workers, args.ps or 0, args.evaluator)
+    with reserved_addresses(sum(counts.values())) as addresses:
+        remaining = iter(addresses)
         plan = plan_processes(
-            {WORKER: addresses},
+            {role: list(itertools.islice(remaining, count)) for role, count in counts.items()},
             {**os.environ, **REUSE_PORT_ENV},
             num_cores=len(os.sched_getaffinity(0)),
             devices_per_worker=args.devices_per_worker,

@@ -47,6 +47,17 @@ def tf_config_place(addresses: Addresses, role_name: str, index: int) -> dict[st
 
 # One row a role. A chief differs in its name only; a job of another kind brings its own `place`.
 WORKER = Role("worker", tf_config_place)
+CHIEF = Role("chief", tf_config_place)
+PARAMETER_SERVER = Role("ps", tf_config_place)
+EVALUATOR = Role("evaluator", tf_config_place)
+
+
+def count_roles(num_workers: int, num_ps: int = 0, evaluator: bool = False) -> dict[Role, int]:
+    """How many processes of each role a job has: with parameter servers, also one chief."""
+    if num_ps == 0:
+        return {WORKER: num_workers}
+    roles = {CHIEF: 1, WORKER: num_workers, PARAMETER_SERVER: num_ps}
+    return {**roles, EVALUATOR: 1} if evaluator else roles
 
 
 def plan_processes(
