@@ -3,7 +3,7 @@
     make demo                 (or: python examples/demo.py)
 
 Each strategy trains examples/mnist.py in processes of its own: on two logical CPU devices, or in
-two workers that `tfparallel launch` starts. All start from the same weights, see the same global
+two workers that `tfparallel launch` or `horovodrun` starts. All start from the same weights, see the same global
 batches, of which the last is uneven, and should end with the same weights.
 
 Ends with a table and demo.png. Exits with 1 if a run fails, or if any weight differs from one
@@ -62,6 +62,7 @@ class Run:
     strategy: str
     devices: str
     num_workers: int = 1
+    starter: str = "tfparallel"  # of several workers: "tfparallel" launch, or "horovodrun"
     skipped: str | None = None  # why it does not run here
 
 
@@ -72,6 +73,7 @@ RUNS = (
     Run("central_storage", "2 CPUs"),
     Run("pipeline", "2 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
+    Run("horovod", "2 ranks", num_workers=2, starter="horovodrun"),
     Run("tpu", "TPU", skipped="no TPU here"),  # .venv has the TensorFlow for CPUs
 )
 
@@ -182,6 +184,9 @@ def command(run: Run, report: Path) -> list[str]:
     script += [f"--set={key}={value}" for key, value in SETTINGS.items()]
     if run.num_workers == 1:
         return [sys.executable, *script]
+    if run.starter == "horovodrun":
+        horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+        return [horovodrun, "-np", str(run.num_workers), sys.executable, *script]
     launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", str(run.num_workers)]
     return [sys.executable, *launch, *script]
 

@@ -12,6 +12,10 @@ Several workers, here two processes of this machine:
 
     tfparallel launch --standalone --workers 2 examples/mnist.py --strategy multi_worker_mirrored
 
+Several ranks of Horovod:
+
+    horovodrun -np 2 python examples/mnist.py --strategy horovod
+
 Two hosts, the same command on each, with this host's index in TF_CONFIG:
 
     TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]},
@@ -169,6 +173,8 @@ def build_optimizer(config: Optimizer) -> keras.optimizers.Optimizer:
 
 def task_index(strategy: tf.distribute.Strategy) -> int:
     """Which worker this process is; 0 where there is only one."""
+    if hasattr(strategy, "rank"):
+        return strategy.rank
     resolver = strategy.cluster_resolver
     return (resolver.task_id or 0) if resolver is not None else 0
 

@@ -99,6 +99,45 @@ class MultiWorkerMirrored(StrategySection):
         return {"communication_options": tf.distribute.experimental.CommunicationOptions(**options)}
 
 
+class Compression(Section):
+    """How gradients cross ranks: `rank` is PowerSGD's, `ratio` is what top-k keeps."""
+
+    name: Literal["none", "fp16", "bf16", "power_sgd", "top_k", "adaptive"] = "none"
+    rank: int = Field(default=4, ge=1)
+    ratio: float = Field(default=0.01, gt=0, lt=0.5)
+
+    def compressor(self) -> Any:
+        """Return what `compression=` of a strategy takes."""
+        from tfparallel import compression
+
+        makers = {
+            "none": lambda: None,
+            "fp16": lambda: "fp16",
+            "bf16": lambda: "bf16",
+            "power_sgd": lambda: compression.PowerSGD(rank=self.rank),
+            "top_k": lambda: compression.TopK(self.ratio),
+            "adaptive": compression.Adaptive,
+        }
+        return makers[self.name]()
+
+
+class Horovod(StrategySection):
+    """Which rank a process is comes from `horovodrun`, so that all hosts share one file."""
+
+    class_name = "HorovodStrategy"
+    name: Literal["horovod"]
+    compression: Compression = Compression()
+    reduction: Literal["ring", "hierarchical", "adasum"] = "ring"
+    bucket_bytes: int = Field(default=16 << 20, ge=1)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "compression": self.compression.compressor(),
+            "reduction": self.reduction,
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+
 class CentralStorage(StrategySection):
     """`compute_devices` None is all GPUs, or all logical CPUs where there is none."""
 
@@ -129,7 +168,7 @@ class Tpu(StrategySection):
 
 
 # A new strategy is one new row.
-STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, CentralStorage, Pipeline, Tpu)
+STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, Horovod, CentralStorage, Pipeline, Tpu)
 
 if TYPE_CHECKING:
     AnyStrategy = StrategySection

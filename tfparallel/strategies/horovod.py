@@ -3,10 +3,11 @@
 import contextlib
 import os
 import socket
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -20,9 +21,11 @@ from tfparallel.communication.horovod import (
     hvd,
     start,
 )
+from tfparallel.communication.stall_watch import StalledError, StallWatch
 from tfparallel.communication.tcp_store import StoreServer, TcpStore
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.compressed_gradients import CompressedGradients, WorkersTransport
+from tfparallel.strategies.optimizer_hooks import gradient_source
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import (
     CollectiveAllReduceExtended,
@@ -31,6 +34,7 @@ from tfparallel.tf_internals import (
     TrainerCall,
 )
 
+_SHUTDOWN_TIMEOUT_S = 5.0
 _REDUCTIONS = ("ring", "hierarchical", "adasum")
 
 
@@ -54,6 +58,8 @@ class HorovodStrategy(KerasStrategy):
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied after
             it, against overflow of float16.
         sparse_as_dense: reduce gradients of embeddings as whole tables instead of rows.
+        stall_timeout_s: how long ranks wait in the reduction of gradients for one that does not
+            come. They then log which rank that is, and end with an error; None waits for ever.
         process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
 
     Raises:
@@ -73,9 +79,10 @@ class HorovodStrategy(KerasStrategy):
         bucket_bytes: int = 16 << 20,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
+        stall_timeout_s: float | None = 300.0,
         process_set: Any = None,
     ):
-        _check_options(reduction, bucket_bytes, gradient_predivide_factor)
+        _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = None if compression is None else as_compressor(compression)
         if compressor is not None and reduction == "adasum":
             raise ValueError(
@@ -96,6 +103,8 @@ class HorovodStrategy(KerasStrategy):
         extended._compress_gradients(
             compressor, WorkersTransport(extended, process_set.rank(), process_set.size())
         )
+        if stall_timeout_s is not None:
+            extended._watch_for_stalls(stall_timeout_s)
         super().__init__(extended)
 
     @property
@@ -126,6 +135,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         with tf.init_scope():
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._order = ResourceVariable(0.0)
+            self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
+        self._reduced: list[str] = []  # paths of the variables whose gradients met last
         self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
         self._num_workers, self._id_in_cluster = process_set.size(), process_set.rank()
         self._is_chief = self._id_in_cluster == 0
@@ -159,6 +170,21 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         rank = self._id_in_cluster
         store = TcpStore(host, int(port), token, rank)
         return Agreement(store, "horovod", rank, self._num_workers)
+
+    def _watch_for_stalls(self, timeout_s: float) -> None:
+        if self._num_workers == 1:
+            return
+        begun, ended, reduced = self._begun, self._ended, self._reduced
+        watch = StallWatch(
+            cast(TcpStore, self._agreement.store),
+            self._id_in_cluster,
+            self._num_workers,
+            lambda: (int(begun.numpy()), int(ended.numpy())),
+            lambda: f"gradients of {', '.join(reduced[:3])}{', ...' if reduced[3:] else ''}",
+            timeout_s,
+            _end_stalled_job,
+        )
+        weakref.finalize(self, watch.stop)
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -216,6 +242,16 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             return gradients
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        source = gradient_source()
+        self._reduced[:] = [v.path for v in source.variables] if source is not None else []
+        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(gradients)):
+            self._begun.assign_add(1)
+        sums = self._sum_across_ranks(gradients)
+        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(sums)):
+            self._ended.assign_add(1)
+        return sums
+
+    def _sum_across_ranks(self, gradients: list) -> list:
         if self._compressor is not None:
             return super()._sum_gradients(gradients)
         step = current_replica_step()
@@ -252,13 +288,32 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
                 self._order.assign_add(1.0)
 
 
-def _check_options(reduction: str, bucket_bytes: int, predivide: float) -> None:
+def _tensors_of(gradients: list) -> list[tf.Tensor]:
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def _end_stalled_job(error: StalledError) -> None:
+    """Makes what waits in Horovod fail, so that `fit` raises, or else ends the process."""
+    tf.get_logger().error("%s", error)
+    shutdown = threading.Thread(target=hvd.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(_SHUTDOWN_TIMEOUT_S)
+    if shutdown.is_alive():
+        tf.get_logger().error("Horovod does not end either. This process exits with status 1.")
+        os._exit(1)
+
+
+def _check_options(
+    reduction: str, bucket_bytes: int, predivide: float, stall_timeout_s: float | None
+) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"Expected a reduction out of {_REDUCTIONS}. Received: {reduction!r}.")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1. Received: {bucket_bytes}.")
     if predivide <= 0:
         raise ValueError(f"gradient_predivide_factor must be positive. Received: {predivide}.")
+    if stall_timeout_s is not None and stall_timeout_s <= 0:
+        raise ValueError(f"stall_timeout_s must be positive, or None. Received: {stall_timeout_s}.")
 
 
 def _check_reduction_is_built(reduction: str) -> None:

@@ -1,0 +1,55 @@
+"""What building Horovod decides, without building it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tfparallel import build_horovod
+from tfparallel.build_horovod import BuildError
+
+
+def test_the_source_that_does_not_compile_is_left_out():
+    lists = (
+        "a\nlist(APPEND TF_SOURCES ${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc)\nb\n"
+    )
+    assert build_horovod.leave_out_xla(lists) == "a\nb\n"
+
+
+def test_another_horovod_is_noticed():
+    with pytest.raises(BuildError, match="xla_mpi_ops"):
+        build_horovod.leave_out_xla("a\n")
+
+
+def test_options_of_the_user_are_kept_and_have_wheels_of_their_own():
+    default = build_horovod.horovod_options({"HOME": "/root"})
+    assert default["HOROVOD_WITH_GLOO"] == default["HOROVOD_WITHOUT_MPI"] == "1"
+    chosen = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_WITH_MPI": "1"}
+    options = build_horovod.horovod_options(chosen)
+    assert chosen.items() <= options.items() and "HOROVOD_WITHOUT_MPI" not in options
+    keys = {build_horovod.cache_key("2.21.0", each) for each in (default, options)}
+    keys.add(build_horovod.cache_key("2.20.0", default))
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("tool", ["cmake", "g++"])
+def test_a_missing_tool_is_named_with_the_command_that_installs_it(tmp_path, tool):
+    """In the first line, before anything is downloaded; nothing stays behind."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for each in {"cmake", "g++", "make"} - {tool}:
+        (folder / each).symlink_to("/bin/true")
+    command = [sys.executable, "-m", "tfparallel.build_horovod", "--cache", tmp_path / "cache"]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode == 1
+    expected = f'{tool} missing: install with "apt-get install {tool}".'
+    assert finished.stderr.splitlines()[-1] == expected
+    assert not (tmp_path / "cache").exists()
