@@ -69,6 +69,19 @@ def test_workers_save_together_by_the_chiefs_clock(zygote, expected, tmp_path):
 
 
 @pytest.mark.timeout(200)
+def test_workers_go_on_with_what_their_compression_left_out(zygote, expected, tmp_path):
+    compressed = "multi_worker_compressed"
+    uninterrupted, backups = tmp_path / "uninterrupted", tmp_path / "backups"
+    uninterrupted.mkdir()
+    assert train(zygote, "", uninterrupted, training=compressed) == [0, 0]
+    train(zygote, backups, tmp_path, (6, 6), compressed)
+    assert train(zygote, backups, tmp_path, training=compressed) == [0, 0]
+    assert_all_equal(uninterrupted, tmp_path)
+    with pytest.raises(AssertionError):
+        assert_all_equal(expected, tmp_path)  # compression makes a difference
+
+
+@pytest.mark.timeout(200)
 def test_another_number_of_workers_goes_on_from_there(zygote, expected, tmp_path):
     train(zygote, tmp_path / "backups", tmp_path, (6, 6))
     assert zygote.run("multi_worker", tmp_path / "backups", tmp_path / "0.npz", 0, "") == 0

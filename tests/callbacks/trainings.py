@@ -147,14 +147,19 @@ def plain_generator(*arguments):
     _train(None, arguments, data=batches, steps_per_epoch=4)
 
 
-def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1):
+def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compression=None):
     """Two workers, or one without a `TF_CONFIG`."""
     if tf_config:
         os.environ["TF_CONFIG"] = tf_config
-    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    strategy = tfparallel.MultiWorkerMirroredStrategy(compression=compression)
     x, y = tiny_data(ROWS)
     arguments = (backup_dir, results, kill_at)
     _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=save_freq)
+
+
+def multi_worker_compressed(*arguments):
+    """Workers that remember what they have not sent, each something else."""
+    multi_worker(*arguments, compression=tfparallel.compression.PowerSGD(rank=1))
 
 
 def multi_worker_by_the_clock(*arguments):

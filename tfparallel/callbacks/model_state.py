@@ -72,6 +72,39 @@ def with_one_term(
     return merged
 
 
+def compression_state(model: keras.Model) -> dict[str, np.ndarray]:
+    """What this worker's gradient compression remembers; empty where nothing is compressed."""
+    compression = _compression_of(model)
+    return {} if compression is None else compression.state()
+
+
+def set_compression_state(
+    model: keras.Model, states: Sequence[dict[str, np.ndarray]], num_workers: int
+) -> None:
+    """Sets what `compression_state` returned: on this worker, or, if they were others, on all.
+
+    Raises:
+        BackupError: if gradients were compressed otherwise.
+    """
+    compression = _compression_of(model)
+    if compression is None or not any(states):
+        return  # to begin, or to end, compressing is a change of the script that loses nothing else
+    try:
+        compression.set_state(states, num_workers)
+    except (KeyError, ValueError) as error:
+        raise BackupError(
+            "A backup restores a training whose gradients are compressed as they were. Received: "
+            f"{compression.compressor!r}, and a backup of another compressor ({error}). Use "
+            "another backup_dir, or the compression of the backup."
+        ) from error
+
+
+def _compression_of(model: keras.Model) -> Any:
+    extended = getattr(model.distribute_strategy, "extended", None)
+    compression_of = getattr(extended, "compression_of", None)
+    return compression_of(model.optimizer) if compression_of and model.optimizer else None
+
+
 def _mirrored_variables(model: keras.Model) -> list[keras.Variable]:
     summed = {id(v) for v in _summed_variables(model)}
     optimizer = model.optimizer.variables if model.optimizer is not None else []

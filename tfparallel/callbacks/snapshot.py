@@ -3,7 +3,8 @@
 part       written by     holds
 ---------  -------------  ----------------------------------------------------------------
 shared     the chief      epoch and batch, weights, seeds, optimizer, callbacks
-worker-R   worker R       its replicas' terms of the metrics, its random states, its input
+worker-R   worker R       its replicas' terms of the metrics, its random states, its input, what its
+                          gradient compression remembers
 """
 
 import dataclasses
@@ -15,9 +16,11 @@ from tfparallel.callbacks.callback_states import callback_states, set_callback_s
 from tfparallel.callbacks.fit_call import FitCall
 from tfparallel.callbacks.input_position import InputPosition
 from tfparallel.callbacks.model_state import (
+    compression_state,
     mirrored_state,
     num_replicas_of,
     replica_state,
+    set_compression_state,
     set_mirrored_state,
     set_replica_state,
     with_one_term,
@@ -55,6 +58,7 @@ def take_snapshot(
         shared["callbacks"] = callback_states(call.callbacks.callbacks)
     own = parts[f"worker-{workers.rank}"] = Part()
     own["metrics"] = replica_state(call.model)
+    own["compression"] = compression_state(call.model)
     own["random"] = random_state()
     own["input"] = position.state(is_mid_epoch=progress.batch > 0)
     return parts
@@ -84,6 +88,8 @@ class Restoration:
         own = [part for name, part in parts.items() if name != "shared"]
         self._own = own[workers.rank] if workers.rank < len(own) else own[0]
         self._metrics = self._metrics_for(own, workers)
+        states = [part["compression"] for part in own]
+        set_compression_state(call.model, states, workers.num_workers)
 
     def _metrics_for(self, own: list[Part], workers: Workers) -> list:
         metrics = [part["metrics"] for part in own]

@@ -62,6 +62,12 @@ class CompressedGradients(WorkersExtended):
         self._compressions.add(compression)
         return compression
 
+    def compression_of(self, optimizer: Any) -> GradientCompression | None:
+        """What compresses the gradients of a built optimizer; None where nothing is compressed."""
+        if self._compressor is None or self._num_workers == 1:
+            return None
+        return self._compression_of(GradientSource(optimizer, []))
+
     def _on_replicas(self, total: Any) -> Any:
         copies = []
         for device in self._devices:

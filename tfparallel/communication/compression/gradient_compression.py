@@ -2,9 +2,10 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import plan_buckets
@@ -112,6 +113,42 @@ class GradientCompression(tf.Module):
         return CompressionReport(repr(self.compressor), rows, self._reducer.decisions())
 
     # ---- state -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What this rank remembers, by name."""
+        return {name: variable.numpy() for name, variable in self._named_variables().items()}
+
+    def set_state(self, states: Sequence[Mapping[str, np.ndarray]], world_size: int) -> None:
+        """Sets what `state` returned.
+
+        Args:
+            states: this rank's own; or, where another number of ranks saved them, those of all.
+                Residuals then keep their sum over ranks, which is what gradients still lack. All
+                else is equal on all ranks.
+            world_size: how many ranks there are now.
+
+        Raises:
+            KeyError, ValueError: if `states` are of another compressor or model.
+        """
+        for name, variable in self._named_variables().items():
+            value = states[0][name]
+            if len(states) > 1 and name.endswith("/residual"):
+                value = np.sum([state[name] for state in states], 0) / world_size
+            variable.assign(value)
+
+    def shared_variables(self) -> list[tf.Variable]:
+        """What must be equal on all ranks: a rank that joins takes it from the others."""
+        named = self._named_variables().items()
+        return [variable for name, variable in named if not name.endswith("/residual")]
+
+    def _named_variables(self) -> dict[str, tf.Variable]:
+        named = {
+            f"{i}/{key}": variable
+            for i, state in enumerate(self._states)
+            for key, variable in state.items()
+        }
+        reducer = {f"reducer/{i}": variable for i, variable in enumerate(self._reducer.variables)}
+        return {**named, **reducer, "loss_scale": self._loss_scale}
 
     def _new_state(self, position: int) -> State:
         name, shape = self._names[position], self._shapes[position]
