@@ -3,8 +3,8 @@
     make demo                 (or: python examples/demo.py)
 
 Each strategy trains examples/mnist.py in processes of its own: on two logical CPU devices, or in
-two workers that `tfparallel launch` or `horovodrun` starts. All start from the same weights, see the same global
-batches, of which the last is uneven, and should end with the same weights.
+two workers that `tfparallel launch` or `horovodrun` starts. All start from the same weights, see
+the same global batches, of which the last is uneven, and should end with the same weights.
 
 Ends with a table and demo.png. Exits with 1 if a run fails, or if any weight differs from one
 device's by more than 1e-4.

@@ -117,8 +117,9 @@ class StallWatch:
         )
         return (
             f"All ranks must come to reduction {begun} ({self._what()}) within "
-            f"{self._timeout_s:g} s of one another. Received: {who}. A debugger (py-spy dump --pid) "
-            f"shows what it does; stall_timeout_s allows for longer. (Rank {self._rank} is speaking.)"
+            f"{self._timeout_s:g} s of one another. Received: {who}. A debugger (py-spy dump "
+            "--pid) shows what it does; stall_timeout_s allows for longer. "
+            f"(Rank {self._rank} is speaking.)"
         )
 
 
