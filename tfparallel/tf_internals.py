@@ -34,11 +34,19 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 # The seed generator of `keras.random.normal(shape)`, which Keras keeps for each thread.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
+# The arrays behind a dataset that Keras made of them, for workers that keep arrays.
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
 # Tells a `tf.data.Dataset` of the user from one that Keras made of arrays, with options of its own.
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 # The attributes of a function.
 from tensorflow.core.framework import attr_value_pb2
+
+# What a gradient tape would do next, to record calls of a pipeline's stages on it; the gradient of
+# one graph built in another; functions of graphs; numbers that make their names unique. A stage's
+# passes are functions of ours, as those of `tf.function` are inlined once for every microbatch.
+from tensorflow.python import pywrap_tfe
 
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
@@ -56,20 +64,14 @@ from tensorflow.python.distribute import (
     values_util,
 )
 
-# What a gradient tape would do next, to record calls of a pipeline's stages on it; the gradient of
-# one graph built in another; functions of graphs; numbers that make their names unique. A stage's
-# passes are functions of ours, as those of `tf.function` are inlined once for every microbatch.
-from tensorflow.python import pywrap_tfe
-
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import auto_control_deps_utils, ops
 
 # The graph of a `tf.function` that is being traced.
 from tensorflow.python.framework.func_graph import FuncGraph
-
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import gradients_util, handle_data_util
 
 # A variable that no strategy's scope replicates, to order operations by; and how a variable that a
 # function reads is told to the gradient tapes around its call.
@@ -92,6 +94,7 @@ Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
+    "ArrayDataAdapter",
     "BaseOptimizer",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
@@ -112,6 +115,7 @@ __all__ = [
     "SyncOnReadVariable",
     "TPUExtended",
     "TrainerCall",
+    "call_on",
     "calling_trainer",
     "context",
     "device_util",
@@ -132,6 +136,7 @@ __all__ = [
     "owner_of_new_variable",
     "record",
     "run_independently",
+    "serialized_dataset",
     "set_keras_mask",
     "unique_number",
     "uses_stock_train_step",
@@ -155,6 +160,7 @@ class TrainerCall(NamedTuple):
     is_dataset_of_user: bool  # a `tf.data.Dataset`, with the options its author chose
     num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
     is_length_known: bool  # of the data itself
+    data_adapter: object  # Keras's view of the data
 
 
 def calling_trainer() -> TrainerCall | None:
@@ -178,6 +184,7 @@ def calling_trainer() -> TrainerCall | None:
                 isinstance(iterator.data_adapter, TFDatasetAdapter),
                 iterator.num_batches,
                 iterator.data_adapter.num_batches is not None,
+                iterator.data_adapter,
             )
     return None
 
@@ -251,6 +258,77 @@ def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunc
     return atomic_function.from_func_graph(name, graph, attributes)
 
 
+def call_on(device: str, function: atomic_function.AtomicFunction, arguments: Sequence) -> list:
+    """Adds a call of `function` on `device`, a full name, to the graph under construction.
+
+    `RemoteCall` and not `PartitionedCall`: a function called by the latter shares its caller's
+    cancellation, so that an error in it cancels the caller before the caller has heard of it, and
+    the caller reports "RecvAsync is cancelled" instead of the error.
+    """
+    graph = ops.get_default_graph()
+    graph._add_function_recursive(function)
+    arguments = [tf.convert_to_tensor(argument) for argument in arguments]
+    dtypes = [output.dtype for output in function.function_type.flat_outputs]
+    name = attr_value_pb2.NameAttrList(name=function.name)
+    with tf.device(device):
+        operation = graph.create_op(
+            "RemoteCall",
+            [tf.constant(device), *arguments],
+            dtypes,
+            name=function.name.decode(),
+            attrs={
+                "f": attr_value_pb2.AttrValue(func=name),
+                "Tin": _type_list([argument.dtype for argument in arguments]),
+                "Tout": _type_list(dtypes),
+            },
+        )
+    # As TensorFlow does for its own calls: those that only read a variable need no order.
+    read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph(function.graph)
+    read_only = [1 + index for index in read_only]  # behind the name of the device
+    ops.set_int_list_attr(
+        operation, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, read_only
+    )
+    for output, like in zip(operation.outputs, function.graph.outputs, strict=True):
+        output.set_shape(like.shape)
+        handle_data_util.copy_handle_data(like, output)
+    return list(operation.outputs)
+
+
+def _type_list(dtypes: Iterable) -> attr_value_pb2.AttrValue:
+    types = [dtype.as_datatype_enum for dtype in dtypes]
+    return attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(type=types))
+
+
 def unique_number() -> int:
     """A number that no other function's name ends with."""
     return ops.uid()
+
+
+def serialized_dataset(dataset: tf.data.Dataset) -> tf.Tensor | None:
+    """A dataset's graph as a scalar string, or None where it holds Python or unseeded randomness.
+
+    TensorFlow offers this for its own distribution of datasets only. What it does not notice is a
+    shuffle without a seed, whose two seeds are zero.
+    """
+    policy = tf.data.experimental.ExternalStatePolicy.FAIL
+    try:
+        serialized = dataset._as_serialized_graph(external_state_policy=policy)
+    except tf.errors.OpError:  # a generator, `py_function`, random operations, lookup tables
+        return None
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    functions = (node for function in graph.library.function for node in function.node_def)
+    zeros = {
+        node.name
+        for node in graph.node
+        if node.op == "Const"
+        and node.attr["dtype"].type == tf.int64.as_datatype_enum
+        and not tf.make_ndarray(node.attr["value"].tensor).any()
+    }
+    for node in (*graph.node, *functions):
+        seeds = {"ShuffleDatasetV3": node.input[2:4], "ShuffleDatasetV2": node.input[2:3]}
+        unseeded = seeds.get(node.op)
+        if unseeded and all(name.split(":")[0] in zeros for name in unseeded):
+            return None
+        if node.attr["deterministic"].s == b"false":
+            return None
+    return serialized
