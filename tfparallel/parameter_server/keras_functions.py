@@ -18,20 +18,25 @@ from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
 from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
 from tfparallel.tf_internals import is_symbolic_build
 
-MakeStep = Callable[[Callable, Any], RemoteStep]
+MakeStep = Callable[[Callable, Arguments], RemoteStep]
 
 
 class Fed:
     """A batch that the chief has read and sends along with the step."""
 
     def __init__(self, batch: Any):
-        self.batch = keras.tree.map_structure(_as_tensor, batch)
-        self.specs = (specs_of(self.batch),)
+        self._batch = keras.tree.map_structure(_as_tensor, batch)
+        self.specs = (specs_of(self._batch),)
 
     def on(self, worker: int, device: str) -> Any:
         """The batch: TensorFlow sends it with the call."""
         del worker, device
-        return (self.batch,)
+        return (self._batch,)
+
+    @staticmethod
+    def batch(batch: Any) -> Any:
+        """The batch itself."""
+        return batch
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -46,6 +51,10 @@ class FedByChief:
     def __init__(self, dataset: Iterable):
         self._dataset = dataset
 
+    def first_batch(self) -> Any:
+        """The first batch, as the user sees it."""
+        return next(iter(self._dataset))
+
     def __iter__(self) -> Iterator[Fed]:
         return (Fed(batch) for batch in self._dataset)
 
@@ -54,8 +63,8 @@ class Batches:
     """What Keras iterates over: arguments of steps, in the order of the dataset.
 
     Args:
-        source: iterable of arguments.
-        first_batch: gives a batch as the user sees it, from which Keras builds the model.
+        source: iterable of arguments; its `first_batch()` is a batch as the user sees it, from
+            which Keras builds the model.
         num_batches: after how many an epoch ends; None is at the end of `source`.
         submit: called ahead with each of the arguments, where results are wanted in order.
         num_ahead: how many are submitted before the first is asked for.
@@ -63,13 +72,12 @@ class Batches:
 
     def __init__(
         self,
-        source: Iterable,
-        first_batch: Callable[[], Any],
+        source: Any,
         num_batches: int | None = None,
         submit: Callable[[Any], Step] | None = None,
         num_ahead: int = 0,
     ):
-        self._source, self.first_batch, self.num_batches = source, first_batch, num_batches
+        self._source, self.first_batch, self.num_batches = source, source.first_batch, num_batches
         self._submit, self._num_ahead = submit, num_ahead
 
     def __iter__(self) -> Iterator:
@@ -140,9 +148,9 @@ class StepFunction:
 
     def submit(self, arguments: Arguments) -> Step:
         """Hands one step to the pool."""
-        key = str(arguments.specs)
+        key = f"{type(arguments).__name__} {arguments.specs}"
         if key not in self._steps:
-            self._steps[key] = self._make_step(self._step_function, arguments.specs)
+            self._steps[key] = self._make_step(self._step_function, arguments)
         return self.pool.submit(self._steps[key], arguments)
 
     def __call__(self, iterator: Any) -> Any:

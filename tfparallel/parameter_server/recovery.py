@@ -40,12 +40,15 @@ class Recovery:
     Args:
         cluster: connected.
         timeouts: how long to wait for a server's port before the server counts as lost.
+
+    Attributes:
+        generations: how often each worker has been lost.
     """
 
     def __init__(self, cluster: ParameterServerCluster, timeouts: Timeouts):
         self._cluster, self._timeouts = cluster, timeouts
         self._updating = threading.Lock()
-        self._generations = [0] * cluster.num_workers
+        self.generations = [0] * cluster.num_workers
 
     @contextlib.contextmanager
     def of_worker(self, worker: int) -> Iterator[None]:
@@ -105,6 +108,7 @@ class Recovery:
                 time.sleep(_POLL_S)
             try:
                 with self._updating:
+                    self.generations[worker] += 1
                     context.context().update_server_def(context.get_server_def())
                 return
             except tf.errors.OpError:

@@ -30,8 +30,12 @@ class Arguments(Protocol):
     def specs(self) -> Any:
         """Their `TypeSpec`s."""
 
-    def on(self, worker: int, device: str) -> Any:
-        """The nest of tensors for `worker`."""
+    def on(self, worker: int, device: str) -> tuple:
+        """Nests of tensors, for `worker`."""
+
+    @staticmethod
+    def batch(*parts: Any) -> Any:
+        """What the step function is called with, made of `on` in the worker's step."""
 
 
 @dataclass
@@ -85,6 +89,10 @@ class WorkerPool:
         self._applying_since_s: float | None = None
         self.steps_of_worker = [0] * len(devices)
         self._threads: list[threading.Thread] = []
+
+    def generation(self, worker: int) -> int:
+        """How often `worker` has been lost, with all that it kept."""
+        return self._recovery.generations[worker]
 
     # ---- for the chief's own thread --------------------------------------------------------------
 

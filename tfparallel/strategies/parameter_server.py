@@ -19,7 +19,8 @@ from tfparallel.parameter_server.keras_functions import (
 from tfparallel.parameter_server.placement import BalancedBytes
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.security import check_network
-from tfparallel.parameter_server.worker_pool import WorkerPool
+from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
+from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.central_storage import CentralStorageExtended
@@ -201,14 +202,14 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         with tf.device(device), WorkerContext(strategy, 0 if worker is None else worker):
             return fn(*args, **kwargs)
 
-    def _make_step(self, step_function: Callable, specs: Any) -> RemoteStep:
-        """`step_function` as a worker and the servers run it, for arguments of `specs`."""
+    def _make_step(self, step_function: Callable, arguments: Arguments) -> RemoteStep:
+        """`step_function` as a worker and the servers run it, for arguments like these."""
         strategy = self._container_strategy()
 
-        def run(arguments: Any, worker: tf.Tensor) -> Any:
+        def run(parts: tuple, worker: tf.Tensor) -> Any:
             self._worker.number = worker
             try:
-                return strategy.run(step_function, arguments)
+                return strategy.run(step_function, (arguments.batch(*parts),))
             finally:
                 self._worker.number = None
 
@@ -217,7 +218,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             with strategy.scope(), WorkerContext(strategy, 0):
                 yield
 
-        return RemoteStep(run, specs, scope)
+        return RemoteStep(run, arguments.specs, scope)
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         effects = current_effects()
@@ -262,12 +263,21 @@ class AsyncParameterServerExtended(ParameterServerExtended):
                 function = function_class(self._pool, self._make_step, model, step_function)
                 setattr(model, f"{kind}_function", function)
         return Batches(
-            FedByChief(dataset),
-            lambda: next(iter(dataset)),
+            self._source(dataset, call),
             call.num_batches,
             model.predict_function.submit if call.method == "predict" else None,
             2 * self._cluster.num_workers,
         )
+
+    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        """Where batches come from: the workers' own data, or the chief where that cannot be."""
+        if ArraysOnWorkers.can_take(call.data_adapter):
+            return ArraysOnWorkers(call.data_adapter, self._pool.generation)
+        if call.is_dataset_of_user:
+            graph = DatasetOnWorkers.serialize(dataset)
+            if graph is not None:
+                return DatasetOnWorkers(dataset, graph, self._pool.generation)
+        return FedByChief(dataset)
 
 
 class WorkerContext(ReplicaContext):

@@ -1,0 +1,242 @@
+"""Programs of a chief, each with a real cluster of its own: `python -m ...chief_cases NAME`.
+
+A case returns what its test looks at; it is printed as one line of JSON.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+from tests.parameter_server.cluster import ServerProcesses
+from tfparallel.parameter_server import Timeouts
+
+ROWS, BATCH = 200, 7
+CASES: dict[str, Callable] = {}
+
+
+def case(function: Callable) -> Callable:
+    """Registers a case."""
+    CASES[function.__name__] = function
+    return function
+
+
+@keras.saving.register_keras_serializable()
+class Seen(keras.metrics.Metric):
+    """How often each example was seen; an example's label is its number."""
+
+    def __init__(self, rows: int = ROWS, name: str = "seen", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.rows = rows
+        self.counts = self.add_variable((rows,), initializer="zeros", name="counts")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        numbers = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        self.counts.assign_add(tf.reduce_sum(tf.one_hot(numbers, self.rows), 0))
+
+    def result(self):
+        return tf.reduce_max(self.counts) - tf.reduce_min(self.counts)
+
+
+def make_cluster(num_workers: int = 2, num_ps: int = 2) -> ServerProcesses:
+    """Starts the servers of this process's chief."""
+    servers = ServerProcesses(num_workers, num_ps)
+    os.environ.update(servers.environment("chief", 0))
+    return servers
+
+
+def make_model(strategy, **compile_options) -> keras.Model:
+    """One Dense layer that predicts an example's number."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        options = {"optimizer": keras.optimizers.SGD(1e-6), "loss": "mse", "metrics": [Seen()]}
+        model.compile(**{**options, **compile_options})
+    return model
+
+
+def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Features, and the number of each example."""
+    features = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    return features, np.arange(rows, dtype="float32")[:, None]
+
+
+def steps(rows: int = ROWS) -> int:
+    """Batches of an epoch."""
+    return -(-rows // BATCH)
+
+
+def seen(model: keras.Model) -> list[float]:
+    """How often examples were seen in the last epoch: `[1.0]` is each of them once."""
+    (metric,) = [m for m in model.metrics[1].metrics if isinstance(m, Seen)]
+    return sorted(set(metric.counts.numpy().tolist()))
+
+
+class At(keras.callbacks.Callback):
+    """Calls `function` once, when `batch` of the first epoch has been handed out."""
+
+    def __init__(self, batch: int, function: Callable):
+        super().__init__()
+        self._batch, self._function = batch, function
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self._batch and self._function:
+            function, self._function = self._function, None
+            function()
+
+
+@case
+def counters() -> dict:
+    """Ten trainings over three kinds of data."""
+    make_cluster(3, 2)
+    strategy = tfparallel.ParameterServerStrategy()
+    model, (x, y) = make_model(strategy), data()
+    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS).batch(BATCH)
+
+    def generate():
+        for start in range(0, ROWS, BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    specs = tuple(tf.TensorSpec((None, *part.shape[1:]), tf.float32) for part in (x, y))
+    generator = tf.data.Dataset.from_generator(generate, output_signature=specs)
+    sources = [
+        lambda: model.fit(x, y, batch_size=BATCH, verbose=0),
+        lambda: model.fit(shuffled, verbose=0),
+        lambda: model.fit(generator, verbose=0),
+    ]
+    results = []
+    for run in range(10):
+        sources[run % 3]()
+        iterations = int(model.optimizer.iterations.numpy())
+        loss_count = float(model.metrics[0].count.numpy())
+        results.append([iterations == (run + 1) * steps(), loss_count == ROWS, seen(model)])
+    pool = strategy.extended._pool
+    return {
+        "results": results,
+        "steps_of_worker": pool.steps_of_worker,
+        "kinds": sorted(kind.split()[0] for kind in model.train_function._steps),
+        "loads": strategy.extended._placement.loads,
+    }
+
+
+@case
+def staleness() -> dict:
+    """The largest staleness under bounds."""
+    make_cluster(3, 1)
+    largest = {}
+    for bound in (0, 1, None):
+        strategy = tfparallel.ParameterServerStrategy(max_staleness=bound)
+        model, (x, y) = make_model(strategy), data()
+        model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
+        assert int(model.optimizer.iterations.numpy()) == 3 * steps()
+        largest[str(bound)] = strategy.extended._pool.largest_staleness
+    return largest
+
+
+def _fit(strategy, callbacks, epochs: int = 2, **options) -> dict:
+    model, (x, y) = make_model(strategy, **options), data()
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=callbacks)
+    iterations = int(model.optimizer.iterations.numpy())
+    return {
+        "iterations": iterations,
+        "expected": epochs * steps(),
+        "seen": seen(model),
+        "steps_of_worker": strategy.extended._pool.steps_of_worker,
+    }
+
+
+@case
+def worker_dies_and_comes_back() -> dict:
+    servers = make_cluster()
+
+    def kill():
+        servers.kill("worker", 1)
+        threading.Timer(1.0, lambda: servers.start("worker", 1)).start()
+
+    strategy = tfparallel.ParameterServerStrategy()
+    first = _fit(strategy, [At(5, kill)])
+    deadline_s = time.monotonic() + 40
+    while strategy.extended._pool._lost and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    then = _fit(strategy, [], epochs=4)
+    return {"first": first, "then": then}
+
+
+@case
+def worker_is_stopped() -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(worker_s=3))
+    make = make_model(strategy)
+    x, y = data()
+    make.fit(x, y, batch_size=BATCH, verbose=0)  # tracing is not to be taken for silence
+    first = _fit(strategy, [At(5, lambda: servers.stop("worker", 1))])
+    servers.go_on("worker", 1)
+    time.sleep(2)
+    then = _fit(strategy, [], epochs=4)
+    return {"first": first, "then": then}
+
+
+@case
+def all_workers_die() -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(all_workers_s=3))
+
+    def kill():
+        servers.kill("worker", 0)
+        servers.kill("worker", 1)
+
+    try:
+        _fit(strategy, [At(5, kill)], epochs=20)
+    except TimeoutError as error:
+        return {"error": str(error), "workers": servers.cluster["worker"]}
+    return {"error": None}
+
+
+@case
+def server_dies() -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy()
+    try:
+        _fit(strategy, [At(5, lambda: servers.kill("ps", 1))], epochs=20)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "ps": servers.cluster["ps"]}
+    return {"error": None}
+
+
+@case
+def server_is_stopped() -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(ps_s=4))
+    try:
+        _fit(strategy, [At(5, lambda: servers.stop("ps", 1))], epochs=20)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "ps": servers.cluster["ps"]}
+    return {"error": None}
+
+
+@case
+def mistake_in_a_step() -> dict:
+    """An error of the user reaches `fit` as it is, and the strategy goes on."""
+    make_cluster()
+    strategy = tfparallel.ParameterServerStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(5, 1)])
+        model.compile("sgd", "mse")
+    error = None
+    try:
+        model.fit(np.full((20, 1), 99), np.ones((20, 1, 1)), batch_size=2, verbose=0)
+    except tf.errors.InvalidArgumentError as caught:
+        error = str(caught)
+    model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
+    return {"error": error, "iterations": int(model.optimizer.iterations.numpy())}
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(CASES[sys.argv[1]]()), flush=True)

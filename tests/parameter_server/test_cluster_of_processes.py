@@ -1,0 +1,75 @@
+"""Real workers and parameter servers: exact counters, and what is left when processes die."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.parameter_server.cluster import REPOSITORY, die_with_parent, process_environment
+
+EACH_ONCE = [1.0]
+
+
+def run_case(name: str, timeout_s: float = 120.0) -> dict:
+    """Runs a program of `chief_cases.py`; fails with the end of its log."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.parameter_server.chief_cases", name],
+        env=process_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=REPOSITORY,
+        preexec_fn=die_with_parent,
+    )
+    results = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, process.stderr[-4000:]
+    return {**json.loads(results[-1].removeprefix("RESULT ")), "log": process.stderr}
+
+
+def test_counters_are_exact_and_every_example_is_used_once():
+    result = run_case("counters")
+    for iterations, loss_count, seen in result["results"]:
+        assert iterations and loss_count, result["results"]
+        assert seen == EACH_ONCE
+    assert result["kinds"] == ["Fed", "Numbered", "Rows"]
+    assert all(count > 0 for count in result["steps_of_worker"])
+    assert min(result["loads"]) > 0
+
+
+def test_staleness_stays_in_its_bound():
+    largest = run_case("staleness")
+    assert largest["0"] == 0
+    assert largest["1"] == 1
+    assert largest["None"] >= 1
+
+
+@pytest.mark.parametrize("name", ["worker_dies_and_comes_back", "worker_is_stopped"])
+def test_training_goes_on_without_a_worker_and_nothing_counts_twice(name):
+    result = run_case(name)
+    for part in ("first", "then"):
+        assert result[part]["iterations"] == result[part]["expected"]
+        assert result[part]["seen"] == EACH_ONCE
+    before, after = result["first"]["steps_of_worker"], result["then"]["steps_of_worker"]
+    assert after[1] > before[1], "The worker never came back."
+    assert "worker 1 (127.0.0.1:" in result["log"]
+
+
+def test_chief_gives_up_when_all_workers_are_gone_and_names_them():
+    result = run_case("all_workers_die")
+    for worker, address in enumerate(result["workers"]):
+        assert f"worker {worker} ({address})" in result["error"]
+    assert "chief waits for worker 0" in result["log"] or "within 3 s" in result["error"]
+
+
+@pytest.mark.parametrize("name", ["server_dies", "server_is_stopped"])
+def test_chief_ends_with_an_error_that_names_the_lost_server(name):
+    result = run_case(name)
+    assert f"ps 1 ({result['ps'][1]})" in result["error"]
+    assert "backup callback" in result["error"]
+
+
+def test_a_mistake_of_the_user_is_reported_as_it_is():
+    result = run_case("mistake_in_a_step")
+    assert "99 is not in [0, 5)" in result["error"]
+    assert result["iterations"] >= 10
