@@ -1,6 +1,7 @@
 """The executor runs each device's passes in the schedule's order, traced once."""
 
 import collections
+import contextlib
 
 import numpy as np
 import pytest
@@ -91,6 +92,61 @@ def test_a_stage_is_traced_once_for_all_microbatches():
     recorded = Recorded(2)
     recorded.run(build_schedule("1f1b", 2, 8))
     assert recorded.num_traces == 2
+
+
+def test_what_tensorflow_optimises_does_not_grow_with_microbatches():
+    """A stage's operations are in two functions; the step holds a call for each pass."""
+
+    def functions_and_calls(num_microbatches):
+        schedule = build_schedule("1f1b", 2, num_microbatches)
+        weights = []
+        for device in DEVICES[:2]:
+            with tf.device(device):
+                weights.append(tf.Variable(1.0))
+
+        @tf.function(autograph=False)
+        def step():
+            executor = Executor(schedule, DEVICES[:2])
+            losses = []
+            with tf.GradientTape() as tape:
+                for m in range(num_microbatches):
+                    x = tf.ones([2])
+                    for stage, weight in enumerate(weights):
+                        (x,) = executor.call(stage, m, "chain", lambda x, w=weight: [x * w], [x])
+                    losses.append(tf.reduce_sum(x))
+            gradients = tape.gradient(losses, weights)
+            executor.order(tf.compat.v1.get_default_graph())
+            return gradients
+
+        definition = step.get_concrete_function().graph.as_graph_def()
+        sizes = [len(function.node_def) for function in definition.library.function]
+        return sizes, [node.op for node in definition.node].count("RemoteCall")
+
+    few, few_calls = functions_and_calls(2)
+    many, many_calls = functions_and_calls(8)
+    assert sorted(few) == sorted(many)
+    assert (few_calls, many_calls) == (2 * 2 * 2, 2 * 2 * 8)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["persistent", "nested"])
+def test_gradients_of_gradients_are_right(inner):
+    weight = tf.Variable(3.0)
+
+    @tf.function(autograph=False)
+    def step(x):
+        executor = Executor(build_schedule("1f1b", 1, 1), DEVICES[:1])
+        with tf.GradientTape(persistent=not inner) as outer:
+            outer.watch(x)
+            with tf.GradientTape() if inner else contextlib.nullcontext(outer) as tape:
+                tape.watch(x)
+                (y,) = executor.call(0, 0, "cube", lambda x: [weight * x**3], [x])
+            first = tape.gradient(y, x)
+        second = outer.gradient(first, x)
+        executor.order(tf.compat.v1.get_default_graph())
+        return first, second
+
+    first, second = step(tf.constant(2.0))
+    assert (first.numpy(), second.numpy()) == (3 * 3 * 4, 3 * 6 * 2)
 
 
 @pytest.mark.parametrize(("name", "most"), [("1f1b", [3, 2, 1]), ("gpipe", [8, 8, 8])])

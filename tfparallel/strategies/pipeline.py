@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfparallel.pipeline.counts import check_counts
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.schedules.registry import build_schedule
 from tfparallel.pipeline.staged_model import staged
@@ -23,12 +24,14 @@ from tfparallel.pipeline.stages import Partition, Stages, divide
 from tfparallel.pipeline.validation import validate
 from tfparallel.strategies.base import KerasStrategy, LocalExtended
 from tfparallel.strategies.checks import check_devices
+from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.variables import CentralVariable
 from tfparallel.tf_internals import (
     DistributedValues,
-    ReduceOp,
     ReductionToOneDevice,
     device_util,
+    distribute_lib,
+    distribute_utils,
     values_util,
 )
 
@@ -200,12 +203,18 @@ class PipelineExtended(LocalExtended):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _batch_reduce_to(
-        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
-    ) -> list:
-        if self._executor is not None:
-            self._executor.place_backward(tf.compat.v1.get_default_graph())
-        return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
+    def _reduce_gradients(self, gradients: list) -> list:
+        step, executor = current_replica_step(), self._executor
+        if step is None or executor is None:
+            return super()._reduce_gradients(gradients)
+
+        def merge(_: tf.distribute.Strategy, gradients: list, rows: Any) -> list:
+            microbatches = range(self._num_replicas_in_sync)
+            parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
+            return sum_gradients(executor, *zip(*parts, strict=True))
+
+        context = distribute_lib.get_replica_context()
+        return context.merge_call(merge, args=(gradients, step.rows))
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any

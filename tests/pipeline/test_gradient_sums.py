@@ -1,0 +1,43 @@
+"""Gradients of microbatches are summed on their stage, those of no rows as zeros."""
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.schedules.registry import build_schedule
+
+DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
+NUM_MICROBATCHES = 3
+
+
+def test_sums_are_on_the_stages_of_their_gradients():
+    with tf.device(DEVICES[0]):
+        first, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2]))
+    with tf.device(DEVICES[1]):
+        second = tf.Variable(3.0)
+    variables = [first, table, second]
+
+    @tf.function(autograph=False)
+    def step(rows):
+        executor = Executor(build_schedule("1f1b", 2, NUM_MICROBATCHES), DEVICES)
+        gradients = []
+        for m in range(NUM_MICROBATCHES):
+            x = tf.fill([2], float(m + 1))
+            with tf.GradientTape() as tape:
+                (y,) = executor.call(0, m, "a", lambda x: [first * x + tf.gather(table, 1)], [x])
+                (z,) = executor.call(1, m, "b", lambda y: [tf.reduce_sum(y) * second], [y])
+                z = z / tf.cast(rows[m] > 0, z.dtype)  # without rows: infinite gradients
+                penalty = tf.reduce_sum(first**2)
+            gradients.append(tape.gradient([z, penalty], variables))
+        sums = sum_gradients(executor, gradients, [rows[m] for m in range(NUM_MICROBATCHES)])
+        executor.order(tf.compat.v1.get_default_graph())
+        devices.extend(g.device for g in sums)
+        return [tf.convert_to_tensor(g) for g in sums]
+
+    devices: list[str] = []
+    sums = step(tf.constant([4, 0, 2]))
+    # Microbatches 0 and 2: x is 1 and 3. The penalty counts once for each of them.
+    np.testing.assert_allclose(sums[0], 3.0 * (1 + 3) + 2 * 2 * np.array([1.0, 2.0]))
+    np.testing.assert_allclose(sums[2], (1 + 2) * 1 + 2 + (1 + 2) * 3 + 2)
+    assert devices == [DEVICES[0], DEVICES[0], DEVICES[1]]
