@@ -1,4 +1,4 @@
-"""The store that rank 0 keeps: what is written is read, who ends is known, strangers learn nothing."""
+"""The store of rank 0: what is written is read, who ends is known, strangers learn nothing."""
 
 import socket
 import subprocess
