@@ -135,24 +135,6 @@ def test_a_masked_loss_needs_all_microbatches_forward_first():
         train(PipelineStrategy(CPUS[:2], 3, "1f1b"), **options)
 
 
-def test_an_error_inside_a_layer_surfaces_once_with_its_name():
-    class Broken(layers.Layer):
-        def call(self, x):
-            return tf.debugging.check_numerics(x / 0.0, "the broken layer")
-
-    def build():
-        names = {"before": layers.Dense(5), "broken": Broken(), "after": layers.Dense(3)}
-        for name, layer in names.items():
-            layer.name = name
-        return keras.Sequential([keras.Input((6,)), *names.values()])
-
-    strategy = PipelineStrategy(CPUS[:3], 2, partition=[["before"], ["broken"], ["after"]])
-    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        train(strategy, build)
-    assert "the broken layer" in str(raised.value)
-    assert "stage_1/broken" in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

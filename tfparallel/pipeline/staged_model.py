@@ -166,7 +166,8 @@ class _StagedGraph:
             args, kwargs = part.node.arguments.fill_in(tensors)
             operation = self._graph._get_operation_for_node(part.node)
             operation = operation if operation_fn is None else operation_fn(operation)
-            outputs = keras.tree.flatten(operation(*args, **kwargs))
+            with _told_in_errors(stage, part):
+                outputs = keras.tree.flatten(operation(*args, **kwargs))
             tensors.update(zip(map(id, part.node.outputs), outputs, strict=True))
         return [tensors[key] for key in produced]
 
@@ -185,9 +186,24 @@ def _call_layer(
         for i, value in zip(at, inputs, strict=True):
             filled[i] = value
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-        return original(*own_args, **own_kwargs)
+        with _told_in_errors(stage, part):
+            return original(*own_args, **own_kwargs)
 
     return calls.call(stage, part.name, [part.operation], function, [flat[i] for i in at])
+
+
+@contextlib.contextmanager
+def _told_in_errors(stage: int, part: Part) -> Iterator[None]:
+    """Errors raised within it, while a layer is traced, say which layer of which stage it is.
+
+    Those of operations when they run have both names in the name of the operation.
+    """
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"In layer '{part.name}' on stage {stage} of the pipeline.")
+        raise
 
 
 def _call_with_masks(
