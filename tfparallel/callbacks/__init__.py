@@ -1,6 +1,25 @@
-"""Callbacks for `Model.fit`."""
+"""Callbacks for `Model.fit`.
 
-from tfparallel.callbacks.backup import BackupAndRestore
+They load on first use, so that the command line reads backups without TensorFlow.
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from tfparallel.callbacks.storage import BackupError
 
+if TYPE_CHECKING:
+    from tfparallel.callbacks.backup import BackupAndRestore
+
 __all__ = ["BackupAndRestore", "BackupError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BackupAndRestore":
+        raise AttributeError(f"module 'tfparallel.callbacks' has no attribute {name!r}")
+    from tfparallel.callbacks.backup import BackupAndRestore
+
+    return BackupAndRestore
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,18 @@
+"""The names of all that a backup consists of; whatever has another name is not ours."""
+
+import re
+
+MANIFEST = "manifest.json"
+FILE = re.compile(r"(shared|worker-\d+)\.(json|safetensors)|manifest\.json")
+_FOLDER = re.compile(r"(backup|writing|deleting)-(\d{8,})")
+
+
+def numbered(names: list[str], kind: str) -> list[int]:
+    """The numbers of the names `kind-00000001`, ascending."""
+    matches = map(_FOLDER.fullmatch, names)
+    return sorted(int(match[2]) for match in matches if match and match[1] == kind)
+
+
+def folder_name(kind: str, number: int) -> str:
+    """The name that `numbered` finds; `kind` is "backup", "writing" or "deleting"."""
+    return f"{kind}-{number:08d}"
