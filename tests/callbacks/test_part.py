@@ -25,6 +25,18 @@ def test_arrays_come_back_equal(dtype, shape):
     np.testing.assert_array_equal(loaded, array)
 
 
+def test_the_reference_reader_of_the_format_agrees():
+    safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.array(7), "c": np.ones(3, "bool")}
+    loaded = safetensors.load(b"".join(dump_tensors(arrays)))
+    assert sorted(loaded) == sorted(arrays)
+    for name, array in arrays.items():
+        assert loaded[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+    data = safetensors.save({name: array for name, array in arrays.items() if array.ndim})
+    np.testing.assert_array_equal(load_tensors(data)["a"], arrays["a"])
+
+
 def test_arrays_that_are_not_contiguous_come_back_equal():
     array = np.arange(12.0).reshape(3, 4).T
     loaded = load_tensors(b"".join(dump_tensors({"a": array})))

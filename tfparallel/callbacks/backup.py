@@ -199,7 +199,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "epoch": self._progress.epoch,
             "batch": self._progress.batch,
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "strategy": type(self._call.model.distribute_strategy).__name__,
+            "strategy": self._call.strategy_name,
             "num_workers": self._workers.num_workers,
             "tfparallel": __version__,
             "tensorflow": tf.__version__,

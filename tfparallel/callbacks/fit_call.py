@@ -54,6 +54,12 @@ class FitCall:
             "own."
         )
 
+    @property
+    def strategy_name(self) -> str:
+        """The class of the model's strategy, or "none"."""
+        strategy = self.model._distribute_strategy
+        return "none" if strategy is None else type(strategy).__name__
+
     def runs_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` was called by this call of `fit`, which thus has not ended."""
         while frame is not None:

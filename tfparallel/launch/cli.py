@@ -8,9 +8,10 @@ import importlib.machinery
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tfparallel.launch.backups import add_backups_command
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 from tfparallel.launch.processes import WorkerCommand, run_processes
 from tfparallel.launch.roles import count_roles, plan_processes
@@ -38,11 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; those of this process by default.
 
     Returns:
-        The exit status: of the first worker that failed (128 + n if killed by signal n), 128 + n
-        if signal n stopped the launcher, 0 otherwise. Mistakes in `argv` exit with 2.
+        The exit status of the command, which its own function describes. Mistakes in `argv` exit
+        with 2.
     """
-    parser = _make_parser()
-    args = parser.parse_args(argv)
+    args = _make_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def _run_launch(args: argparse.Namespace) -> int:
+    """Run a job.
+
+    Returns:
+        The exit status: of the first worker that failed (128 + n if killed by signal n), 128 + n
+        if signal n stopped the launcher, 0 otherwise.
+    """
     _check_launch(args)
     try:
         return _launch(args)
@@ -65,7 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="Everything after SCRIPT belongs to the script.",
         allow_abbrev=False,
     )
-    launch.set_defaults(error=launch.error)
+    launch.set_defaults(run=_run_launch, error=launch.error)
     launch.add_argument(
         "--standalone", action="store_true", help="all workers on this machine, TF_CONFIG made here"
     )
@@ -99,6 +110,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     launch.add_argument("script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_backups_command(commands)
     return parser
 
 
