@@ -68,6 +68,15 @@ def test_a_memory_limit_moves_the_cut():
     assert sizes(balanced_cuts(costs, 2, memory=memory, memory_limit=8)) == [2, 2]
 
 
+def test_memory_may_differ_by_stage():
+    """The first stage holds four microbatches' activations of 2 bytes, the last one holds one."""
+    costs, memory = [1, 1, 1, 1], [[8, 8, 8, 8], [2, 2, 2, 2]]
+    assert sizes(balanced_cuts(costs, 2, memory=memory)) == [2, 2]
+    assert sizes(balanced_cuts(costs, 2, memory=memory, memory_limit=8)) == [1, 3]
+    with pytest.raises(ValueError, match="a list for each of 2 stages. Received: 1"):
+        balanced_cuts(costs, 2, memory=[[1, 1, 1, 1]])
+
+
 def test_the_stage_before_a_cut_pays_for_sending():
     assert sizes(balanced_cuts([2, 2, 2, 2], 2)) == [2, 2]
     assert sizes(balanced_cuts([2, 2, 2, 2], 2, boundary_costs=[0, 5, 5])) == [1, 3]

@@ -3,11 +3,10 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 from tests.conformance.models import MODELS
-from tests.helpers import assert_same_training, momentum_sgd, tiny_data, tiny_model, train
+from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel import PipelineStrategy
 from tfparallel.pipeline.schedule import Schedule
 
@@ -57,22 +56,6 @@ def test_variables_and_slots_live_once_on_the_device_of_their_stage():
         leader = [w for w in training.model.weights if w.path.replace("/", "_") in slot.path]
         if leader:
             assert copy.device == leader[0].value.values[0].device, slot.path
-
-
-def test_stages_are_balanced_by_measured_time():
-    def lopsided():
-        x = keras.Input((6,))
-        y = layers.Dense(2000, name="wide")(layers.Dense(2000, name="first")(x))
-        y = layers.Dense(2000, name="wider")(y)
-        return keras.Model(x, layers.Dense(3, name="last")(y))
-
-    strategy = PipelineStrategy(CPUS[:2], 2)
-    with strategy.scope():
-        model = lopsided()
-    stages = strategy.stages(model)
-    assert stages.stage_of[0] == 0 and stages.stage_of[-1] == 1
-    assert sorted(stages.stage_of) == list(stages.stage_of)
-    assert sum(stages.time_shares) == pytest.approx(1)
 
 
 def _with_batch_norm():
@@ -154,20 +137,3 @@ def test_wrong_arguments_are_refused(arguments, message):
         arguments = {**arguments, "schedule": Schedule("mine", orders)}
     with pytest.raises(ValueError, match=message):
         PipelineStrategy(**arguments)
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="4 stages for model .* of 2 layers"):
-        train(PipelineStrategy(CPUS, 4), tiny_model, optimizer=momentum_sgd)
-
-
-def test_patterns_that_do_not_fit_are_refused():
-    strategy = PipelineStrategy(CPUS[:2], 2, partition=[["down*"], ["up*", "add*"]])
-    with pytest.raises(ValueError, match="scores"):
-        train(strategy, deep_model)
-
-
-@pytest.mark.parametrize("partition", [[["*"]], "balance", [["down*"], ["up*"], ["*"]]])
-def test_a_partition_must_have_a_list_for_every_stage(partition):
-    with pytest.raises(ValueError, match="'balanced' or .* 2 stages"):
-        train(PipelineStrategy(CPUS[:2], 2, partition=partition), deep_model)

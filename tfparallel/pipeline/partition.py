@@ -1,8 +1,10 @@
 """Which layers go on which stage."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +17,7 @@ def balanced_cuts(
     costs: Sequence[float],
     num_stages: int,
     *,
-    memory: Sequence[float] | None = None,
+    memory: Sequence[float] | Sequence[Sequence[float]] | None = None,
     memory_limit: float | None = None,
     boundary_costs: Sequence[float] | None = None,
     layer_names: Sequence[str] | None = None,
@@ -30,7 +32,9 @@ def balanced_cuts(
     Args:
         costs: time of each layer, forward and backward together, in topological order.
         num_stages: how many stages, each of at least one layer.
-        memory: bytes of each layer. Default: none, which neither limits nor breaks ties.
+        memory: bytes of each layer, or for each stage a list of the bytes of each layer on it, as
+            stages hold the activations of different numbers of microbatches. Default: none, which
+            neither limits nor breaks ties.
         memory_limit: the most bytes of a stage. Default: no limit.
         boundary_costs: `boundary_costs[i]` is the time to send what layer i and those before it
             have made to the layers behind it, paid only by a cut after layer i, and by the stage
@@ -62,16 +66,16 @@ def balanced_cuts(
             "memory=None. Pass memory too."
         )
     names = [f"layer {i}" for i in range(num_layers)] if layer_names is None else layer_names
-    times = _totals(_checked("costs", costs, num_layers))
+    times = _totals(_checked("costs", costs, num_layers))[None]
     if boundary_costs is not None:
-        times[:, 1:-1] += _checked("boundary_costs", boundary_costs, num_layers - 1)
-    bytes_ = np.zeros(num_layers) if memory is None else _checked("memory", memory, num_layers)
-    sizes = _totals(bytes_)
+        times[:, :, 1:-1] += _checked("boundary_costs", boundary_costs, num_layers - 1)
+    bytes_ = _bytes_per_stage(memory, num_stages, num_layers)
+    sizes = np.stack([_totals(stage_bytes) for stage_bytes in bytes_])
 
     if memory_limit is not None:
         smallest_limit, _ = _best_cut(sizes, num_stages, np.maximum)
         if smallest_limit > memory_limit:
-            _raise_too_large(bytes_, names, num_stages, memory_limit, smallest_limit)
+            _raise_too_large(bytes_.min(axis=0), names, num_stages, memory_limit, smallest_limit)
         times = np.where(sizes <= memory_limit, times, math.inf)
     # Each goal in turn; the ones before it become limits.
     slowest, _ = _best_cut(times, num_stages, np.maximum)
@@ -79,6 +83,19 @@ def balanced_cuts(
     allowed = (times <= slowest) & (sizes <= fullest)
     _, stages = _best_cut(np.where(allowed, times**2, math.inf), num_stages, np.add)
     return stages
+
+
+def _bytes_per_stage(memory: Any, num_stages: int, num_layers: int) -> np.ndarray:
+    """Bytes `[stage, layer]`; one row if all stages are alike."""
+    if memory is None:
+        return np.zeros((1, num_layers))
+    if not memory or not isinstance(memory[0], Sequence):
+        return _checked("memory", memory, num_layers)[None]
+    if len(memory) != num_stages:
+        raise ValueError(
+            f"memory must have a list for each of {num_stages} stages. Received: {len(memory)}."
+        )
+    return np.stack([_checked("memory", stage_memory, num_layers) for stage_memory in memory])
 
 
 def _checked(name: str, values: Sequence[float], length: int) -> np.ndarray:
@@ -109,20 +126,20 @@ def _best_cut(scores: np.ndarray, num_stages: int, combine: np.ufunc) -> tuple[f
     """Find the cut whose combined score is the least, by dynamic programming.
 
     Args:
-        scores: score of the stage of layers start to stop - 1, at `[start, stop]`, not negative;
-            infinite where there must be no such stage.
+        scores: score of layers start to stop - 1 as a stage, at `[stage, start, stop]`, not
+            negative; infinite where there must be no such stage. All stages alike: `[1, ...]`.
         num_stages: how many stages.
         combine: `np.maximum` or `np.add`, from the scores of two runs of stages to that of both.
 
     Returns:
         The least score, infinite if there is no cut, and the stages.
     """
-    num_layers = len(scores) - 1
+    num_layers = scores.shape[1] - 1
     best = np.full(num_layers + 1, math.inf)  # of the layers before each position, so far
     best[0] = 0
     last_starts = []
-    for _ in range(num_stages):
-        candidates = combine(best[:, None], scores)
+    for stage_scores in itertools.islice(itertools.cycle(scores), num_stages):
+        candidates = combine(best[:, None], stage_scores)
         last_starts.append(candidates.argmin(axis=0))
         best = candidates.min(axis=0)
     stages = []

@@ -12,8 +12,10 @@ from typing import Any
 
 import keras
 
+from tfparallel.pipeline.memory import parameter_bytes
 from tfparallel.pipeline.partition import balanced_cuts, match_patterns
-from tfparallel.pipeline.profile import profile_parts
+from tfparallel.pipeline.placement import Placement, check_no_stage_is_empty
+from tfparallel.pipeline.profile import Cost, profile_parts
 from tfparallel.tf_internals import Functional
 
 Partition = str | Sequence[Sequence[str]]  # "balanced", or patterns of layer names for each stage
@@ -44,11 +46,13 @@ class Stages:
         parts: in the order in which they run.
         stage_of: the stage of each part.
         time_shares: of each part, its measured share of the model's time; None if not measured.
+        activation_bytes: of each part's outputs for one microbatch; None if not measured.
     """
 
     parts: Sequence[Part]
     stage_of: Sequence[int]
     time_shares: Sequence[float] | None = None
+    activation_bytes: Sequence[int] | None = None
 
     def homes(self) -> dict[int, int]:
         """The first stage of every variable, by `id` of the Keras variable."""
@@ -67,38 +71,97 @@ def functional_graph(model: keras.Model) -> Any:
     return model if isinstance(model, Functional) and not overrides_call else None
 
 
-def divide(model: keras.Model, partition: Partition, num_stages: int) -> Stages:
+@dataclass(frozen=True)
+class Budget:
+    """What a stage may hold, and of what it holds several.
+
+    Attributes:
+        live: how many microbatches each stage holds at once.
+        limit: bytes of a stage; None is no limit.
+    """
+
+    live: Sequence[int]
+    limit: float | None = None
+
+
+def divide(
+    model: keras.Model,
+    partition: Partition,
+    placement: Placement,
+    budget: Budget,
+    inputs: Any = None,
+) -> Stages:
     """Decides on which stage each part of `model` runs.
 
     Args:
         model: built.
         partition: "balanced" measures the parts and makes the slowest stage as fast as can be; or
             for every stage a list of shell-style patterns of layer names.
-        num_stages: how many stages.
+        placement: layers that the user has put on stages.
+        budget: of each stage's memory.
+        inputs: of one microbatch, to measure with; see `profile_parts`.
 
     Raises:
-        ValueError: if there are fewer parts than stages, or patterns do not fit the layers.
+        ValueError: if there are fewer parts than stages, if patterns do not fit the layers, if a
+            stage would be empty, or if no division is within the limit.
     """
-    graph = functional_graph(model)
+    graph, num_stages = functional_graph(model), len(budget.live)
     parts = _nodes(graph) if graph is not None else _layers(model)
     if num_stages > len(parts):
         raise ValueError(
             f"Every stage must have a layer. Received: {num_stages} stages for model "
             f"'{model.name}' of {len(parts)} layers. Use fewer stages (devices)."
         )
-    if partition != "balanced":
-        if isinstance(partition, str) or len(partition) != num_stages:
-            raise ValueError(
-                "The partition must be 'balanced' or lists of patterns of layer names for "
-                f"{num_stages} stages. Received: {partition!r}."
-            )
-        names = list(dict.fromkeys(part.name for part in parts))
-        stages = dict(zip(names, match_patterns(names, partition), strict=True))
-        return Stages(parts, _after_producers(parts, [stages[part.name] for part in parts]))
-    costs = profile_parts(graph, parts)
-    runs = balanced_cuts(costs, num_stages, layer_names=[part.name for part in parts])
-    stage_of = [stage for stage, run in enumerate(runs) for _ in run]
-    return Stages(parts, stage_of, [cost / sum(costs) for cost in costs])
+    is_placed = placement.places(parts)
+    if partition == "balanced" and not is_placed:
+        return _balanced(parts, profile_parts(model, graph, parts, inputs), budget)
+    if partition != "balanced" and is_placed:
+        raise ValueError(
+            "Layers are placed either by patterns or by `with strategy.stage(i):`. Received: "
+            f"both, partition={partition!r}. Leave the partition out."
+        )
+    stage_of = placement.stages(parts) if is_placed else _matched(parts, partition, num_stages)
+    stage_of = _after_producers(parts, stage_of)
+    check_no_stage_is_empty(stage_of, num_stages, model.name)
+    return Stages(parts, stage_of)
+
+
+def _matched(parts: Sequence[Part], partition: Partition, num_stages: int) -> list[int]:
+    if isinstance(partition, str) or len(partition) != num_stages:
+        raise ValueError(
+            "The partition must be 'balanced' or lists of patterns of layer names for "
+            f"{num_stages} stages. Received: {partition!r}."
+        )
+    names = list(dict.fromkeys(part.name for part in parts))
+    stages = dict(zip(names, match_patterns(names, partition), strict=True))
+    return [stages[part.name] for part in parts]
+
+
+def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> Stages:
+    counted: set[int] = set()
+    of_variables = []
+    for part in parts:  # shared variables live with the first part that has them
+        variables = [v for v in getattr(part.operation, "variables", ()) if id(v) not in counted]
+        counted.update(map(id, variables))
+        of_variables.append(parameter_bytes(variables))
+    memory = [
+        [own + live * cost.activation_bytes for own, cost in zip(of_variables, costs, strict=True)]
+        for live in budget.live
+    ]
+    runs = balanced_cuts(
+        [cost.time for cost in costs],
+        len(budget.live),
+        memory=memory,
+        memory_limit=budget.limit,
+        layer_names=[part.name for part in parts],
+    )
+    total = sum(cost.time for cost in costs)
+    return Stages(
+        parts,
+        [stage for stage, run in enumerate(runs) for _ in run],
+        [cost.time / total for cost in costs],
+        [cost.activation_bytes for cost in costs],
+    )
 
 
 def _nodes(graph: Any) -> list[Part]:

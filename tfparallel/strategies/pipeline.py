@@ -5,6 +5,7 @@ the model's own `train_step`, and gradients are summed before the optimizer look
 every data-parallel strategy. What is different is where a layer computes, and in which order.
 """
 
+import collections
 import contextlib
 import threading
 import weakref
@@ -12,26 +13,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.pipeline.counts import check_counts
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.placement import Placement
+from tfparallel.pipeline.profile import ROWS, zeros_like_spec
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.schedules.registry import build_schedule
+from tfparallel.pipeline.simulation import simulate
 from tfparallel.pipeline.staged_model import staged
-from tfparallel.pipeline.stages import Partition, Stages, divide
+from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
+from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.validation import validate
 from tfparallel.strategies.base import KerasStrategy, LocalExtended
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.variables import CentralVariable
 from tfparallel.tf_internals import (
+    ArrayDataAdapter,
     DistributedValues,
     ReductionToOneDevice,
+    TrainerCall,
     device_util,
     distribute_lib,
     distribute_utils,
+    is_keras_step,
+    uses_stock_train_step,
     values_util,
 )
 
@@ -53,7 +63,11 @@ class PipelineStrategy(KerasStrategy):
             `tfparallel.pipeline.schedule.Schedule` of your own.
         partition: "balanced" (default) measures the layers and makes the slowest stage as fast as
             can be; or, for every stage, a list of shell-style patterns of layer names.
+            Layers constructed in `with strategy.stage(i):` go where that says.
         chunks_per_device: stages on each device, for "interleaved_1f1b" only; there 2 by default.
+        memory_limit_bytes: the most that "balanced" puts on a device: variables, two copies of
+            their gradients, optimizer slots, and the outputs of layers for the microbatches that a
+            stage holds at once. Default: no limit.
 
     Raises:
         ValueError: for devices that do not exist or are named twice, counts below 1, or a schedule
@@ -71,6 +85,7 @@ class PipelineStrategy(KerasStrategy):
         partition: Partition = "balanced",
         *,
         chunks_per_device: int | None = None,
+        memory_limit_bytes: int | None = None,
     ):
         devices = check_devices(devices) or _all_devices()
         if isinstance(schedule, str):
@@ -79,7 +94,9 @@ class PipelineStrategy(KerasStrategy):
             check_counts(num_microbatches=num_microbatches)
             schedule = build_schedule(schedule, len(devices), num_microbatches, chunks_per_device)
         _check_schedule(schedule, len(devices), num_microbatches)
-        super().__init__(PipelineExtended(self, devices, schedule, partition))
+        if memory_limit_bytes is not None:
+            check_counts(memory_limit_bytes=memory_limit_bytes)
+        super().__init__(PipelineExtended(self, devices, schedule, partition, memory_limit_bytes))
 
     @property
     def schedule(self) -> Schedule:
@@ -87,8 +104,32 @@ class PipelineStrategy(KerasStrategy):
         return self.extended._schedule
 
     def stages(self, model: keras.Model) -> Stages:
-        """Which stage each part of `model`, which must be built, runs on."""
+        """Which stage each part of `model`, which must be built, runs on.
+
+        Before the first step there is no batch to measure: then zeros take its place, for good.
+        """
         return self.extended._stages_of(model)
+
+    def stage(self, index: int) -> contextlib.AbstractContextManager:
+        """Puts the layers that are constructed within it on stage `index`.
+
+        Then every layer of the model must be constructed so. Nothing is measured.
+        """
+        return self.extended._placement.stage(index)
+
+    def summary(self, model: keras.Model) -> Summary:
+        """A table of the stages of `model`, which must be built; `print` it."""
+        extended, schedule = self.extended, self.schedule
+        devices = [extended._device_of_stage(stage) for stage in range(schedule.num_stages)]
+        return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
+
+    def run(
+        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+    ) -> Any:
+        """`tf.distribute.Strategy.run`; notes a Keras step's batch, to measure layers with it."""
+        if is_keras_step(fn) and uses_stock_train_step(fn.__self__) and args:
+            self.extended._note_batch(fn.__self__, args[0])
+        return super().run(fn, args, kwargs, options)
 
 
 class StageVariable(CentralVariable):
@@ -134,6 +175,7 @@ class PipelineExtended(LocalExtended):
         devices: Sequence[str],
         schedule: Schedule,
         partition: Partition,
+        memory_limit_bytes: int | None,
     ):
         super().__init__(container_strategy, devices[-1:])
         self._stage_devices = [device_util.canonicalize(device) for device in devices]
@@ -141,7 +183,10 @@ class PipelineExtended(LocalExtended):
         # Losses and metrics are computed where the last stage is.
         self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
         self._input_workers_devices = ((self._host_device, self._devices),)
+        self._budget = _budget(schedule, memory_limit_bytes)
+        self._placement = Placement(schedule.num_stages)
         self._known_stages: Any = weakref.WeakKeyDictionary()
+        self._batches: Any = weakref.WeakKeyDictionary()  # inputs of one microbatch, by model
         self._creation = threading.local()
         self._executor: Executor | None = None
 
@@ -175,16 +220,45 @@ class PipelineExtended(LocalExtended):
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 
+    def _device_of_stage(self, stage: int) -> str:
+        return self._stage_devices[self._schedule.device_of[stage]]
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        """Notes the first rows of arrays; any other dataset would lose those that are looked at."""
+        if isinstance(call.data_adapter, ArrayDataAdapter) and call.model not in self._batches:
+            rows = min(call.data_adapter.batch_size, call.data_adapter._num_samples)
+            rows = -(-rows // self._schedule.num_microbatches)
+            x = keras.utils.unpack_x_y_sample_weight(call.data_adapter._inputs)[0]
+            if all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in keras.tree.flatten(x)):
+                first = keras.tree.map_structure(lambda leaf: tf.constant(leaf[:rows]), x)
+                self._batches[call.model] = first
+        return dataset
+
+    def _note_batch(self, model: keras.Model, data: Any) -> None:
+        """Notes zeros of the shapes of a batch of which no real rows are known."""
+        if model in self._batches or model in self._known_stages:
+            return
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        leaves = keras.tree.flatten(x)
+        if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
+            return
+        num_rows = leaves[0].shape[0]
+        rows = -(-num_rows // self._schedule.num_microbatches) if num_rows else ROWS
+        with tf.init_scope():
+            x = keras.tree.map_structure(lambda leaf: zeros_like_spec(leaf, rows), x)
+            self._batches[model] = x
+
     def _stages_of(self, model: keras.Model) -> Stages:
         if model not in self._known_stages:
             _check_batch_norm(model)
-            stages = divide(model, self._partition, self._schedule.num_stages)
+            inputs = self._batches.get(model)
+            stages = divide(model, self._partition, self._placement, self._budget, inputs)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(variable._value, StageVariable) and id(variable) in homes:
-                    device = self._stage_devices[self._schedule.device_of[homes[id(variable)]]]
-                    variable._value.move_to(device)
+                    variable._value.move_to(self._device_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
+            self._batches.pop(model, None)
         return self._known_stages[model]
 
     @contextlib.contextmanager
@@ -227,6 +301,14 @@ class PipelineExtended(LocalExtended):
 def _all_devices() -> list[str]:
     gpus = tf.config.list_logical_devices("GPU")
     return [device.name for device in gpus or tf.config.list_logical_devices("CPU")]
+
+
+def _budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
+    """The stages of a device share its memory evenly."""
+    if memory_limit_bytes is None:
+        return Budget(simulate(schedule).peak_live_per_stage)
+    stages_per_device = max(collections.Counter(schedule.device_of.values()).values())
+    return Budget(simulate(schedule).peak_live_per_stage, memory_limit_bytes / stages_per_device)
 
 
 def _check_schedule(schedule: Schedule, num_devices: int, num_microbatches: int | None) -> None:

@@ -1,0 +1,28 @@
+"""How many bytes the variables of a stage take on its device."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+_GRADIENTS = 2  # a microbatch's, and the sum
+
+
+def parameter_bytes(variables: Iterable) -> int:
+    """Bytes of Keras variables, of two gradients of those that train, and of optimizer slots."""
+    return sum(_bytes_with_company(variable) for variable in variables)
+
+
+def _bytes_with_company(variable: Any) -> int:
+    copies = 1 + _GRADIENTS * bool(variable.trainable)
+    slots = getattr(variable._value, "_followers", ())
+    return copies * _bytes(variable) + sum(_bytes(slot) for slot in slots)
+
+
+def num_elements(variable: Any) -> int:
+    """How many numbers a variable holds."""
+    return int(tf.TensorShape(variable.shape).num_elements() or 0)
+
+
+def _bytes(variable: Any) -> int:
+    return num_elements(variable) * tf.as_dtype(variable.dtype).size
