@@ -18,6 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression
+    from tfparallel.elastic import run_elastic
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
@@ -40,6 +41,7 @@ _MODULES = {
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
+    "run_elastic": "tfparallel.elastic",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "compression",
+    "run_elastic",
 ]
 
 

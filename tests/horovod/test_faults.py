@@ -1,33 +1,11 @@
 """Real `horovodrun`: ranks that die, stall or disagree are named, and the job ends."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.multi_process.pool import REPOSITORY
+from tests.horovod.launching import horovodrun
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
-
-
-def horovodrun(*arguments: str, num_ranks: int = 2) -> tuple[int, str]:
-    """Exit status and output of tests/horovod/training.py on ranks of this host."""
-    launcher = Path(sys.executable).with_name("horovodrun")
-    command = [launcher, "-np", str(num_ranks), sys.executable, "-m", "tests.horovod.training"]
-    finished = subprocess.run(
-        [*command, *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return finished.returncode, finished.stdout
 
 
 @pytest.mark.timeout(150)
@@ -47,7 +25,7 @@ def horovodrun(*arguments: str, num_ranks: int = 2) -> tuple[int, str]:
     ],
 )
 def test_a_rank_that_holds_up_the_others_is_named(what, told):
-    status, output = horovodrun(what)
+    status, output = horovodrun("training", what)
     assert status != 0
     assert not [text for text in told if text not in output], output
     assert "trained" not in output
@@ -55,7 +33,7 @@ def test_a_rank_that_holds_up_the_others_is_named(what, told):
 
 @pytest.mark.timeout(150)
 def test_all_train_on_from_what_rank_0_has(tmp_path):
-    status, output = horovodrun("restored on rank 0", str(tmp_path))
+    status, output = horovodrun("training", "restored on rank 0", tmp_path)
     assert status == 0, output
     weights = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(2)]
     for first, second in zip(*weights, strict=True):

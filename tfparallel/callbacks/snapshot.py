@@ -52,6 +52,7 @@ def take_snapshot(
     parts = {}
     if workers.is_chief:
         shared = parts["shared"] = Part()
+        shared["num_workers"] = workers.num_workers
         shared["progress"] = dataclasses.asdict(progress)
         shared["stop_training"] = bool(call.model.stop_training)
         shared["model"] = mirrored_state(call.model)
@@ -94,13 +95,14 @@ class Restoration:
     def _metrics_for(self, own: list[Part], workers: Workers) -> list:
         metrics = [part["metrics"] for part in own]
         num_replicas = num_replicas_of(replica_state(self._call.model))
-        if len(own) == 1 and num_replicas == num_replicas_of(metrics[0]):
+        saved_by = self._shared["num_workers"]
+        if workers.num_workers == saved_by and num_replicas == num_replicas_of(metrics[0]):
             return metrics[0]
         tf.get_logger().warning(
             "The backup is of %d workers with %d replicas each, this training of %d with %d. "
             "Weights, optimizer, callbacks, metrics, epoch and batch are carried over. Not carried "
             "over: random numbers that differ by replica, and how sums over replicas round.",
-            *(len(own), num_replicas_of(metrics[0]), workers.num_workers, num_replicas),
+            *(saved_by, num_replicas_of(metrics[0]), workers.num_workers, num_replicas),
         )
         return with_one_term(metrics, num_replicas, is_first=workers.is_chief)
 

@@ -3,12 +3,9 @@
 One worker is the common case: it agrees with itself.
 """
 
-import itertools
 from typing import Any
 
 from tfparallel.communication.agreement import Agreement
-
-_numbers = itertools.count()  # of the trainings of this process, the same on all workers
 
 
 class Workers:
@@ -23,7 +20,7 @@ class Workers:
         if own is None or own.num_workers == 1:
             self._agreement, self.num_workers, self.rank = None, 1, 0
         else:
-            self._agreement = own.sequence(f"backup/{next(_numbers)}")
+            self._agreement = own.sequence(f"backup/{next(own.numbers)}")
             self.num_workers, self.rank = own.num_workers, own.rank
 
     @property

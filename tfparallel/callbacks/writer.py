@@ -15,6 +15,21 @@ def writer_for(folder: str | os.PathLike) -> "Writer":
     return _writers.setdefault(os.path.realpath(folder), Writer())
 
 
+def end_all(expected: type[Exception]) -> list[Exception]:
+    """Waits for all writers of this process, whose trainings have ended.
+
+    Args:
+        expected: errors to return instead of raising.
+    """
+    errors: list[Exception] = []
+    for writer in _writers.values():
+        try:
+            writer.wait()
+        except expected as error:
+            errors.append(error)
+    return errors
+
+
 class Writer:
     """Runs jobs on another thread, in order, at most one at a time.
 

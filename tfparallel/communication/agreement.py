@@ -6,6 +6,7 @@ kinds of steps.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -20,6 +21,10 @@ _PATIENCE_S = 10.0  # until it is asked whether a silent peer is alive
 
 class DisagreementError(RuntimeError):
     """Workers that should do the same are about to do different things."""
+
+
+class PeerEndedError(DisagreementError):
+    """A worker has ended that the others wait for."""
 
 
 class Agreement:
@@ -39,6 +44,7 @@ class Agreement:
         self.rank, self.num_workers = rank, num_workers
         self._timeout_s = timeout_s
         self._step = 0
+        self.numbers = itertools.count()  # for the names of sequences, the same on all workers
 
     def sequence(self, name: str, timeout_s: float = math.inf) -> "Agreement":
         """Announcements of their own, for what has no fixed order with the others."""
@@ -105,7 +111,7 @@ class Agreement:
         try:
             self.store.require_alive(rank)
         except ConnectionError as error:
-            raise DisagreementError(
+            raise PeerEndedError(
                 f"Expected rank {rank} of {self.num_workers} ({self.store.describe(rank)}) to "
                 f"{kind}. It has ended, its own log says why: {error} (Rank {self.rank} is "
                 "speaking.)"

@@ -13,6 +13,9 @@ from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 
 try:
     import horovod.tensorflow as hvd
+    from horovod.common.elastic import State
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+    from horovod.tensorflow.elastic import run as run_elastic
 except ImportError as error:
     raise ImportError(
         "HorovodStrategy needs Horovod, built for the installed TensorFlow: run `pip install "
@@ -20,7 +23,18 @@ except ImportError as error:
         "few minutes."
     ) from error
 
-__all__ = ["HorovodAllReduce", "all_gather", "all_reduce_sum", "broadcast", "hvd", "start"]
+__all__ = [
+    "HorovodAllReduce",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "State",
+    "all_gather",
+    "all_reduce_sum",
+    "broadcast",
+    "hvd",
+    "run_elastic",
+    "start",
+]
 
 _SUMMED_AS = {
     tf.bfloat16: tf.float32,

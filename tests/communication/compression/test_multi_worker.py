@@ -1,0 +1,100 @@
+"""Two real workers whose gradients are compressed."""
+
+import numpy as np
+import pytest
+
+from tests.communication.compression.worker import COMPRESSIONS
+from tests.multi_process.pool import WorkerPool, cluster_environments
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    folder = {"COMPRESSION_FOLDER": str(tmp_path_factory.mktemp("compression"))}
+    pool = WorkerPool(
+        ["-m", "tests.communication.compression.worker"],
+        lambda: [{**environment, **folder} for environment in cluster_environments(2)],
+    )
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def uncompressed(workers):
+    return workers.ask({"compression": "none"})[0]
+
+
+def trained(workers, **request):
+    """What rank 0 replies, after both are found to have trained alike."""
+    first, second = workers.ask(request)
+    for key in ("history", "weights", "shared", "iterations", "scale"):
+        assert first[key] == second[key], key
+    if first["residuals"] and np.any(first["residuals"][0]):  # Adaptive may send all as it is
+        assert first["residuals"] != second["residuals"]
+    return first
+
+
+@pytest.mark.parametrize(
+    ("compression", "distance"),
+    [
+        ("fp16", 1e-3),
+        ("bf16", 1e-2),
+        ("power_sgd", 0.1),
+        ("top_k", 0.3),
+        ("random_k", 0.3),
+        ("qsgd", 1e-2),
+        ("adaptive", 0.1),
+    ],
+)
+def test_workers_train_alike_and_close_to_uncompressed(
+    workers, uncompressed, compression, distance
+):
+    result = trained(workers, compression=compression)
+    assert abs(result["history"][-1] - uncompressed["history"][-1]) < distance
+    assert result["history"][-1] < result["history"][0]
+    if compression != "adaptive":  # which may well send everything as it is
+        assert result["weights"] != uncompressed["weights"]
+    expected = repr(COMPRESSIONS[compression]()) if compression not in ("fp16", "bf16") else "Cast"
+    assert expected.strip("'").lower()[:4] in result["reports"][0].lower()
+
+
+def test_a_checkpoint_of_the_optimizer_holds_the_state(workers):
+    result = trained(workers, compression="power_sgd")
+    assert any(name.endswith("residual/.ATTRIBUTES/VARIABLE_VALUE") for name in result["saved"])
+    assert any(name.endswith("q/.ATTRIBUTES/VARIABLE_VALUE") for name in result["saved"])
+
+
+@pytest.mark.parametrize("compression", ["power_sgd", "top_k", "adaptive"])
+def test_in_the_loop_of_steps_per_execution(workers, compression):
+    separate = trained(workers, compression=compression)
+    together = trained(workers, compression=compression, steps_per_execution=2)
+    if compression != "adaptive":  # whose decisions depend on times
+        for a, b in zip(separate["weights"], together["weights"], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_gradients_are_accumulated_after_they_are_summed(workers):
+    result = trained(workers, compression="power_sgd", accumulate=2)
+    assert result["iterations"] == 12 // 2
+    assert result["history"][-1] < result["history"][0]
+
+
+def test_sparse_gradients_are_sent_as_they_are(workers):
+    result = trained(workers, compression="power_sgd", table=True)
+    assert result["history"][-1] < result["history"][0]
+
+
+@pytest.mark.parametrize("compression", ["power_sgd", "top_k", "fp16", "adaptive"])
+def test_an_overflow_on_one_worker_skips_the_step_on_all(workers, compression):
+    """Once an epoch: the loss scale is halved three times, and nothing becomes NaN."""
+    result = trained(workers, compression=compression, wrap="overflow")
+    assert result["scale"] == 1024.0 / 8
+    assert result["iterations"] == 12 - 3
+    for values in [*result["weights"], *result["residuals"]]:
+        assert np.all(np.isfinite(values))
+
+
+def test_the_loss_scale_does_not_matter(workers):
+    plain = trained(workers, compression="power_sgd")
+    scaled = trained(workers, compression="power_sgd", wrap="scale")
+    for a, b in zip(plain["weights"], scaled["weights"], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)

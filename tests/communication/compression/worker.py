@@ -1,0 +1,107 @@
+"""The program of two workers that train under `MultiWorkerMirroredStrategy(compression=...)`."""
+
+import json
+import os
+import sys
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+from tests.helpers import open_logical_cpus
+from tfparallel.compression import Adaptive, PowerSGD, RandomK, TopK
+
+COMPRESSIONS = {
+    "none": lambda: None,
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
+    "power_sgd": lambda: PowerSGD(2),
+    "top_k": lambda: TopK(0.1),
+    "random_k": lambda: RandomK(0.2),
+    "qsgd": lambda: "qsgd",
+    "adaptive": lambda: Adaptive(ranks=(1,), interval=2),
+}
+
+
+class Overflow(keras.layers.Layer):
+    """Sends back infinite gradients, for a batch with a number above 1e4; that counts as 0."""
+
+    def call(self, x):
+        bad = tf.abs(x) > 1e4
+
+        @tf.custom_gradient
+        def forward(y):
+            has_bad = tf.reduce_any(bad)
+            return tf.identity(y), lambda g: tf.where(has_bad, np.inf * tf.ones_like(g), g)
+
+        return forward(tf.where(bad, 0.0, x))
+
+
+def train(compression, rows=48, steps_per_execution=1, wrap="", accumulate=None, table=False):
+    """A tiny model for three epochs of four uneven batches; returns what ranks must agree on."""
+    strategy = tfparallel.MultiWorkerMirroredStrategy(compression=COMPRESSIONS[compression]())
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 6)).astype("float32")
+    y = np.argmax(x @ rng.normal(size=(6, 3)), 1)
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulate)
+        if wrap:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0)
+        first = [keras.layers.Embedding(20, 4), keras.layers.Flatten()] if table else []
+        if wrap == "overflow":
+            first = [keras.layers.Dense(6, use_bias=False), Overflow()]
+            x[15, 0] = 1e6  # of rank 0 in the second batch
+        layers = [*first, keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(12)]
+        inputs = keras.Input((6,), dtype="int32" if table else "float32")
+        model = keras.Sequential([inputs, *layers, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
+    x = np.abs(x * 8).astype("int32") % 20 if table else x
+    history = model.fit(x, y, batch_size=13, epochs=3, verbose=0, shuffle=False).history["loss"]
+    state = getattr(model.optimizer, "gradient_compression", None)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    saved = [name for name, _ in tf.train.list_variables(_checkpoint(model))]
+    return {
+        "history": history,
+        "weights": [w.tolist() for w in model.get_weights()],
+        "shared": [] if state is None else [v.numpy().tolist() for v in state.shared_variables()],
+        "residuals": [v.numpy().tolist() for v in _residuals(state)],
+        "saved": [name for name in saved if "gradient_compression" in name],
+        "reports": [str(report) for report in strategy.compression_report()],
+        "scale": float(model.optimizer.dynamic_scale.numpy()) if wrap else None,
+        "iterations": int(inner.iterations.numpy()),
+    }
+
+
+def _residuals(state):
+    shared = {id(v) for v in state.shared_variables()} if state is not None else set()
+    return [v for v in state.variables if id(v) not in shared] if state is not None else []
+
+
+def _checkpoint(model) -> str:
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    path = os.path.join(os.environ["COMPRESSION_FOLDER"], f"checkpoint{rank}")
+    return tf.train.Checkpoint(optimizer=model.optimizer).write(path)
+
+
+def main() -> None:
+    """Answers requests, one JSON line each."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    open_logical_cpus(1)
+    tfparallel.MultiWorkerMirroredStrategy()  # joins the cluster
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in sys.stdin:
+        try:
+            reply = train(**json.loads(line))
+        except BaseException:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=replies, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Jobs of `horovodrun` on this machine."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.multi_process.pool import REPOSITORY
+
+
+def horovodrun(
+    module: str, *arguments: object, num_ranks: int = 2, options: Sequence[str] = ()
+) -> tuple[int, str]:
+    """Exit status and output of `tests/horovod/MODULE.py ARGUMENTS` on ranks of this host."""
+    launcher = Path(sys.executable).with_name("horovodrun")
+    # An elastic job's ranks get only a few of the launcher's variables.
+    path = f"PYTHONPATH={REPOSITORY}"
+    program = ["env", path, sys.executable, "-m", f"tests.horovod.{module}"]
+    finished = subprocess.run(
+        [launcher, "-np", str(num_ranks), *options, *program, *map(str, arguments)],
+        env=os.environ,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return finished.returncode, finished.stdout
