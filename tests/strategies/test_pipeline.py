@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 from tests.conformance.models import MODELS
-from tests.helpers import assert_same_training, tiny_data, train
+from tests.helpers import assert_same_training, train
 from tfparallel import PipelineStrategy
 from tfparallel.pipeline.schedule import Schedule
 
@@ -58,46 +58,6 @@ def test_variables_and_slots_live_once_on_the_device_of_their_stage():
             assert copy.device == leader[0].value.values[0].device, slot.path
 
 
-def _with_batch_norm():
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(5),
-            layers.BatchNormalization(momentum=0.9),
-            layers.Dense(3),
-        ]
-    )
-
-
-def test_batch_norm_equals_one_device_that_accumulates_over_microbatches():
-    def data(rows):
-        return tiny_data(rows)
-
-    strategy = PipelineStrategy(CPUS[:2], num_microbatches=4)
-    options = {"build": _with_batch_norm, "data": data, "rows": 24}
-    piped = train(strategy, batch_size=12, **options)
-    accumulated = train(
-        None,
-        batch_size=3,
-        optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=4),
-        **options,
-    )
-    for ours, theirs in zip(piped.model.get_weights(), accumulated.model.get_weights()):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    np.testing.assert_allclose(piped.history["loss"], accumulated.history["loss"], atol=1e-5)
-
-
-def test_synchronized_batch_norm_is_refused():
-    case = MODELS["cnn"]
-    with pytest.raises(ValueError, match="synchronized=True.*microbatches.*synchronized=False"):
-        train(
-            PipelineStrategy(CPUS[:2], 2),
-            build=case.build,
-            compile_options=case.compile_options,
-            data=case.data,
-        )
-
-
 def _masked():
     x = keras.Input((5,), dtype="int32")
     y = layers.Embedding(20, 4, mask_zero=True)(x)
@@ -126,10 +86,11 @@ def test_a_masked_loss_needs_all_microbatches_forward_first():
         ({"devices": CPUS[:2], "num_microbatches": 0}, "num_microbatches"),
         ({"devices": CPUS[:2], "schedule": "1f2b"}, "1f1b"),
         ({"devices": CPUS[:2], "schedule": "zero_bubble"}, "zero bubble.*Use '1f1b'"),
+        ({"devices": CPUS[:2], "batch_norm": "later"}, "'deferred'. Received: batch_norm='later'"),
         ({"devices": CPUS[:3], "schedule": "one stage"}, "1 devices, 3 devices"),
         ({"devices": CPUS[:1], "schedule": "one stage", "num_microbatches": 2}, "1 microbatches"),
     ],
-    ids=["missing", "twice", "none", "name", "halves", "devices", "microbatches"],
+    ids=["missing", "twice", "none", "name", "halves", "batch_norm", "devices", "microbatches"],
 )
 def test_wrong_arguments_are_refused(arguments, message):
     if arguments.get("schedule") == "one stage":

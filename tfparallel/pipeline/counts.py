@@ -1,4 +1,6 @@
-"""Counts that a user gives: whole numbers of at least one."""
+"""Options that a user gives: counts, and names of a few."""
+
+from collections.abc import Sequence
 
 
 def check_counts(**counts: int) -> None:
@@ -12,3 +14,14 @@ def check_counts(**counts: int) -> None:
             raise ValueError(
                 f"{name} must be a whole number of at least 1. Received: {name}={count!r}."
             )
+
+
+def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is none of `choices`.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if choice not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {listed}. Received: {name}={choice!r}.")

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.stages import Part, Stages, functional_graph
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
@@ -21,7 +22,11 @@ from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
 @contextlib.contextmanager
 def staged(
-    model: keras.Model, stages: Stages, executor: Executor, current_microbatch: Callable
+    model: keras.Model,
+    stages: Stages,
+    executor: Executor,
+    current_microbatch: Callable,
+    deferred: DeferredBatchNorm,
 ) -> Iterator[None]:
     """Within it, `model` computes through `executor`.
 
@@ -29,8 +34,9 @@ def staged(
         stages: of `model`.
         executor: of the step that is being traced.
         current_microbatch: gives the calling thread's microbatch, or None outside of microbatches.
+        deferred: layers whose moving averages are assigned when all microbatches have passed.
     """
-    calls = _Calls(executor, current_microbatch)
+    calls = _Calls(executor, current_microbatch, deferred)
     shadows: list[tuple[dict, str]] = []
 
     def shadow(instance: Any, name: str, hook: Callable) -> None:
@@ -54,8 +60,11 @@ def staged(
 class _Calls:
     """Calls of the executor by the thread of each microbatch."""
 
-    def __init__(self, executor: Executor, current_microbatch: Callable):
+    def __init__(
+        self, executor: Executor, current_microbatch: Callable, deferred: DeferredBatchNorm
+    ):
         self._executor, self.current_microbatch = executor, current_microbatch
+        self._deferred = deferred
         self._thread = threading.local()
         self._results: dict[Any, _Result] = {}
 
@@ -78,24 +87,34 @@ class _Calls:
         key = (name, counts[name], tuple(mask is not None for mask in masks))
 
         def flat_function(*flat: tf.Tensor) -> list:
-            outputs, losses = _call_with_masks(function, layers, list(flat), masks)
-            result = _Result(outputs, [layer for layer, _ in losses])
+            with self._deferred.collected() as statistics:
+                outputs, losses = _call_with_masks(function, layers, list(flat), masks)
+            result = _Result(outputs, [layer for layer, _ in losses], [v for v, _ in statistics])
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
-            tensors = [*result.tensors, *result.masks, *(loss for _, loss in losses)]
+            tensors = [*result.tensors, *result.masks, *(x for _, x in [*losses, *statistics])]
             return [tf.identity(tensor) for tensor in tensors]
 
+        microbatch = self.current_microbatch()
         flat = self._executor.call(
-            stage, self.current_microbatch(), key, flat_function, [*inputs, *_present(masks)]
+            stage, microbatch, key, flat_function, [*inputs, *_present(masks)]
         )
-        return self._results[key].filled(flat)
+        result = self._results[key]
+        end = len(flat) - len(result.statistics)
+        self._deferred.add(microbatch, result.statistics, flat[end:])
+        return result.filled(flat[:end])
 
 
 class _Result:
-    """What a traced function returns: the tensors in it, their masks, and the losses added."""
+    """What a traced function returns: the tensors in it, their masks, and the losses added.
 
-    def __init__(self, outputs: Any, loss_owners: list):
+    Attributes:
+        statistics: the variables that were to be assigned, had that not been deferred.
+    """
+
+    def __init__(self, outputs: Any, loss_owners: list, statistics: list):
         self._structure, self._loss_owners = outputs, loss_owners
+        self.statistics = statistics
         self._leaves = keras.tree.flatten(outputs)
         self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, tf.Tensor)]
         self.tensors = [self._leaves[i] for i in self._at]

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.pipeline.counts import check_counts
+from tfparallel.pipeline.counts import check_choice, check_counts
+from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.placement import Placement
@@ -52,9 +53,6 @@ class PipelineStrategy(KerasStrategy):
     Trains to the weights of one device. `batch_size` stays that of the whole batch: it is split
     into microbatches inside the step, of which every row counts once.
 
-    BatchNorm normalises each microbatch by its own statistics, and updates its moving averages once
-    for each microbatch.
-
     Args:
         devices: names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical CPUs.
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
@@ -68,6 +66,10 @@ class PipelineStrategy(KerasStrategy):
         memory_limit_bytes: the most that "balanced" puts on a device: variables, two copies of
             their gradients, optimizer slots, and the outputs of layers for the microbatches that a
             stage holds at once. Default: no limit.
+        batch_norm: BatchNorm normalises each microbatch by its own statistics. "per_microbatch"
+            (default) also updates the moving averages once for each, as one device does that
+            accumulates gradients; "deferred" once for each batch, by the statistics of all its
+            rows, as one device does that sees the whole batch.
 
     Raises:
         ValueError: for devices that do not exist or are named twice, counts below 1, or a schedule
@@ -86,6 +88,7 @@ class PipelineStrategy(KerasStrategy):
         *,
         chunks_per_device: int | None = None,
         memory_limit_bytes: int | None = None,
+        batch_norm: str = "per_microbatch",
     ):
         devices = check_devices(devices) or _all_devices()
         if isinstance(schedule, str):
@@ -96,7 +99,10 @@ class PipelineStrategy(KerasStrategy):
         _check_schedule(schedule, len(devices), num_microbatches)
         if memory_limit_bytes is not None:
             check_counts(memory_limit_bytes=memory_limit_bytes)
-        super().__init__(PipelineExtended(self, devices, schedule, partition, memory_limit_bytes))
+        check_choice("batch_norm", batch_norm, ("per_microbatch", "deferred"))
+        super().__init__(
+            PipelineExtended(self, devices, schedule, partition, memory_limit_bytes, batch_norm)
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -160,7 +166,11 @@ class StageVariable(CentralVariable):
 class SequentialVariable(StageVariable):
     """A variable that every microbatch assigns in turn: metrics, BatchNorm's averages, seeds."""
 
+    deferred_to: Callable | None = None  # takes BatchNorm's averages; see `DeferredBatchNorm`
+
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        if self.deferred_to is not None and self.deferred_to(self, value):
+            return self._primary
         return update_fn(self._primary, value, **kwargs)
 
 
@@ -176,10 +186,11 @@ class PipelineExtended(LocalExtended):
         schedule: Schedule,
         partition: Partition,
         memory_limit_bytes: int | None,
+        batch_norm: str,
     ):
         super().__init__(container_strategy, devices[-1:])
         self._stage_devices = [device_util.canonicalize(device) for device in devices]
-        self._schedule, self._partition = schedule, partition
+        self._schedule, self._partition, self._batch_norm = schedule, partition, batch_norm
         # Losses and metrics are computed where the last stage is.
         self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
         self._input_workers_devices = ((self._host_device, self._devices),)
@@ -264,16 +275,40 @@ class PipelineExtended(LocalExtended):
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
         stages = self._stages_of(model)
+        deferred = DeferredBatchNorm(self._deferred_layers(model))
         if tf.executing_eagerly():
             yield
             return
         self._executor = executor = Executor(self._schedule, self._stage_devices)
+
+        def current_microbatch() -> int | None:
+            microbatch = values_util.get_current_replica_id_as_int()
+            step = current_replica_step()
+            if step is not None:
+                deferred.shares[microbatch] = step.rows, step.weight
+            return microbatch
+
         try:
-            with staged(model, stages, executor, values_util.get_current_replica_id_as_int):
+            with staged(model, stages, executor, current_microbatch, deferred):
                 yield
+            deferred.assign()
             executor.order(tf.compat.v1.get_default_graph())
         finally:
             self._executor = None
+
+    def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
+        if self._batch_norm != "deferred":
+            return []
+        all_layers = model._flatten_layers()
+        found = [x for x in all_layers if isinstance(x, keras.layers.BatchNormalization)]
+        names = [layer.name for layer in found if getattr(layer, "renorm", False)]
+        if names or (found and tf.executing_eagerly()):
+            received = f"renorm=True of {names}" if names else "run_eagerly=True"
+            raise ValueError(
+                "batch_norm='deferred' needs a traced step, and moving averages that nothing in "
+                f"the step reads. Received: {received}. Leave that out, or use 'per_microbatch'."
+            )
+        return found
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
