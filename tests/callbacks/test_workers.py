@@ -1,12 +1,14 @@
 """Several workers: one backup of all, whichever of them is killed, and whoever comes back."""
 
 import os
+import re
 
 import numpy as np
 import pytest
 
 from tests.callbacks.test_exact_resume import assert_equal_results
 from tests.callbacks.zygote import Zygote
+from tests.launch.jobs import ROOT, Launcher
 from tests.multi_process.pool import cluster_environments
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.callbacks.storage import Storage
@@ -111,3 +113,28 @@ def test_workers_without_a_common_backup_say_so_by_rank(zygote, tmp_path):
     assert train(zygote, tmp_path / "backups", tmp_path) == [1, 1]
     message = zygote.log()
     assert "rank 0: backup" in message and "rank 1: none" in message
+
+
+# Worker 1 of the first attempt sends itself SIGKILL after six batches.
+TRAIN = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.callbacks.trainings import multi_worker
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+print("backups:", os.path.exists("backups") and len(os.listdir("backups")), flush=True)
+kill_at = 6 if rank == 1 and os.environ["TFPARALLEL_RESTART"] == "0" else 0
+multi_worker("backups", f"{{rank}}.npz", str(kill_at), os.environ["TF_CONFIG"])
+"""
+
+
+@pytest.mark.timeout(240)
+def test_the_launcher_starts_a_killed_training_again(expected, tmp_path):
+    options = ("--max-restarts", "1", "--grace-seconds", "1")
+    with Launcher(tmp_path, TRAIN, *options) as launcher:
+        stdout, stderr = launcher.process.communicate()
+    assert launcher.process.returncode == 0, stderr
+    assert re.search(r"backups: [23]\n", stdout)  # and perhaps one that was being written
+    assert "worker 1 failed first: killed by SIGKILL" in stderr
+    assert "restart 1 of 1" in stderr
+    assert_all_equal(expected, tmp_path)
+    assert not (tmp_path / "backups").exists()

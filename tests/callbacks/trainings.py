@@ -85,6 +85,12 @@ def plain_arrays(*arguments):
     )
 
 
+def eager_arrays(*arguments):
+    """Nothing is traced, so that a process is soon in the midst of its training."""
+    x, y = tiny_data(ROWS)
+    _train(None, arguments, run_eagerly=True, epochs=6, x=x, y=y, batch_size=BATCH)
+
+
 def plain_dataset(*arguments):
     """A shuffled dataset whose augmentation draws in a stateful op: no checkpoint of it exists."""
 
@@ -175,6 +181,8 @@ def _train(
     callbacks=(),
     steps_per_execution=1,
     save_freq=1,
+    run_eagerly=False,
+    epochs=EPOCHS,
     **fit_options,
 ):
     """Trains with a backup after every batch and writes everything that can differ to a file."""
@@ -196,6 +204,7 @@ def _train(
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=steps_per_execution,
+            run_eagerly=run_eagerly,
         )
     counter = CountsAndDraws()
     # Who kills itself at a given batch knows which backup it leaves: the one before.
@@ -204,7 +213,7 @@ def _train(
     callbacks = [*backup, counter, *callbacks, KillAt(int(kill_at))]
     if data is not None:
         fit_options = {"shuffle": False, **fit_options, "x": data()}
-    fitted = model.fit(callbacks=callbacks, epochs=EPOCHS, verbose=0, **fit_options)
+    fitted = model.fit(callbacks=callbacks, epochs=epochs, verbose=0, **fit_options)
     np.savez(
         results,
         **numbered("weights", model.get_weights()),

@@ -31,23 +31,28 @@ class Zygote:
             text=True,
         )
 
-    def run(self, function: str, *arguments, kill_after_s: float | None = None) -> int:
+    def run(self, function: str, *arguments, kill_after_s: float | None = None, saves=()) -> int:
         """Calls `function(*arguments)` in a new process; returns its status, -9 if it was killed.
 
         Args:
             function: its name in `tests.callbacks.trainings`.
             arguments: text or numbers.
             kill_after_s: when to send SIGKILL, from the call of the function.
+            saves: a folder and a number n: count `kill_after_s` from the beginning of the n-th
+                backup that is written there.
         """
-        return self.run_together(function, [arguments], kill_after_s)[0]
+        return self.run_together(function, [arguments], kill_after_s, saves)[0]
 
-    def run_together(self, function: str, calls, kill_after_s: float | None = None) -> list[int]:
+    def run_together(
+        self, function: str, calls, kill_after_s: float | None = None, saves=()
+    ) -> list[int]:
         """Like `run`, in one process for each tuple of arguments in `calls`, all at once.
 
         Once one has failed or died, the others have 20 seconds to end by themselves.
         """
         texts = [[str(argument) for argument in arguments] for arguments in calls]
-        self._process.stdin.write(json.dumps([function, texts, kill_after_s]) + "\n")
+        saves = [str(value) for value in saves]
+        self._process.stdin.write(json.dumps([function, texts, kill_after_s, saves]) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
@@ -66,13 +71,13 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a training prints is not an answer
     for line in sys.stdin:
-        function, calls, kill_after_s = json.loads(line)
+        function, calls, kill_after_s, saves = json.loads(line)
         children = []
         for arguments in calls:
             children.append(os.fork())
             if children[-1] == 0:
                 _call(getattr(trainings, function), arguments)
-        answers.write(json.dumps(_wait(children, kill_after_s)) + "\n")
+        answers.write(json.dumps(_wait(children, kill_after_s, saves)) + "\n")
         answers.flush()
 
 
@@ -90,10 +95,16 @@ def _call(function, arguments) -> None:
         os._exit(status)
 
 
-def _wait(children: list[int], kill_after_s: float | None) -> list[int]:
-    deadline = time.monotonic() + (60 if kill_after_s is None else kill_after_s)
+def _wait(children: list[int], kill_after_s: float | None, saves: list[str]) -> list[int]:
+    deadline = time.monotonic() + (60 if saves or kill_after_s is None else kill_after_s)
     statuses: dict[int, int] = {}
+    started = set(_begun(saves))
+    num_before = len(started)
     while len(statuses) < len(children):
+        if saves and len(started) < num_before + int(saves[1]):
+            started |= set(_begun(saves))
+            if len(started) >= num_before + int(saves[1]):
+                deadline = time.monotonic() + kill_after_s
         for child in [child for child in children if child not in statuses]:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -102,8 +113,21 @@ def _wait(children: list[int], kill_after_s: float | None) -> list[int]:
                     deadline = min(deadline, time.monotonic() + 20)
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
-        time.sleep(0.002)
+        time.sleep(0.0005 if saves else 0.002)
     return [statuses[child] for child in children]
+
+
+def _begun(saves: list[str]) -> list[str]:
+    """The backups that are being written now: looking often sees all of them."""
+    folder = saves[0] if saves else ""
+    return [name for name in _names(folder) if name.startswith("writing-")]
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder) if folder else []
+    except FileNotFoundError:
+        return []
 
 
 if __name__ == "__main__":

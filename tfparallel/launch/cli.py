@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tfparallel.launch.backups import add_backups_command
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
-from tfparallel.launch.processes import WorkerCommand, run_processes
+from tfparallel.launch.processes import Ending, WorkerCommand, run_job
+from tfparallel.launch.restarts import RESTART_VARIABLE, run_with_restarts
 from tfparallel.launch.roles import count_roles, plan_processes
 from tfparallel.version import __version__
 
@@ -52,11 +53,11 @@ def _run_launch(args: argparse.Namespace) -> int:
 
     Returns:
         The exit status: of the first worker that failed (128 + n if killed by signal n), 128 + n
-        if signal n stopped the launcher, 0 otherwise.
+        if signal n stopped the launcher, 0 otherwise. With restarts, that of the last attempt.
     """
     _check_launch(args)
     try:
-        return _launch(args)
+        return run_with_restarts(lambda restart: _launch(args, restart), args.max_restarts, _note)
     except KeyboardInterrupt:  # all workers are gone, but the reader of our output is stuck
         return 130
 
@@ -106,6 +107,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="time between SIGTERM and SIGKILL when workers are stopped (default: %(default)g)",
     )
     launch.add_argument(
+        "--max-restarts",
+        type=_non_negative_int,
+        metavar="N",
+        default=0,
+        help="how often the job is started again when a process fails (default: %(default)s)",
+    )
+    launch.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
     launch.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
@@ -144,7 +152,7 @@ def _check_launch(args: argparse.Namespace) -> None:
         )
 
 
-def _launch(args: argparse.Namespace) -> int:
+def _launch(args: argparse.Namespace, restart: int) -> Ending:
     what = ["-m", args.script] if args.is_module else [args.script]
     argv = (sys.executable, *what, *args.script_args)
     counts = count_roles(args.workers, args.ps or 0, args.evaluator)
@@ -152,12 +160,16 @@ def _launch(args: argparse.Namespace) -> int:
         remaining = iter(addresses)
         plan = plan_processes(
             {role: list(itertools.islice(remaining, count)) for role, count in counts.items()},
-            {**os.environ, **REUSE_PORT_ENV},
+            {**os.environ, **REUSE_PORT_ENV, RESTART_VARIABLE: str(restart)},
             num_cores=len(os.sched_getaffinity(0)),
             devices_per_worker=args.devices_per_worker,
         )
         commands = [WorkerCommand(process.label, argv, process.env) for process in plan]
-        return run_processes(commands, grace_s=args.grace_seconds)
+        return run_job(commands, grace_s=args.grace_seconds)
+
+
+def _note(text: str) -> None:
+    print(f"[launcher] {text}", file=sys.stderr, flush=True)
 
 
 def _module_exists(name: str) -> bool:
@@ -174,6 +186,12 @@ def _module_exists(name: str) -> bool:
 def _positive_int(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected an integer from 1. Received: {text!r}.")
+    return int(text)
+
+
+def _non_negative_int(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected an integer from 0. Received: {text!r}.")
     return int(text)
 
 

@@ -60,6 +60,37 @@ def run_processes(
     stdout: ByteStream | None = None,
     stderr: ByteStream | None = None,
 ) -> int:
+    """Run all commands at once; see `run_job`.
+
+    Returns:
+        0 if all commands returned 0. Otherwise the exit status of the command that failed first;
+        128 + n if it was killed by signal n. If the launcher was told to stop by signal n, also
+        128 + n.
+    """
+    return run_job(commands, grace_s=grace_s, stdout=stdout, stderr=stderr).status
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+        status: the exit status for it, as `run_processes` returns it.
+        failed_rank: the rank of the command that failed first; None if all returned 0 or if the
+            launcher was told to stop.
+    """
+
+    status: int
+    failed_rank: int | None = None
+
+
+def run_job(
+    commands: Sequence[WorkerCommand],
+    *,
+    grace_s: float = 10.0,
+    stdout: ByteStream | None = None,
+    stderr: ByteStream | None = None,
+) -> Ending:
     """Run all commands at once until all have ended, or one has failed.
 
     Linux only. Call it from the main thread if SIGINT, SIGTERM and SIGHUP are to stop the job;
@@ -70,11 +101,6 @@ def run_processes(
         grace_s: how long processes may take to end after SIGTERM; 10 s, as for `docker stop`. A
             second Ctrl-C cuts it short.
         stdout, stderr: where labelled output goes; by default this process's own.
-
-    Returns:
-        0 if all commands returned 0. Otherwise the exit status of the command that failed first;
-        128 + n if it was killed by signal n. If the launcher was told to stop by signal n, also
-        128 + n.
     """
     if not commands:
         raise ValueError("Expected at least one command to run. Received: none.")
@@ -92,7 +118,19 @@ def run_processes(
         group.drain()
         if ending.failed_rank is not None:
             outbox.put(outbox.stderr, group.report_on(ending.failed_rank))
-    return ending.status
+    return ending
+
+
+def wait_for_stop(timeout_s: float) -> int | None:
+    """Waits while no job runs; returns the number of a signal that says to stop, if one comes."""
+    events: _Events = queue.SimpleQueue()
+    with _signals_as_events(events):
+        try:
+            event = events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+    assert isinstance(event, _Signalled)
+    return event.number
 
 
 @dataclass(frozen=True)
@@ -113,12 +151,6 @@ class _Signalled:
 
 _Event = _Exited | _OutputEnded | _Signalled
 _Events = queue.SimpleQueue[_Event]
-
-
-@dataclass(frozen=True)
-class _Ending:
-    status: int
-    failed_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,19 +217,19 @@ class _Group:
         was_killed = result.si_code != os.CLD_EXITED
         self._events.put(_Exited(rank, -result.si_status if was_killed else result.si_status))
 
-    def wait_for_end(self) -> _Ending:
+    def wait_for_end(self) -> Ending:
         """Wait until all have returned 0, one has failed, or a signal has come."""
         while len(self._returncodes) < len(self._workers):
             event = self._events.get()
             if isinstance(event, _Signalled):
                 self._note(f"received {signal.Signals(event.number).name}; stopping all processes")
-                return _Ending(128 + event.number)
+                return Ending(128 + event.number)
             self._record(event)
             if isinstance(event, _Exited) and event.returncode != 0:
                 label, end = self._commands[event.rank].label, describe_end(event.returncode)
                 self._note(f"{label} failed: {end}; stopping all processes")
-                return _Ending(exit_status(event.returncode), failed_rank=event.rank)
-        return _Ending(0)
+                return Ending(exit_status(event.returncode), failed_rank=event.rank)
+        return Ending(0)
 
     def stop(self, grace_s: float) -> None:
         """End every process group: SIGTERM, then SIGKILL to what is left after `grace_s`."""
