@@ -66,6 +66,9 @@ from tensorflow.python.distribute import (
 
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
 from tensorflow.python.eager import context, record
+
+# Keeps the errors of one thread's remote calls to itself.
+from tensorflow.python.eager.executor import new_executor
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import auto_control_deps_utils, ops
 
@@ -132,6 +135,7 @@ __all__ = [
     "is_symbolic_build",
     "is_called_by_trainer",
     "model_of_predict_step",
+    "new_executor",
     "numpy_dataset",
     "owner_of_new_variable",
     "record",
