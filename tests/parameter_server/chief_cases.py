@@ -1,6 +1,7 @@
 """Programs of a chief, each with a real cluster of its own: `python -m ...chief_cases NAME`.
 
-A case returns what its test looks at; it is printed as one line of JSON.
+A case returns what its test looks at; it is printed as one line of JSON. It makes its cluster
+before anything else, which forks the servers from a process that has not started TensorFlow.
 """
 
 import json
@@ -15,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
-from tests.parameter_server.cluster import ServerProcesses
+from tests.parameter_server.cluster import SERVERS, ServerProcesses
+from tests.parameter_server.spawner import Spawner
 from tfparallel.parameter_server import Timeouts
 
 ROWS, BATCH = 200, 7
@@ -47,9 +49,13 @@ class Seen(keras.metrics.Metric):
 
 def make_cluster(num_workers: int = 2, num_ps: int = 2) -> ServerProcesses:
     """Starts the servers of this process's chief."""
-    servers = ServerProcesses(num_workers, num_ps)
+    servers = ServerProcesses(num_workers, num_ps, Spawner(SERVERS, by_fork=True))
     os.environ.update(servers.environment("chief", 0))
+    _alive.append(servers)  # they die with the last reference to their spawner
     return servers
+
+
+_alive: list[ServerProcesses] = []
 
 
 def make_model(strategy, **compile_options) -> keras.Model:
@@ -148,7 +154,7 @@ def _fit(strategy, callbacks, epochs: int = 2, **options) -> dict:
         "iterations": iterations,
         "expected": epochs * steps(),
         "seen": seen(model),
-        "steps_of_worker": strategy.extended._pool.steps_of_worker,
+        "steps_of_worker": list(strategy.extended._pool.steps_of_worker),
     }
 
 
@@ -238,5 +244,11 @@ def mistake_in_a_step() -> dict:
     return {"error": error, "iterations": int(model.optimizer.iterations.numpy())}
 
 
+def main() -> None:
+    """Runs the case that `CHIEF_CASE` names."""
+    print("RESULT", json.dumps(CASES[os.environ["CHIEF_CASE"]]()), flush=True)
+
+
 if __name__ == "__main__":
-    print("RESULT", json.dumps(CASES[sys.argv[1]]()), flush=True)
+    os.environ["CHIEF_CASE"] = sys.argv[1]
+    main()

@@ -1,23 +1,15 @@
 """A real cluster on loopback for tests: one process a task, ended with the test."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-# What the strategy's constructor does on a server, without the seconds that importing Keras takes.
-_SERVE = """
-from tfparallel.cluster import read_tf_config
-from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-ParameterServerCluster(read_tf_config().cluster_resolver()).serve(Timeouts())
-"""
+from tests.parameter_server.spawner import Child, Spawner
+
+SERVERS = "tests.parameter_server.servers"
 
 
 def free_addresses(count: int) -> list[str]:
@@ -36,19 +28,22 @@ class ServerProcesses:
 
     Args:
         num_workers, num_ps: how many there are.
-        serve: the Python code that each of them runs.
+        spawner: who starts them; None makes one.
     """
 
-    def __init__(self, num_workers: int = 2, num_ps: int = 2, serve: str = _SERVE):
+    def __init__(
+        self, num_workers: int = 2, num_ps: int = 2, spawner: Spawner | None = None, **variables
+    ):
         addresses = free_addresses(1 + num_workers + num_ps)
         self.cluster = {
             "chief": addresses[:1],
             "worker": addresses[1 : 1 + num_workers],
             "ps": addresses[1 + num_workers :],
         }
-        self._serve = serve
+        self._spawner = spawner or Spawner(SERVERS)
+        self._variables = variables
         self._logs: dict[tuple[str, int], Path] = {}
-        self.processes: dict[tuple[str, int], subprocess.Popen] = {}
+        self.processes: dict[tuple[str, int], Child] = {}
         for task_type in ("ps", "worker"):
             for index in range(len(self.cluster[task_type])):
                 self.start(task_type, index)
@@ -62,15 +57,8 @@ class ServerProcesses:
         """Starts a task, or starts it again."""
         log = Path(tempfile.mkstemp(prefix=f"{task_type}{index}-")[1])
         self._logs[task_type, index] = log
-        with log.open("wb") as output:
-            self.processes[task_type, index] = subprocess.Popen(
-                [sys.executable, "-c", self._serve],
-                env=process_environment(self.environment(task_type, index)),
-                stdout=output,
-                stderr=output,
-                cwd=REPOSITORY,
-                preexec_fn=die_with_parent,
-            )
+        environment = {**self.environment(task_type, index), **self._variables}
+        self.processes[task_type, index] = self._spawner.spawn(f"{SERVERS}:serve", environment, log)
 
     def kill(self, task_type: str, index: int) -> None:
         """`kill -9`."""
@@ -93,11 +81,10 @@ class ServerProcesses:
     def statuses(self, timeout_s: float = 30.0) -> dict[tuple[str, int], int | None]:
         """Exit statuses, waiting for those that still run; None for who runs on."""
         deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s and any(
-            process.poll() is None for process in self.processes.values()
-        ):
-            time.sleep(0.1)
-        return {task: process.poll() for task, process in self.processes.items()}
+        return {
+            task: process.wait(max(0.0, deadline_s - time.monotonic()))
+            for task, process in self.processes.items()
+        }
 
     def close(self) -> None:
         """Ends everything that still runs."""
@@ -106,39 +93,3 @@ class ServerProcesses:
             process.wait()
         for log in self._logs.values():
             log.unlink(missing_ok=True)
-
-
-def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `variables`, and nothing of another cluster."""
-    inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    return {
-        **inherited,
-        "PYTHONPATH": str(REPOSITORY),
-        "KERAS_BACKEND": "tensorflow",
-        "TF_NUM_INTEROP_THREADS": "8",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **variables,
-    }
-
-
-def run_chief(
-    servers: ServerProcesses, arguments: Sequence[str], timeout_s: float = 120.0, **variables: str
-) -> subprocess.CompletedProcess:
-    """Runs a chief to its end."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=process_environment({**servers.environment("chief", 0), **variables}),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=REPOSITORY,
-        preexec_fn=die_with_parent,
-    )
-
-
-def die_with_parent() -> None:
-    """Called in a child: it is killed when its parent ends, however that ends."""
-    import ctypes
-
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,33 +1,11 @@
 """Real workers and parameter servers: exact counters, and what is left when processes die."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-
-from tests.parameter_server.cluster import REPOSITORY, die_with_parent, process_environment
 
 EACH_ONCE = [1.0]
 
 
-def run_case(name: str, timeout_s: float = 120.0) -> dict:
-    """Runs a program of `chief_cases.py`; fails with the end of its log."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.parameter_server.chief_cases", name],
-        env=process_environment({}),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=REPOSITORY,
-        preexec_fn=die_with_parent,
-    )
-    results = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, process.stderr[-4000:]
-    return {**json.loads(results[-1].removeprefix("RESULT ")), "log": process.stderr}
-
-
-def test_counters_are_exact_and_every_example_is_used_once():
+def test_counters_are_exact_and_every_example_is_used_once(run_case):
     result = run_case("counters")
     for iterations, loss_count, seen in result["results"]:
         assert iterations and loss_count, result["results"]
@@ -37,7 +15,7 @@ def test_counters_are_exact_and_every_example_is_used_once():
     assert min(result["loads"]) > 0
 
 
-def test_staleness_stays_in_its_bound():
+def test_staleness_stays_in_its_bound(run_case):
     largest = run_case("staleness")
     assert largest["0"] == 0
     assert largest["1"] == 1
@@ -45,7 +23,7 @@ def test_staleness_stays_in_its_bound():
 
 
 @pytest.mark.parametrize("name", ["worker_dies_and_comes_back", "worker_is_stopped"])
-def test_training_goes_on_without_a_worker_and_nothing_counts_twice(name):
+def test_training_goes_on_without_a_worker_and_nothing_counts_twice(run_case, name):
     result = run_case(name)
     for part in ("first", "then"):
         assert result[part]["iterations"] == result[part]["expected"]
@@ -55,7 +33,7 @@ def test_training_goes_on_without_a_worker_and_nothing_counts_twice(name):
     assert "worker 1 (127.0.0.1:" in result["log"]
 
 
-def test_chief_gives_up_when_all_workers_are_gone_and_names_them():
+def test_chief_gives_up_when_all_workers_are_gone_and_names_them(run_case):
     result = run_case("all_workers_die")
     for worker, address in enumerate(result["workers"]):
         assert f"worker {worker} ({address})" in result["error"]
@@ -63,13 +41,13 @@ def test_chief_gives_up_when_all_workers_are_gone_and_names_them():
 
 
 @pytest.mark.parametrize("name", ["server_dies", "server_is_stopped"])
-def test_chief_ends_with_an_error_that_names_the_lost_server(name):
+def test_chief_ends_with_an_error_that_names_the_lost_server(run_case, name):
     result = run_case(name)
     assert f"ps 1 ({result['ps'][1]})" in result["error"]
     assert "backup callback" in result["error"]
 
 
-def test_a_mistake_of_the_user_is_reported_as_it_is():
+def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
     result = run_case("mistake_in_a_step")
     assert "99 is not in [0, 5)" in result["error"]
     assert result["iterations"] >= 10

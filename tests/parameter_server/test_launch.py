@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.parameter_server.cluster import REPOSITORY, process_environment
+from tests.parameter_server.spawner import REPOSITORY, process_environment
 from tfparallel.launch.roles import count_roles
 
 SCRIPT = """

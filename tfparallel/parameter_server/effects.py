@@ -105,25 +105,7 @@ class Effects:
         self._values[id(variable)] = value
         self._seen.append(variable)
 
-    def outputs(self) -> list[list]:
-        """The tensors of all effects, sent to where they are needed; in the worker's graph."""
-        return [
-            [_send(t, d) for t, d in zip(effect.tensors, effect.devices, strict=True)]
-            for effect in self.effects
-        ]
-
     def carry_out(self, values: Sequence[list]) -> None:
-        """Makes all changes, with the `values` of `outputs()`."""
+        """Makes all changes, with the values of all effects' tensors."""
         for effect, tensors in zip(self.effects, values, strict=True):
             effect.carry_out(tensors)
-
-
-def _send(tensor: Any, device: str) -> Any:
-    if tensor is None:
-        return None
-    with tf.device(device):
-        if isinstance(tensor, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                tf.identity(tensor.values), tf.identity(tensor.indices), tensor.dense_shape
-            )
-        return tf.identity(tensor)

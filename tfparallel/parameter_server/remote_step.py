@@ -1,16 +1,19 @@
-"""One kind of step (train, test, predict) as two functions: a worker's and the servers'.
+"""One kind of step (train, test, predict) as three functions.
 
 compute   on a worker: batch -> outputs, effects; changes nothing
+hand_in   from a worker to the parameter servers: effects, each to where it is needed
 apply     on the parameter servers: effects -> changes; no worker takes part
+
+A worker that dies in the first two has changed nothing; in the third it is not needed any more.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.parameter_server.effects import Effects
+from tfparallel.parameter_server.effects import Effect, Effects
 
 
 class RemoteStep:
@@ -36,7 +39,7 @@ class RemoteStep:
             effects = traced["recorder"] = Effects()  # tf.function may trace twice
             with effects.recording():
                 traced["outputs"] = run(arguments, worker)
-                traced["effects"] = effects.outputs()
+                traced["effects"] = [effect.tensors for effect in effects.effects]
             flat_outputs = tf.nest.flatten(traced["outputs"], expand_composites=True)
             flat_outputs = [tf.convert_to_tensor(output) for output in flat_outputs]
             traced["packed"] = [_is_packed(output) for output in flat_outputs]
@@ -44,6 +47,9 @@ class RemoteStep:
                 *_pack_scalars(flat_outputs),
                 tf.nest.flatten(traced["effects"], expand_composites=True),
             )
+
+        def hand_in(*flat: tf.Tensor) -> list:
+            return _each_on(_flat_devices(traced["recorder"].effects), flat)
 
         def apply(*flat: tf.Tensor) -> None:
             with scope():
@@ -59,6 +65,9 @@ class RemoteStep:
         self.has_effects = bool(values)
         if self.has_effects:
             value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+            self._hand_in = tf.function(hand_in, autograph=False).get_concrete_function(
+                *value_specs
+            )
             self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
 
     def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list]:
@@ -67,8 +76,13 @@ class RemoteStep:
             *outputs, effects = self._compute(tf.constant(worker), *_flatten(arguments))
         return outputs, effects
 
+    def hand_in(self, device: str, effects: list) -> list:
+        """Copies a worker's effects to the servers; `device` is that of one of them."""
+        with tf.device(device):
+            return self._hand_in(*effects)
+
     def apply(self, device: str, effects: list) -> None:
-        """Makes the changes; `device` is that of a parameter server."""
+        """Makes the changes; `device` is that of a parameter server, `effects` are there."""
         with tf.device(device):
             self._apply(*effects)
 
@@ -106,6 +120,24 @@ def _pack(structure: Any, flat: Any) -> Any:
         for leaf in tf.nest.flatten(structure, expand_composites=True)
     ]
     return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+
+def _flat_devices(effects: Sequence[Effect]) -> list[str]:
+    """Where each component of the tensors of `effects` is needed."""
+    return [
+        device
+        for effect in effects
+        for tensor, device in zip(effect.tensors, effect.devices, strict=True)
+        for _ in tf.nest.flatten(tensor, expand_composites=True)
+    ]
+
+
+def _each_on(devices: Sequence[str], tensors: Sequence[tf.Tensor]) -> list:
+    copies = []
+    for device, tensor in zip(devices, tensors, strict=True):
+        with tf.device(device):
+            copies.append(tf.identity(tensor))
+    return copies
 
 
 def _is_packed(output: tf.Tensor) -> bool:

@@ -21,6 +21,7 @@ from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.staleness import StalenessBound
+from tfparallel.tf_internals import context, new_executor
 
 
 class Arguments(Protocol):
@@ -157,15 +158,21 @@ class WorkerPool:
     # ---- for the thread of a worker --------------------------------------------------------------
 
     def _work(self, worker: int) -> None:
-        while True:
-            step = self._take(worker)
-            try:
-                self._run(worker, step)
-            except TaskLost as lost:
-                self._give_back(worker, step)
-                self._await_worker(worker, lost)
-            except BaseException as error:
-                self._fail(worker, step, error)
+        # Calls return before they are done, and what fails later fails the executor: with one
+        # that all threads share, the loss of a worker would be every worker's, and the chief's.
+        executor = new_executor(enable_async=False)
+        with context.executor_scope(executor):
+            while True:
+                step = self._take(worker)
+                try:
+                    self._run(worker, step, executor)
+                except TaskLost as lost:
+                    executor.clear_error()
+                    self._give_back(worker, step)
+                    self._await_worker(worker, lost)
+                except BaseException as error:
+                    executor.clear_error()
+                    self._fail(worker, step, error)
 
     def _take(self, worker: int) -> Step:
         with self._changed:
@@ -179,12 +186,15 @@ class WorkerPool:
             self._changed.notify_all()
             return step
 
-    def _run(self, worker: int, step: Step) -> None:
+    def _run(self, worker: int, step: Step, executor: Any) -> None:
         attempt, device = step.attempt, self._devices[worker]
         with self._recovery.of_worker(worker):
             arguments = step.arguments.on(worker, device)
             outputs, effects = step.remote.compute(worker, device, arguments)
             outputs = step.remote.fetch(self._cluster.chief_device, outputs)
+            if step.remote.has_effects:
+                effects = step.remote.hand_in(self._cluster.ps_devices[0], effects)
+            executor.wait()
         with self._changed:
             while self._owns(worker, step, attempt) and not (
                 self._applying_since_s is None and self._staleness.may_apply(step.number)
@@ -197,6 +207,7 @@ class WorkerPool:
             if step.remote.has_effects:
                 with self._recovery.of_servers():
                     step.remote.apply(self._cluster.ps_devices[0], effects)
+                    executor.wait()
         finally:
             with self._changed:
                 self._applying_since_s = None

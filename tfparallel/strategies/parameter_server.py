@@ -1,6 +1,7 @@
 """Variables on parameter servers, computation on workers, one program on the chief."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -174,6 +175,9 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         devices = tuple(worker[0] for worker in cluster.worker_devices())
         self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
         self._worker = threading.local()
+        # At the end of each epoch Keras waits for all tasks, also for one that is gone or stopped.
+        # With this variable it does not; it is TensorFlow's own answer for its strategy.
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
 
     def _compute_devices(self) -> tuple[str, ...]:
         # Where a step runs that was not handed to the pool.
