@@ -105,9 +105,12 @@ class Running:
         problem: name of the problem.
         optimizer: "sgd" or "adam".
         environments: variables of each process, by rank.
+        prefixes: what comes before each process's command, by rank.
     """
 
-    def __init__(self, contestant: Contestant, problem: str, optimizer: str, environments):
+    def __init__(
+        self, contestant: Contestant, problem: str, optimizer: str, environments, prefixes=None
+    ):
         self.contestant = contestant
         self._logs = [
             tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - they live as long as this
@@ -125,7 +128,10 @@ class Running:
             }
             self._processes.append(
                 subprocess.Popen(
-                    [contestant.python, FOLDER / contestant.program, json.dumps(arguments)],
+                    [
+                        *(prefixes[rank] if prefixes else []),
+                        *(contestant.python, FOLDER / contestant.program, json.dumps(arguments)),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._logs[rank],
@@ -176,7 +182,7 @@ class Running:
 def running(contestant: Contestant, problem: str, optimizer: str) -> Iterator[Running]:
     """Starts a contestant's processes, and kills them on exit."""
     with contextlib.ExitStack() as stack:
-        environments = [_threads(contestant) for _ in range(contestant.num_processes)]
+        environments = [base_environment(contestant) for _ in range(contestant.num_processes)]
         if contestant.num_processes > 1:
             addresses = stack.enter_context(reserved_addresses(contestant.num_processes))
             store = stack.enter_context(tempfile.TemporaryDirectory())
@@ -190,7 +196,8 @@ def running(contestant: Contestant, problem: str, optimizer: str) -> Iterator[Ru
         yield processes
 
 
-def _threads(contestant: Contestant) -> dict[str, str]:
+def base_environment(contestant: Contestant) -> dict[str, str]:
+    """The variables of every process of a contestant."""
     return {
         **REUSE_PORT_ENV,
         "TF_NUM_INTEROP_THREADS": "8",

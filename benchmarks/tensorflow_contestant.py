@@ -60,8 +60,14 @@ def make_optimizer(name: str) -> keras.Optimizer:
     return keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
 
 
-def make_strategy(strategy: str, stock: bool):
-    """The strategy under test, or None."""
+def make_strategy(strategy: str, stock: bool, compression: str | None):
+    """The strategy under test, or None.
+
+    Args:
+        strategy: "none", "mirrored", "multi_worker" or "horovod".
+        stock: TensorFlow's own.
+        compression: a name, or an expression such as "PowerSGD(4)"; ours only.
+    """
     if strategy == "none":
         return None
     if stock:
@@ -70,7 +76,17 @@ def make_strategy(strategy: str, stock: bool):
         import tfparallel as package
     if strategy == "mirrored":
         return package.MirroredStrategy(["CPU:0", "CPU:1"])
-    return package.MultiWorkerMirroredStrategy()
+    options = {} if stock else {"compression": _as_compression(compression)}
+    if strategy == "horovod":
+        return package.HorovodStrategy(**options)
+    return package.MultiWorkerMirroredStrategy(**options)
+
+
+def _as_compression(text: str | None):
+    from tfparallel import compression
+
+    is_expression = text is not None and text.endswith(")")
+    return eval(text, vars(compression)) if is_expression else text
 
 
 class StepClock(keras.callbacks.Callback):
@@ -158,6 +174,41 @@ class Loop:
         return protocol.timed_steps(lambda: self._step(self._iterator), steps, warmup)
 
 
+class HorovodTape:
+    """Horovod's own guide for TensorFlow 2: a tape that all-reduces, in a `tf.function`.
+
+    Source: https://horovod.readthedocs.io/en/stable/tensorflow.html
+    """
+
+    def __init__(self, strategy, model, problem: Problem, rank: int, num_workers: int):
+        import horovod.tensorflow as hvd
+
+        x, y = joined(_rows(problem, rank, num_workers))
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        data = data.batch(len(x) // len(problem.batches()), drop_remainder=True).repeat()
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            tape = hvd.DistributedGradientTape(tape)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        self._batches, self._step, self._hvd = iter(data.prefetch(2)), step, hvd
+
+    def losses(self, steps: int) -> list[float]:
+        """Trains; returns the loss of every step, over all rows."""
+        losses = tf.stack([self._step(*next(self._batches)) for _ in range(steps)])
+        return self._hvd.allreduce(losses, name="losses").numpy().tolist()
+
+    def timed_steps(self, steps: int, warmup: int) -> dict:
+        """Trains `warmup + steps` steps; see `protocol.timed_steps`."""
+        return protocol.timed_steps(lambda: self._step(*next(self._batches)), steps, warmup)
+
+
 def _rows(problem: Problem, rank: int, num_workers: int):
     return [
         tuple(rows_of_worker(part, rank, num_workers) for part in batch)
@@ -169,7 +220,17 @@ class TensorFlowContestant:
     """What `contestants.py` asks of a process."""
 
     def __init__(
-        self, *, problem, optimizer, threads, rank, num_workers, strategy, loop, stock=False
+        self,
+        *,
+        problem,
+        optimizer,
+        threads,
+        rank,
+        num_workers,
+        strategy,
+        loop,
+        stock=False,
+        compression=None,
     ):
         del threads  # in the environment
         tf.config.set_logical_device_configuration(
@@ -177,13 +238,17 @@ class TensorFlowContestant:
             [tf.config.LogicalDeviceConfiguration()] * (2 if strategy == "mirrored" else 1),
         )
         keras.utils.set_random_seed(1)
-        self._strategy = make_strategy(strategy, stock)
+        self._strategy = make_strategy(strategy, stock, compression)
         with self._scope():
             self.model = build_model(PROBLEMS[problem])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self.model.compile(make_optimizer(optimizer), loss=loss)
             self.model.optimizer.build(self.model.trainable_variables)
-        kind = Fit if loop == "fit" else Loop
+        if loop == "tape":
+            import horovod.tensorflow as hvd
+
+            hvd.init()
+        kind = {"fit": Fit, "loop": Loop, "tape": HorovodTape}[loop]
         self.training = kind(self._strategy, self.model, PROBLEMS[problem], rank, num_workers)
 
     def save_weights(self, path: str) -> None:

@@ -1,6 +1,7 @@
 """A process that trains one model under torch's DistributedDataParallel on Gloo.
 
-Its options are the defaults. Its input is the cheapest there is: tensors made beforehand.
+Its options are the defaults, or one of torch's communication hooks. Its input is the cheapest there
+is: tensors made beforehand.
 """
 
 import itertools
@@ -76,7 +77,7 @@ def make_optimizer(name: str, parameters) -> torch.optim.Optimizer:
 class TorchContestant:
     """What `contestants.py` asks of a process."""
 
-    def __init__(self, *, problem, optimizer, threads, rank, num_workers):
+    def __init__(self, *, problem, optimizer, threads, rank, num_workers, hook=None):
         torch.set_num_threads(threads)
         torch.distributed.init_process_group(
             "gloo",
@@ -86,7 +87,15 @@ class TorchContestant:
         )
         problem = PROBLEMS[problem]
         self.model = (Mlp if problem.dense_widths else ResNet)(problem)
-        self._replica = nn.parallel.DistributedDataParallel(self.model)
+        options = {}
+        if (hook or "").startswith("power_sgd"):
+            # With several buckets its collectives go out in another order on each rank, and Gloo
+            # mixes them up: one bucket.
+            options["bucket_cap_mb"] = 1024
+            torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
+        self._replica = nn.parallel.DistributedDataParallel(self.model, **options)
+        if hook is not None:
+            self._replica.register_comm_hook(*_hook(hook))
         self._optimizer = make_optimizer(optimizer, self.model.parameters())
         self._batches = itertools.cycle(
             [
@@ -120,6 +129,17 @@ class TorchContestant:
         loss.backward()
         self._optimizer.step()
         return loss.detach()
+
+
+def _hook(name: str) -> tuple:
+    """State and hook: "fp16", or "power_sgd:RANK", from the first step it can begin in."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "fp16":
+        return torch.distributed.group.WORLD, default_hooks.fp16_compress_hook
+    rank = int(name.removeprefix("power_sgd:"))
+    options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
+    return powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook
 
 
 def _as_tensor(rows: np.ndarray):

@@ -18,7 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression
-    from tfparallel.elastic import run_elastic
+    from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
@@ -41,11 +41,13 @@ _MODULES = {
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
+    "ElasticJob": "tfparallel.elastic",
     "run_elastic": "tfparallel.elastic",
 }
 
 __all__ = [
     "CentralStorageStrategy",
+    "ElasticJob",
     "HorovodStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

@@ -7,6 +7,7 @@ pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horo
 
 from tests.horovod.launching import horovodrun
 from tests.horovod.resumable import BATCHES, SAVE_FREQ
+from tests.multi_process.pool import REPOSITORY
 
 NEVER = 1000
 
@@ -15,14 +16,13 @@ def results(folder):
     return list(np.load(folder / "results.npz").values())
 
 
-def elastic(folder, kill_at, add_at, hosts, num_ranks):
+def elastic(monkeypatch, folder, kill_at, add_at, hosts, num_ranks):
     """The output of an elastic job that succeeds."""
     (folder / "hosts").write_text(hosts)
-    script = folder / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
-    script.chmod(0o755)
-    options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script)]
+    script = str(REPOSITORY / "examples" / "discover_hosts.sh")
+    options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", script]
     options += ["--network-interface", "lo"]
+    monkeypatch.setenv("HOSTS_FILE", str(folder / "hosts"))
     status, output = horovodrun(
         "resumable", folder, kill_at, add_at, num_ranks=num_ranks, options=options
     )
@@ -57,8 +57,8 @@ def test_a_job_that_is_started_again_ends_as_the_undisturbed_one(tmp_path, undis
 
 
 @pytest.mark.timeout(300)
-def test_the_others_go_on_without_a_rank_that_is_killed(tmp_path, undisturbed):
-    output = elastic(tmp_path, 9, NEVER, "localhost:1\n127.0.0.1:1\n", num_ranks=2)
+def test_the_others_go_on_without_a_rank_that_is_killed(monkeypatch, tmp_path, undisturbed):
+    output = elastic(monkeypatch, tmp_path, 9, NEVER, "localhost:1\n127.0.0.1:1\n", num_ranks=2)
     survivor, _ = batches(tmp_path)
     assert "trained 1" in output and "trained 2" not in output
     assert [world_size for _, _, world_size in survivor] == sorted(
@@ -68,8 +68,8 @@ def test_the_others_go_on_without_a_rank_that_is_killed(tmp_path, undisturbed):
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_added_takes_part(tmp_path, undisturbed):
-    output = elastic(tmp_path, NEVER, 5, "localhost:1\n", num_ranks=1)
+def test_a_rank_that_is_added_takes_part(monkeypatch, tmp_path, undisturbed):
+    output = elastic(monkeypatch, tmp_path, NEVER, 5, "localhost:1\n", num_ranks=1)
     assert output.count("trained 2") == 2
     first, added = batches(tmp_path)
     assert [first[0][2], first[-1][2]] == [1, 2]

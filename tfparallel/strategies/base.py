@@ -139,6 +139,11 @@ class ReplicatedExtended(MirroredExtended):
 
     _replicated_class: type = ReplicatedVariable
 
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        """Whether XLA can compile what crosses processes, for a `device`."""
+        del device
+        return False
+
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:

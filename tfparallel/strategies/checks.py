@@ -95,11 +95,11 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
             f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile "
             "the model with jit_compile=False, or start one process per device."
         )
-    if "gpu" not in devices[0].lower():
+    if not strategy.extended._xla_compiles_collectives(devices[0]):
         raise ValueError(
-            "jit_compile=True with several workers needs GPUs: TensorFlow's collectives cannot be "
-            f"compiled by XLA on other devices. Received: {devices[0]}. Compile the model with "
-            "jit_compile=False."
+            "jit_compile=True with several workers needs collectives that XLA can compile: those of "
+            f"TensorFlow on GPUs. Received: {type(strategy).__name__} on {devices[0]}. Compile the "
+            "model with jit_compile=False."
         )
 
 

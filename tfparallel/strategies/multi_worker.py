@@ -178,6 +178,9 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     # ---- across workers --------------------------------------------------------------------------
 
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        return "gpu" in device.lower() and self._compressor is None
+
     @property
     def _host_device(self) -> str:
         return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
