@@ -21,7 +21,8 @@ class Recorded:
     A pass is told by the values that it is given: microbatch m is a tensor of `m + 1`.
     """
 
-    def __init__(self, num_stages: int):
+    def __init__(self, num_stages: int, notes_weights: bool = False):
+        self.notes_weights = notes_weights
         self.passes: dict[int, list[tuple]] = collections.defaultdict(list)
         self.num_traces = 0
         self.weights = []
@@ -45,9 +46,21 @@ class Recorded:
             y = tf.numpy_function(lambda m, v: note(kind, m, v), [microbatch, x], x.dtype)
             return tf.ensure_shape(y, x.shape)
 
+        @tf.custom_gradient
+        def multiply(x, weight, microbatch):
+            def backward(gradient):
+                of_input = noted("backward_input", microbatch, gradient * weight)
+                of_weight = noted("backward_weight", microbatch, gradient * x)
+                return of_input, tf.reduce_sum(of_weight), None
+
+            return noted("forward", microbatch, x * weight), backward
+
         def compute(x, microbatch):
             self.num_traces += 1
-            return [passes(x * self.weights[stage], microbatch), tf.identity(microbatch)]
+            weight = self.weights[stage]
+            if self.notes_weights:
+                return [multiply(x, tf.identity(weight), microbatch), tf.identity(microbatch)]
+            return [passes(x * weight, microbatch), tf.identity(microbatch)]
 
         return compute
 
@@ -86,6 +99,21 @@ def test_every_device_follows_the_schedule(name, num_microbatches):
         order = schedule.orders[schedule.device_of[stage]]
         assert [Action(*each) for each in passes] == [a for a in order if a.stage == stage]
     assert len(recorded.passes) == schedule.num_stages
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+def test_halves_of_backward_passes_follow_the_schedule(num_microbatches):
+    schedule = build_schedule("zero_bubble", 3, num_microbatches)
+    recorded = Recorded(3, notes_weights=True)
+    gradients = recorded.run(schedule)
+    expected = 2 * 2 * sum((m + 1) ** 2 for m in range(num_microbatches))
+    np.testing.assert_allclose(gradients, [expected] * 3, rtol=1e-5)
+    for stage, passes in recorded.passes.items():
+        order = list(schedule.orders[stage])
+        if stage == 0:  # nothing wants the gradient of the data
+            order = [action for action in order if action.kind != "backward_input"]
+            passes = [each for each in passes if each[2] != "backward_input"]
+        assert [Action(*each) for each in passes] == order
 
 
 def test_a_stage_is_traced_once_for_all_microbatches():

@@ -25,8 +25,8 @@ def deep_model():
     return keras.Model(inputs, layers.Dense(3, name="scores")(x))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
-@pytest.mark.parametrize("num_microbatches", [1, 5])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("num_microbatches", [5])
 def test_a_deep_model_trains_as_on_one_device(schedule, num_microbatches):
     strategy = PipelineStrategy(CPUS[:3], num_microbatches, schedule)
     assert_same_training(train(None, deep_model), train(strategy, deep_model))
@@ -85,12 +85,23 @@ def test_a_masked_loss_needs_all_microbatches_forward_first():
         ({"devices": ["CPU:0", "CPU:0"]}, "once"),
         ({"devices": CPUS[:2], "num_microbatches": 0}, "num_microbatches"),
         ({"devices": CPUS[:2], "schedule": "1f2b"}, "1f1b"),
-        ({"devices": CPUS[:2], "schedule": "zero_bubble"}, "zero bubble.*Use '1f1b'"),
         ({"devices": CPUS[:2], "batch_norm": "later"}, "'deferred'. Received: batch_norm='later'"),
+        ({"devices": CPUS[:2], "rematerialize": "some"}, "Received: rematerialize='some'"),
+        ({"devices": CPUS[:2], "rematerialize": []}, r"patterns .* Received: rematerialize=\[\]"),
         ({"devices": CPUS[:3], "schedule": "one stage"}, "1 devices, 3 devices"),
         ({"devices": CPUS[:1], "schedule": "one stage", "num_microbatches": 2}, "1 microbatches"),
     ],
-    ids=["missing", "twice", "none", "name", "halves", "batch_norm", "devices", "microbatches"],
+    ids=[
+        "missing",
+        "twice",
+        "none",
+        "name",
+        "batch_norm",
+        "word",
+        "patterns",
+        "devices",
+        "microbatches",
+    ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
     if arguments.get("schedule") == "one stage":

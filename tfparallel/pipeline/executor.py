@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.pipeline.action import Action
+from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.stage_function import StageFunction, inference_function
 from tfparallel.tf_internals import (
@@ -41,10 +42,21 @@ class Executor:
     Args:
         schedule: the order of actions on each device.
         device_names: the device of each of `schedule`'s devices.
+        rematerialization: what is computed again in the backward pass. Default: nothing.
+        hosts: for each of `schedule`'s devices, the one where what the forward pass keeps is until
+            the backward pass takes it. Default: the device itself.
     """
 
-    def __init__(self, schedule: Schedule, device_names: Sequence[str]):
-        self._schedule, self._device_names = schedule, device_names
+    def __init__(
+        self,
+        schedule: Schedule,
+        device_names: Sequence[str],
+        rematerialization: Rematerialization | None = None,
+        hosts: Sequence[str] | None = None,
+    ):
+        self._schedule, self._device_names, self._hosts = schedule, device_names, hosts
+        self._rematerialization = rematerialization or Rematerialization("none", schedule)
+        self._fetches: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
         self._traced: dict[Hashable, Any] = {}
         self._functions: dict[Hashable, Any] = {}
         self._calls: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
@@ -94,19 +106,44 @@ class Executor:
     def _recorded_call(self, action: Action, concrete: Any, arguments: list) -> list:
         watched = tuple(record.should_record_backprop([x]) for x in arguments)
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
-        function = self._once((concrete, watched), StageFunction, name, concrete, watched)
+        options: tuple = (name, concrete, watched)
+        if self._rematerialization.is_done(action.stage, action.microbatch):
+            options = (*options, self._rematerialization.recomputes)
+        function = self._once((concrete, watched, len(options)), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
+        stash = self._offloaded(action, function, stash)
+
+        is_split = action._replace(kind="backward_weight") in self._schedule.actions
+        run = function.backward_halves if is_split else function.backward
+        first = action._replace(kind="backward_input" if is_split else "backward")
 
         def backward(*output_gradients: Any) -> list:
             with tf.device(device):
-                gradients = function.backward(device, arguments, stash, output_gradients)
-            tensors = tf.nest.flatten(gradients, expand_composites=True)
-            operation = next(tensor.op for tensor in tensors if tensor is not None)
-            self._add(action._replace(kind="backward"), operation)
+                fetched = self._fetched(first, function, stash)
+                gradients, calls = run(device, arguments, fetched, output_gradients)
+            for kind, operation in calls.items():
+                self._add(action._replace(kind=kind), operation)
             return gradients
 
         record.record_operation("tfparallel_stage", outputs, arguments, backward)
         return outputs
+
+    def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
+        """What the forward pass keeps, on the host: but for weights, which stay where they are."""
+        if self._hosts is None:
+            return stash
+        host = self._hosts[self._schedule.device_of[action.stage]]
+        with record.stop_recording(), tf.device(host):
+            moved = [tf.identity(x, "offload") for x in stash[: function.num_activations]]
+        return [*moved, *stash[function.num_activations :]]
+
+    def _fetched(self, action: Action, function: StageFunction, stash: list) -> list:
+        if self._hosts is None:
+            return stash
+        with record.stop_recording():
+            fetched = [tf.identity(x, "fetch") for x in stash[: function.num_activations]]
+        self._fetches[action] += [x.op for x in fetched]
+        return [*fetched, *stash[function.num_activations :]]
 
     def _once(self, key: Hashable, build: Callable, *arguments: Any) -> Any:
         if key not in self._functions:
@@ -126,6 +163,10 @@ class Executor:
             for before, after in itertools.pairwise(calls):
                 for operation in after:
                     operation._add_control_inputs(before)
+            # What an action takes from the host is copied while the one before it runs.
+            for earlier, action in zip(order, order[2:], strict=False):
+                for operation in self._fetches[action]:
+                    operation._add_control_inputs(self._calls[earlier])
         self._hide_from_clustering(graph)
         if _has_cycle(graph):
             raise ValueError(

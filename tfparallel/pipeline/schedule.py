@@ -41,11 +41,11 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        return 1 + max(action.stage for action in self._actions)
+        return 1 + max(action.stage for action in self.actions)
 
     @cached_property
     def num_microbatches(self) -> int:
-        return 1 + max(action.microbatch for action in self._actions)
+        return 1 + max(action.microbatch for action in self.actions)
 
     @cached_property
     def device_of(self) -> dict[int, int]:
@@ -55,7 +55,8 @@ class Schedule:
         }
 
     @cached_property
-    def _actions(self) -> frozenset[Action]:
+    def actions(self) -> frozenset[Action]:
+        """All actions of all devices."""
         return frozenset(action for order in self.orders for action in order)
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
@@ -70,7 +71,7 @@ class Schedule:
             return (forward,)
         half = Action(stage + 1, microbatch, "backward_input")
         whole = Action(stage + 1, microbatch, "backward")
-        return (forward, half if half in self._actions else whole)
+        return (forward, half if half in self.actions else whole)
 
     def steps(self) -> Iterator[Action]:
         """Yield every action of every device once, each after all that it depends on.

@@ -3,16 +3,21 @@
     forward    inputs, weights                  ->  outputs, stash
     backward   gradients of outputs, stash      ->  gradients of inputs and weights
 
+    or backward in two halves, of which only the first is on the way to the stage before:
+
+    backward_input    gradients of outputs, stash          ->  gradients of inputs, what is left
+    backward_weight   gradients of outputs, stash, left    ->  gradients of weights
+
 Each is called for every microbatch and never inlined, so that TensorFlow traces and optimises it
 once. The stash is all that a microbatch holds between its two passes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.pipeline.graph_copy import GraphCopy, GraphFunction
+from tfparallel.pipeline.graph_copy import GraphCopy, GraphFunction, depended_on
 from tfparallel.pipeline.stash import Stash
 from tfparallel.tf_internals import FuncGraph, gradients_in_graph
 
@@ -28,6 +33,11 @@ class StageFunction:
         recomputes: whether the results of an operation are computed again in the backward pass
             instead of kept. What has effects or draws random numbers is kept anyway, so that both
             computations give the same bits. Default: all that the gradient needs is kept.
+
+    Attributes:
+        kept: the tensors of the computation that the forward pass keeps.
+        num_activations: how many tensors of the stash hold what this microbatch has made, the
+            others being weights.
     """
 
     def __init__(
@@ -50,24 +60,21 @@ class StageFunction:
         self._handles = [i for i, x in enumerate(graph.inputs) if x.dtype == tf.resource]
         handles = [graph.inputs[i] for i in self._handles]
         kept = _kept(gradients.needed, handles, recomputes)
-        stash = Stash(kept)
+        kept.sort(key=_is_weight)
+        self.kept = kept
+        activations = [x for x in kept if not _is_weight(x)]
+        stashes = [Stash(activations), Stash(kept[len(activations) :])]
         with graph.as_default():
-            packed = stash.pack(kept)
+            packed = stashes[0].pack(activations)
+            self.num_activations = len(packed)
+            packed += stashes[1].pack(kept[len(activations) :])
         self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed])
         graph.outputs = outputs  # the graph is the computation's, and may be used again
 
-        backward = FuncGraph(f"{name}_backward")
-        with backward.as_default():
-            dys = [_placeholder_like(outputs[i]) for i in self._differentiable]
-            own_packed = [_placeholder_like(tensor) for tensor in packed]
-            own_handles = [backward.capture(handle) for handle in handles]
-            given = dict(zip(map(id, kept), stash.unpack(own_packed), strict=True))
-            given |= zip(map(id, handles), own_handles, strict=True)
-            flat = gradients.copied(dys, GraphCopy(graph, given).tensors(gradients.needed))
-            self._others = gradients.captured_elsewhere
-            inputs = [*dys, *own_packed, *own_handles, *map(backward.capture, self._others)]
-        self._gradients = gradients
-        self._backward = GraphFunction(backward.name, backward, inputs, flat)
+        self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
+        self._name, self._graph, self._outputs, self._packed = name, graph, outputs, packed
+        self._num_inputs = len(graph.inputs) - len(concrete.captured_inputs)
+        self._passes: dict[str, Any] = {}
 
     def forward(self, device: str, arguments: Sequence) -> tuple[list, list]:
         """The outputs for `arguments`, computed on `device`, and the stash."""
@@ -76,7 +83,7 @@ class StageFunction:
 
     def backward(
         self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
-    ) -> list:
+    ) -> tuple[list, dict[str, tf.Operation]]:
         """The gradient of every argument; None where none is wanted or there is none.
 
         Args:
@@ -84,14 +91,99 @@ class StageFunction:
             arguments: of the forward pass.
             stash: from the forward pass.
             output_gradients: of every output; those of outputs without gradients do not matter.
+
+        Returns:
+            The gradients, and the call as `{"backward": operation}`; nothing without a gradient.
         """
+        leaves = self._gradients.leaves(range(len(self._watched)))
+        call = self._pass("backward", leaves)
+        values, _ = call(device, self._given(arguments, stash, output_gradients), [])
+        return self._filled(values, len(arguments)), _first_operations(backward=values)
+
+    def backward_halves(
+        self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
+    ) -> tuple[list, dict[str, tf.Operation]]:
+        """As `backward`, in two calls: "backward_input" and "backward_weight".
+
+        The second takes from the first what both need of the way back through the layers.
+        """
+        gradients = self._gradients
+        is_input = [self._watched[i] < self._num_inputs for i in range(len(self._watched))]
+        of_inputs = gradients.leaves(i for i, own in enumerate(is_input) if own)
+        of_weights = gradients.leaves(i for i, own in enumerate(is_input) if not own)
+        left = gradients.made_on_the_way(of_inputs, of_weights)
+        given = self._given(arguments, stash, output_gradients)
+        first, left_over = self._pass("backward_input", of_inputs, returns=left)(device, given, [])
+        second, _ = self._pass("backward_weight", of_weights, takes=left)(device, given, left_over)
+        calls = _first_operations(backward_input=first, backward_weight=second)
+        return self._filled({**second, **first}, len(arguments)), calls
+
+    def _given(self, arguments: Sequence, stash: Sequence, output_gradients: Sequence) -> list:
         dys = [tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable]
-        handles = [arguments[i] for i in self._handles]
-        flat = self._backward(device, [*dys, *stash, *handles, *self._others])
-        gradients: list = [None] * len(arguments)
-        for i, gradient in zip(self._watched, self._gradients.filled(flat), strict=True):
+        return [*dys, *stash, *(arguments[i] for i in self._handles)]
+
+    def _filled(self, values: Mapping[int, tf.Tensor], num_arguments: int) -> list:
+        gradients: list = [None] * num_arguments
+        for i, gradient in zip(self._watched, self._gradients.filled(values), strict=True):
             gradients[i] = gradient
         return gradients
+
+    def _pass(
+        self, kind: str, leaves: Sequence, returns: Sequence = (), takes: Sequence = ()
+    ) -> "_Pass":
+        if kind not in self._passes:
+            self._passes[kind] = self._defined(kind, leaves, returns, takes)
+        return self._passes[kind]
+
+    def _defined(self, kind: str, leaves: Sequence, returns: Sequence, takes: Sequence) -> "_Pass":
+        """A function of output gradients, stash and handles that computes `leaves`.
+
+        Args:
+            kind: of the pass.
+            leaves: tensors of the gradients' graph.
+            returns: tensors of it that are returned too, packed.
+            takes: tensors of it that are given, packed.
+        """
+        graph = FuncGraph(f"{self._name}_{kind}")
+        with graph.as_default():
+            dys = [_placeholder_like(self._outputs[i]) for i in self._differentiable]
+            packed = [_placeholder_like(tensor) for tensor in self._packed]
+            handles = [graph.capture(handle) for handle in self._handle_tensors]
+            left = Stash(takes)
+            taken = [tf.compat.v1.placeholder(dtype, []) for dtype in left.packed_types]
+            unpacked = self._stashes[0].unpack(packed[: self.num_activations])
+            unpacked += self._stashes[1].unpack(packed[self.num_activations :])
+            given = dict(zip(map(id, self.kept), unpacked, strict=True))
+            given |= zip(map(id, self._handle_tensors), handles, strict=True)
+            needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
+            known = dict(zip(map(id, takes), left.unpack(taken), strict=True))
+            copy = self._gradients.copy(dys, needed, known)
+            outputs = copy.tensors(leaves)
+            outputs += Stash(returns).pack(copy.tensors(returns))
+            others = self._gradients.captured_elsewhere
+            inputs = [*dys, *packed, *handles, *taken, *map(graph.capture, others)]
+        if not outputs:
+            return _Pass(None, [], others)
+        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, others)
+
+
+class _Pass:
+    """A function of a pass, of what is given, what is left over, and what it captures."""
+
+    def __init__(self, function: GraphFunction | None, leaves: Sequence, others: Sequence):
+        self._function, self._leaves, self._others = function, leaves, others
+
+    def __call__(self, device: str, given: Sequence, left: Sequence) -> tuple[dict, list]:
+        """The values of the leaves by their `id`, and what is left over for another pass."""
+        if self._function is None:
+            return {}, []
+        flat = self._function(device, [*given, *left, *self._others])
+        values = dict(zip(map(id, self._leaves), flat, strict=False))
+        return values, flat[len(self._leaves) :]
+
+
+def _first_operations(**values: Mapping[int, tf.Tensor]) -> dict[str, tf.Operation]:
+    return {kind: next(iter(own.values())).op for kind, own in values.items() if own}
 
 
 def inference_function(name: str, concrete: Any) -> GraphFunction:
@@ -119,23 +211,41 @@ class _Gradients:
         self._inner = [inner for is_inside, (_, inner) in pairs if is_inside]
         self._inner_elsewhere = [inner for is_inside, (_, inner) in pairs if not is_inside]
         leaves = tf.nest.flatten(self._gradients, expand_composites=True)
-        self._at = [i for i, leaf in enumerate(leaves) if leaf is not None]
         self._leaves = leaves
 
-    def copied(self, dys: Sequence, needed: Sequence) -> list[tf.Tensor]:
-        """The gradients' tensors in the graph under construction, from these values."""
+    def leaves(self, positions: Iterable[int]) -> list[tf.Tensor]:
+        """The different tensors that the gradients of the `xs` at `positions` are made of."""
+        chosen = tf.nest.flatten([self._gradients[i] for i in positions], expand_composites=True)
+        return list({id(leaf): leaf for leaf in chosen if leaf is not None}.values())
+
+    def made_on_the_way(self, first: Sequence, second: Sequence) -> list[tf.Tensor]:
+        """What the leaves `second` need, and is made for the leaves `first` anyway."""
+        own = set(map(id, [*self._dys, *self._inner, *self._inner_elsewhere]))
+
+        def is_given(tensor: tf.Tensor) -> bool:
+            return id(tensor) in own
+
+        def operations(tensors: Sequence) -> dict[tf.Operation, None]:
+            missing = [tensor for tensor in tensors if not is_given(tensor)]
+            return dict.fromkeys(depended_on(missing, is_given))
+
+        made = {op for op in operations(first) if op.type != "Const"}
+        others = [op for op in operations(second) if op not in made]
+        wanted = [x for op in others for x in op.inputs] + list(second)
+        return list({id(x): x for x in wanted if not is_given(x) and x.op in made}.values())
+
+    def copy(self, dys: Sequence, needed: Sequence, known: Mapping[int, tf.Tensor]) -> GraphCopy:
+        """Copies to the graph under construction, from these values and those `known` by `id`."""
         given = dict(zip(map(id, self._dys), dys, strict=True))
         given |= zip(map(id, self._inner), needed, strict=True)
         graph = tf.compat.v1.get_default_graph()
         for inner, outer in zip(self._inner_elsewhere, self.captured_elsewhere, strict=True):
             given[id(inner)] = graph.capture(outer)
-        return GraphCopy(self._graph, given).tensors(self._leaves[i] for i in self._at)
+        return GraphCopy(self._graph, {**given, **known})
 
-    def filled(self, flat: Sequence) -> list:
-        """One tensor, IndexedSlices or None for each x: the tensors `flat` in their places."""
-        leaves: list = [None] * len(self._leaves)
-        for i, tensor in zip(self._at, flat, strict=True):
-            leaves[i] = tensor
+    def filled(self, values: Mapping[int, tf.Tensor]) -> list:
+        """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`."""
+        leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._gradients, leaves, expand_composites=True)
 
 
@@ -164,6 +274,10 @@ def _kept(
         seen.update(map(id, new))
         visited += new
     return list(kept.values())
+
+
+def _is_weight(tensor: tf.Tensor) -> bool:
+    return tensor.op.type == "ReadVariableOp"
 
 
 def _placeholder_like(tensor: tf.Tensor) -> tf.Tensor:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.stages import Part, Stages, functional_graph
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
@@ -27,6 +28,7 @@ def staged(
     executor: Executor,
     current_microbatch: Callable,
     deferred: DeferredBatchNorm,
+    rematerialization: Rematerialization,
 ) -> Iterator[None]:
     """Within it, `model` computes through `executor`.
 
@@ -35,8 +37,9 @@ def staged(
         executor: of the step that is being traced.
         current_microbatch: gives the calling thread's microbatch, or None outside of microbatches.
         deferred: layers whose moving averages are assigned when all microbatches have passed.
+        rematerialization: the executor's; is told which layer is being traced.
     """
-    calls = _Calls(executor, current_microbatch, deferred)
+    calls = _Calls(executor, current_microbatch, deferred, rematerialization)
     shadows: list[tuple[dict, str]] = []
 
     def shadow(instance: Any, name: str, hook: Callable) -> None:
@@ -61,10 +64,14 @@ class _Calls:
     """Calls of the executor by the thread of each microbatch."""
 
     def __init__(
-        self, executor: Executor, current_microbatch: Callable, deferred: DeferredBatchNorm
+        self,
+        executor: Executor,
+        current_microbatch: Callable,
+        deferred: DeferredBatchNorm,
+        rematerialization: Rematerialization,
     ):
         self._executor, self.current_microbatch = executor, current_microbatch
-        self._deferred = deferred
+        self._deferred, self._rematerialization = deferred, rematerialization
         self._thread = threading.local()
         self._results: dict[Any, _Result] = {}
 
@@ -103,6 +110,20 @@ class _Calls:
         end = len(flat) - len(result.statistics)
         self._deferred.add(microbatch, result.statistics, flat[end:])
         return result.filled(flat[:end])
+
+    @contextlib.contextmanager
+    def traced(self, stage: int, name: str) -> Iterator[None]:
+        """Within it, a layer of `stage` is traced; errors say which.
+
+        Those of operations when they run have both names in the name of the operation.
+        """
+        try:
+            with self._rematerialization.traced(name):
+                yield
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"In layer '{name}' on stage {stage} of the pipeline.")
+            raise
 
 
 class _Result:
@@ -185,7 +206,7 @@ class _StagedGraph:
             args, kwargs = part.node.arguments.fill_in(tensors)
             operation = self._graph._get_operation_for_node(part.node)
             operation = operation if operation_fn is None else operation_fn(operation)
-            with _told_in_errors(stage, part):
+            with self._calls.traced(stage, part.name):
                 outputs = keras.tree.flatten(operation(*args, **kwargs))
             tensors.update(zip(map(id, part.node.outputs), outputs, strict=True))
         return [tensors[key] for key in produced]
@@ -205,24 +226,10 @@ def _call_layer(
         for i, value in zip(at, inputs, strict=True):
             filled[i] = value
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-        with _told_in_errors(stage, part):
+        with calls.traced(stage, part.name):
             return original(*own_args, **own_kwargs)
 
     return calls.call(stage, part.name, [part.operation], function, [flat[i] for i in at])
-
-
-@contextlib.contextmanager
-def _told_in_errors(stage: int, part: Part) -> Iterator[None]:
-    """Errors raised within it, while a layer is traced, say which layer of which stage it is.
-
-    Those of operations when they run have both names in the name of the operation.
-    """
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"In layer '{part.name}' on stage {stage} of the pipeline.")
-        raise
 
 
 def _call_with_masks(

@@ -25,6 +25,15 @@ class Stash:
         for i, (dtype, _) in enumerate(self._types):
             self._at[dtype].append(i)
 
+    @property
+    def packed_types(self) -> list[tf.DType]:
+        """The types of what `pack` returns."""
+        return [
+            own
+            for dtype, at in self._at.items()
+            for own in ([dtype] * len(at) if dtype in _NOT_PACKED else [tf.variant])
+        ]
+
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """A few variant tensors that hold `tensors`."""
         packed = []

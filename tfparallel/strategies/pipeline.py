@@ -10,6 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.placement import Placement
 from tfparallel.pipeline.profile import ROWS, zeros_like_spec
+from tfparallel.pipeline.rematerialization import Choice, Rematerialization
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.schedules.registry import build_schedule
 from tfparallel.pipeline.simulation import simulate
@@ -57,7 +59,7 @@ class PipelineStrategy(KerasStrategy):
         devices: names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical CPUs.
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
             for less than a fifth of the time.
-        schedule: "1f1b" (default), "gpipe" or "interleaved_1f1b", or a
+        schedule: "1f1b" (default), "gpipe", "interleaved_1f1b" or "zero_bubble", or a
             `tfparallel.pipeline.schedule.Schedule` of your own.
         partition: "balanced" (default) measures the layers and makes the slowest stage as fast as
             can be; or, for every stage, a list of shell-style patterns of layer names.
@@ -70,6 +72,11 @@ class PipelineStrategy(KerasStrategy):
             (default) also updates the moving averages once for each, as one device does that
             accumulates gradients; "deferred" once for each batch, by the statistics of all its
             rows, as one device does that sees the whole batch.
+        rematerialize: activations that are computed again in the backward pass instead of kept:
+            "none" (default); "full"; "except_last", all but those of a microbatch whose backward
+            pass directly follows its forward pass, which saves no memory; or a set of shell-style
+            patterns of layer names.
+        offload: whether what the forward pass keeps is on the host until the backward pass.
 
     Raises:
         ValueError: for devices that do not exist or are named twice, counts below 1, or a schedule
@@ -89,6 +96,8 @@ class PipelineStrategy(KerasStrategy):
         chunks_per_device: int | None = None,
         memory_limit_bytes: int | None = None,
         batch_norm: str = "per_microbatch",
+        rematerialize: Choice = "none",
+        offload: bool = False,
     ):
         devices = check_devices(devices) or _all_devices()
         if isinstance(schedule, str):
@@ -100,9 +109,9 @@ class PipelineStrategy(KerasStrategy):
         if memory_limit_bytes is not None:
             check_counts(memory_limit_bytes=memory_limit_bytes)
         check_choice("batch_norm", batch_norm, ("per_microbatch", "deferred"))
-        super().__init__(
-            PipelineExtended(self, devices, schedule, partition, memory_limit_bytes, batch_norm)
-        )
+        Rematerialization(rematerialize, schedule)  # raises
+        options = Options(memory_limit_bytes, batch_norm, rematerialize, offload)
+        super().__init__(PipelineExtended(self, devices, schedule, partition, options))
 
     @property
     def schedule(self) -> Schedule:
@@ -136,6 +145,16 @@ class PipelineStrategy(KerasStrategy):
         if is_keras_step(fn) and uses_stock_train_step(fn.__self__) and args:
             self.extended._note_batch(fn.__self__, args[0])
         return super().run(fn, args, kwargs, options)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `PipelineStrategy`, as it explains them."""
+
+    memory_limit_bytes: int | None
+    batch_norm: str
+    rematerialize: Choice
+    offload: bool
 
 
 class StageVariable(CentralVariable):
@@ -185,16 +204,15 @@ class PipelineExtended(LocalExtended):
         devices: Sequence[str],
         schedule: Schedule,
         partition: Partition,
-        memory_limit_bytes: int | None,
-        batch_norm: str,
+        options: Options,
     ):
         super().__init__(container_strategy, devices[-1:])
         self._stage_devices = [device_util.canonicalize(device) for device in devices]
-        self._schedule, self._partition, self._batch_norm = schedule, partition, batch_norm
+        self._schedule, self._partition, self._options = schedule, partition, options
         # Losses and metrics are computed where the last stage is.
         self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
         self._input_workers_devices = ((self._host_device, self._devices),)
-        self._budget = _budget(schedule, memory_limit_bytes)
+        self._budget = _budget(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
         self._known_stages: Any = weakref.WeakKeyDictionary()
         self._batches: Any = weakref.WeakKeyDictionary()  # inputs of one microbatch, by model
@@ -279,7 +297,11 @@ class PipelineExtended(LocalExtended):
         if tf.executing_eagerly():
             yield
             return
-        self._executor = executor = Executor(self._schedule, self._stage_devices)
+        rematerialization = Rematerialization(self._options.rematerialize, self._schedule)
+        rematerialization.check_names([part.name for part in stages.parts])
+        self._executor = executor = Executor(
+            self._schedule, self._stage_devices, rematerialization, self._hosts()
+        )
 
         def current_microbatch() -> int | None:
             microbatch = values_util.get_current_replica_id_as_int()
@@ -289,15 +311,20 @@ class PipelineExtended(LocalExtended):
             return microbatch
 
         try:
-            with staged(model, stages, executor, current_microbatch, deferred):
+            with staged(model, stages, executor, current_microbatch, deferred, rematerialization):
                 yield
             deferred.assign()
             executor.order(tf.compat.v1.get_default_graph())
         finally:
             self._executor = None
 
+    def _hosts(self) -> list[str] | None:
+        if not self._options.offload:
+            return None
+        return [device_util.canonicalize("/device:CPU:0", device) for device in self._stage_devices]
+
     def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
-        if self._batch_norm != "deferred":
+        if self._options.batch_norm != "deferred":
             return []
         all_layers = model._flatten_layers()
         found = [x for x in all_layers if isinstance(x, keras.layers.BatchNormalization)]
@@ -348,12 +375,6 @@ def _budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
 
 def _check_schedule(schedule: Schedule, num_devices: int, num_microbatches: int | None) -> None:
     validate(schedule)
-    halves = {"backward_input", "backward_weight"}
-    if any(action.kind in halves for order in schedule.orders for action in order):
-        raise ValueError(
-            "A schedule must run every backward pass as a whole: its halves (zero bubble) cannot "
-            f"be carried out yet. Received: schedule {schedule.name!r}. Use '1f1b'."
-        )
     if schedule.num_devices != num_devices:
         raise ValueError(
             f"A schedule must have as many devices as the strategy. Received: schedule "

@@ -1,0 +1,73 @@
+"""Which microbatches' activations are computed again, and where the others wait."""
+
+import pytest
+import tensorflow as tf
+
+from tests.pipeline.test_executor import DEVICES
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.rematerialization import Rematerialization
+from tfparallel.pipeline.schedules.registry import build_schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("gpipe", {(0, 3), (1, 3), (2, 3)}), ("1f1b", {(2, m) for m in range(4)})],
+)
+def test_what_would_be_computed_again_at_once_is_kept(name, kept):
+    """torchgpipe's last microbatch; under 1F1B, the last stage."""
+    schedule = build_schedule(name, 3, 4)
+    pairs = {(stage, microbatch) for stage in range(3) for microbatch in range(4)}
+    for choice, expected in {"none": pairs, "full": set(), "except_last": kept}.items():
+        chosen = Rematerialization(choice, schedule)
+        assert {pair for pair in pairs if not chosen.is_done(*pair)} == expected
+
+
+def traced_step(**options):
+    schedule = build_schedule("1f1b", 2, 3)
+    weights = []
+    for device in DEVICES[1:3]:
+        with tf.device(device):
+            weights.append(tf.Variable(tf.ones([5, 5])))
+
+    @tf.function(autograph=False)
+    def step():
+        executor = Executor(schedule, DEVICES[1:3], **options)
+        losses = []
+        with tf.GradientTape() as tape:
+            for m in range(3):
+                x = tf.ones([2, 5]) * float(m + 1)
+                for stage, weight in enumerate(weights):
+
+                    def layer(x, weight=weight):
+                        return [tf.tanh(x @ weight)]
+
+                    (x,) = executor.call(stage, m, "layer", layer, [x])
+                losses.append(tf.reduce_sum(x))
+        gradients = tape.gradient(losses, weights)
+        executor.order(tf.compat.v1.get_default_graph())
+        return gradients
+
+    return step
+
+
+def test_what_is_kept_waits_on_the_host_until_its_backward_pass_is_next():
+    hosts = [DEVICES[0]] * 2
+    step = traced_step(hosts=hosts)
+    operations = step.get_concrete_function().graph.get_operations()
+    moved = [op for op in operations if op.name.startswith("offload")]
+    fetched = [op for op in operations if op.name.startswith("fetch")]
+    assert len(moved) == len(fetched) == 2 * 3  # stages and microbatches
+    assert {op.device for op in moved} == {DEVICES[0]}
+    assert {op.device for op in fetched} == set(DEVICES[1:3])
+    for operation in fetched:
+        assert operation.inputs[0].op in moved
+        (consumer,) = operation.outputs[0].consumers()
+        assert consumer.device == operation.device and "backward" in consumer.name
+        # The pass before last of this device, or it would all come back at once. The last stage's
+        # first backward pass has only its forward pass before it, which made what is fetched.
+        waits = [op for op in operation.control_inputs if op.device == operation.device]
+        is_first = consumer.device == DEVICES[2] and not waits
+        assert is_first or all(op.type == "RemoteCall" for op in waits)
+    assert sum(not op.control_inputs for op in fetched) == 1
+    for ours, theirs in zip(step(), traced_step()()):
+        tf.debugging.assert_equal(ours, theirs)
