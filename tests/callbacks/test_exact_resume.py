@@ -18,6 +18,7 @@ TRAININGS = [
     ("mirrored_arrays", [4, 6], 1e-6),
     ("central_dataset", [2, 3], 1e-6),
     ("plain_generator", [6], 0),
+    ("mirrored_resumable_generator", [3, 6], 1e-6),
 ]
 
 

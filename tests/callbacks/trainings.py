@@ -153,6 +153,32 @@ def plain_generator(*arguments):
     _train(None, arguments, data=batches, steps_per_epoch=4)
 
 
+class Batches:
+    """Random batches without end; knows where it is."""
+
+    def __init__(self):
+        self._rng = np.random.default_rng(0)
+        self.made = 0
+
+    def __iter__(self):
+        while True:
+            self.made += 1
+            yield self._rng.normal(size=(8, 6)).astype("float32"), self._rng.integers(0, 3, 8)
+
+    def get_state(self):
+        return self._rng.bit_generator.state
+
+    def set_state(self, state):
+        self._rng.bit_generator.state = state
+
+
+def mirrored_resumable_generator(*arguments):
+    open_logical_cpus(2)
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    data = lambda: tfparallel.callbacks.resumable(Batches())  # noqa: E731
+    _train(strategy, arguments, data=data, steps_per_epoch=4)
+
+
 def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compression=None):
     """Two workers, or one without a `TF_CONFIG`."""
     if tf_config:

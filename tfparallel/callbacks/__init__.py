@@ -5,12 +5,13 @@ They load on first use, so that the command line reads backups without TensorFlo
 
 from typing import TYPE_CHECKING, Any
 
+from tfparallel.callbacks.resumable import resumable
 from tfparallel.callbacks.storage import BackupError
 
 if TYPE_CHECKING:
     from tfparallel.callbacks.backup import BackupAndRestore
 
-__all__ = ["BackupAndRestore", "BackupError"]
+__all__ = ["BackupAndRestore", "BackupError", "resumable"]
 
 
 def __getattr__(name: str) -> Any:

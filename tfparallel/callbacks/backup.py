@@ -92,7 +92,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         parts = find_backup(self._storage, self._workers)
         if parts is not None:
             call.build_model()
-        self._position = InputPosition(call.epoch_iterator)
+        self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
         if parts is not None:
             self._restoration = Restoration(call, parts, self._workers)
             self._restoration.before_training(self._position)

@@ -10,6 +10,8 @@ class stands between the two and counts what is taken from each. To come back to
    dataset supports one. Elsewhere the batches that were trained on are read again and dropped.
    While that goes on, Python's and NumPy's random states are what they were then.
 
+A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
+
 A `keras.utils.PyDataset` is read by index: its earlier epochs need no reading, only its hooks.
 """
 
@@ -23,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks.random_states import host_random_state, set_host_random_state
+from tfparallel.callbacks.resumable import GeneratorPosition
 
 
 class InputPosition:
@@ -30,15 +33,19 @@ class InputPosition:
 
     Args:
         epoch_iterator: Keras's iterator over epochs, which reads through this object from now on.
+        num_workers: of several, each reads a share of the batches that a generator makes: then its
+            own position says nothing.
     """
 
-    def __init__(self, epoch_iterator: Any):
+    def __init__(self, epoch_iterator: Any, num_workers: int = 1):
         self._epoch_iterator = epoch_iterator
         self._dataset = epoch_iterator._distributed_dataset
         epoch_iterator._distributed_dataset = self
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        generator = GeneratorPosition.of(epoch_iterator.data_adapter)
+        self._generator = generator if num_workers == 1 else None
         self._has_checkpoints: bool | None = None  # not known before the first save
         self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
 
@@ -57,6 +64,8 @@ class InputPosition:
     def took(self, num_batches: int) -> None:
         """Tells that a step has taken batches from the newest iterator."""
         self._taken[-1] += num_batches
+        if self._generator is not None:
+            self._generator.trained(sum(self._taken))
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -81,6 +90,7 @@ class InputPosition:
             "random": self._random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
+            "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
 
     def _checkpoint(self) -> list[np.ndarray] | None:
@@ -105,6 +115,9 @@ class InputPosition:
                 iterator.data_adapter.on_epoch_begin()
                 iterator.data_adapter.on_epoch_end()
             self._taken = list(earlier)
+        elif self._generator is not None and state["generator"]:
+            self._generator.go_to(sum(state["taken"]), state["generator"][0])
+            self._taken = list(earlier)
         else:
             self._read_again(earlier, all_batches=not state["has_checkpoint"])
         iterator._steps_seen = state["steps_seen"]
@@ -128,7 +141,9 @@ class InputPosition:
         set_host_random_state(state["random"])
         iterator = self._make_iterator()
         self._taken[-1] = state["taken"][-1]
-        if state["checkpoint"] is None:
+        if self._generator is not None and state["generator"]:
+            pass  # it begins where it should
+        elif state["checkpoint"] is None:
             _log_cost(_drop(iterator, state["taken"][-1]), started)
         else:
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]

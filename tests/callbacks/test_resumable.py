@@ -1,0 +1,74 @@
+"""Generators that know their position."""
+
+import keras
+import numpy as np
+import pytest
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+from tests.callbacks.test_backup import Interrupt
+from tests.callbacks.trainings import Batches
+from tests.helpers import tiny_compile_options
+from tfparallel.callbacks import BackupAndRestore, resumable
+from tfparallel.callbacks.resumable import GeneratorPosition
+
+
+def fit(batches, *callbacks, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)])
+    model.compile(optimizer="adam", **tiny_compile_options(), run_eagerly=True)
+    options = {"steps_per_epoch": 10, "epochs": 2, "verbose": 0, **options}
+    return model.fit(resumable(batches), callbacks=list(callbacks), **options)
+
+
+def interrupted(folder, after, **options):
+    backup = BackupAndRestore(folder, save_freq=1, keep=5)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Batches(), backup, Interrupt(after), **options)
+
+
+# In the first and the second epoch, and at the end of one.
+@pytest.mark.parametrize("after", [4, 11, 17])
+def test_nothing_is_read_again(tmp_path, caplog, after):
+    expected, batches = fit(Batches()), Batches()
+    interrupted(tmp_path, after)
+    received = fit(batches, BackupAndRestore(tmp_path))
+    assert received.history == expected.history
+    pairs = zip(received.model.get_weights(), expected.model.get_weights(), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    assert "read again" not in caplog.text
+    looked_at_and_prefetched = 4
+    assert batches.made <= 20 - (after - 1) + looked_at_and_prefetched
+
+
+def test_a_second_kill_goes_on_from_there(tmp_path):
+    expected = fit(Batches())
+    interrupted(tmp_path, 4)
+    interrupted(tmp_path, 9)
+    assert fit(Batches(), BackupAndRestore(tmp_path)).history == expected.history
+
+
+def test_a_generator_that_has_lost_its_protocol_is_read_again(tmp_path, caplog):
+    expected = fit(Batches())
+    interrupted(tmp_path, 4)
+    plain = (batch for batch in Batches())
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)])
+    model.compile(optimizer="adam", **tiny_compile_options(), run_eagerly=True)
+    backup = BackupAndRestore(tmp_path)
+    received = model.fit(plain, steps_per_epoch=10, epochs=2, verbose=0, callbacks=[backup])
+    assert received.history == expected.history
+    assert "3 batches were read again" in caplog.text
+
+
+def test_old_states_are_forgotten():
+    batches = Batches()
+    adapter = GeneratorDataAdapter(resumable(batches))
+    position = GeneratorPosition.of(adapter)
+    made = batches.made
+    position.trained(made - 1)
+    assert sorted(position._record._states) == [made - 1, made]
+
+
+def test_refuses_batches_without_a_position():
+    with pytest.raises(TypeError, match="Received: list without get_state, set_state"):
+        resumable([1, 2])
