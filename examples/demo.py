@@ -62,6 +62,7 @@ class Run:
     strategy: str
     devices: str
     num_workers: int = 1
+    num_ps: int = 0
     starter: str = "tfparallel"  # of several workers: "tfparallel" launch, or "horovodrun"
     skipped: str | None = None  # why it does not run here
 
@@ -73,6 +74,7 @@ RUNS = (
     Run("central_storage", "2 CPUs"),
     Run("pipeline", "2 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
+    Run("parameter_server_sync", "2 workers, 1 ps", num_workers=2, num_ps=1),
     Run("horovod", "2 ranks", num_workers=2, starter="horovodrun"),
     Run("tpu", "TPU", skipped="no TPU here"),  # .venv has the TensorFlow for CPUs
 )
@@ -188,6 +190,7 @@ def command(run: Run, report: Path) -> list[str]:
         horovodrun = str(Path(sys.executable).with_name("horovodrun"))
         return [horovodrun, "-np", str(run.num_workers), sys.executable, *script]
     launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", str(run.num_workers)]
+    launch += ["--ps", str(run.num_ps)] if run.num_ps else []
     return [sys.executable, *launch, *script]
 
 

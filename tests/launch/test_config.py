@@ -157,8 +157,8 @@ def test_unknown_key_comes_with_a_suggestion(write, text, problem):
         (
             "strategy: {name: mirored}",
             "strategy.name: should be one of 'one_device', 'mirrored', 'multi_worker_mirrored', "
-            "'horovod', 'central_storage', 'pipeline', 'tpu'. Received: 'mirored'. Did you mean "
-            "mirrored?",
+            "'horovod', 'central_storage', 'parameter_server', 'pipeline', 'tpu'. Received: "
+            "'mirored'. Did you mean mirrored?",
         ),
         ("strategy: {devices: [a]}", "strategy.name: is required. Received: nothing."),
         (
@@ -278,6 +278,23 @@ def test_communication_options_reach_the_strategy(write):
     options = load_config(write(f"strategy: {text}")).strategy.arguments()["communication_options"]
     assert options.implementation.name == "RING"
     assert options.timeout_seconds == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "parts"),
+    [
+        ("{name: fixed, max_parts: 3}", (9, 4), [3, 1]),
+        ("{name: min_size, bytes: 64, max_parts: 2}", (9, 4), [2, 1]),
+        ("{name: max_size, bytes: 64}", (8, 4), [1, 1]),
+        ("{name: max_size, bytes: 64, max_parts: 8}", (8, 4), [2, 1]),
+    ],
+)
+def test_partitioner_reaches_the_strategy(write, text, shape, parts):
+    import tensorflow as tf
+
+    section = f"strategy: {{name: parameter_server, partitioner: {text}}}"
+    partition = load_config(write(section)).strategy.arguments()["variable_partitioner"]
+    assert list(partition(tf.TensorShape(shape), tf.float32)) == parts
 
 
 def test_reading_a_config_does_not_import_tensorflow(write):

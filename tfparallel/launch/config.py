@@ -147,6 +147,44 @@ class CentralStorage(StrategySection):
     parameter_device: DeviceName | None = None
 
 
+class Partitioner(Section):
+    """How large variables are cut into parts: by `bytes` of a part (or their number, "fixed")."""
+
+    name: Literal["min_size", "max_size", "fixed"]
+    bytes: int = Field(default=256 << 10, ge=1)  # not for "fixed"
+    max_parts: int = Field(default=1, ge=1)
+
+    def partitioner(self) -> Any:
+        """Return what `variable_partitioner=` takes."""
+        from tensorflow import distribute
+
+        partitioners = distribute.experimental.partitioners
+        if self.name == "fixed":
+            return partitioners.FixedShardsPartitioner(self.max_parts)
+        if self.name == "min_size":
+            return partitioners.MinSizePartitioner(self.bytes, self.max_parts)
+        return partitioners.MaxSizePartitioner(self.bytes, self.max_parts)
+
+
+class ParameterServer(StrategySection):
+    """Which task a process is comes from `TF_CONFIG`, so that all hosts share one file."""
+
+    class_name = "ParameterServerStrategy"
+    name: Literal["parameter_server"]
+    mode: Literal["async", "sync"] = "async"
+    max_staleness: int | None = Field(default=None, ge=0)
+    partitioner: Partitioner | None = None
+    insecure_network: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "max_staleness": self.max_staleness,
+            "variable_partitioner": self.partitioner and self.partitioner.partitioner(),
+            "insecure_network": self.insecure_network,
+        }
+
+
 class Pipeline(StrategySection):
     """`partition` is "balanced", or for each stage a list of patterns of layer names."""
 
@@ -168,7 +206,16 @@ class Tpu(StrategySection):
 
 
 # A new strategy is one new row.
-STRATEGIES = (OneDevice, Mirrored, MultiWorkerMirrored, Horovod, CentralStorage, Pipeline, Tpu)
+STRATEGIES = (
+    OneDevice,
+    Mirrored,
+    MultiWorkerMirrored,
+    Horovod,
+    CentralStorage,
+    ParameterServer,
+    Pipeline,
+    Tpu,
+)
 
 if TYPE_CHECKING:
     AnyStrategy = StrategySection
