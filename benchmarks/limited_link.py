@@ -1,0 +1,258 @@
+"""Times training over a slow link: what gradient compression is for.
+
+    sudo python benchmarks/limited_link.py                        # both links, about 45 minutes
+    sudo python benchmarks/limited_link.py --mbit 100 --rounds 1 --only "Horovod none" "PowerSGD"
+    sudo python benchmarks/limited_link.py --torch-python /path/to/venv/bin/python --json out.json
+
+Two ranks in two network namespaces, an MLP of 10.5 M parameters (42 MB of gradients), 64 rows a
+step. Contestants take turns within one run (A B C ... A B C ...), in fresh processes that begin
+with the same weights: steps to warm up (and for `Adaptive` to measure), then timed ones. A step's
+time is that of the slower rank; bytes are those that left rank 0's interface. Ratios are medians
+over rounds.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+import contestants  # noqa: E402
+import network  # noqa: E402
+from contestants import Contestant, Running  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+PROBLEM = "mlp10m"
+WARMUP_STEPS, TIMED_STEPS = 16, 8
+ADAPTIVE = "Adaptive(interval=100000)"  # all of its measuring is in the steps to warm up
+NONE, TAPE, TORCH_POWER_SGD = "tfparallel Horovod none", "Horovod tape", "torch PowerSGD 4"
+POWER_SGD = "tfparallel Horovod PowerSGD 4"
+# Serves Horovod's ranks until its input ends.
+RENDEZVOUS = """
+import sys
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+server = RendezvousServer(0)
+port = server.start()
+server.init(get_host_assignments(parse_hosts(sys.argv[1]), 2))
+print(port, flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+def all_contestants(torch_python: str | None) -> list[Contestant]:
+    """Ours with each compressor, and who does the same."""
+
+    def ours(name: str, compression: str | None, strategy: str = "horovod") -> Contestant:
+        arguments = {"strategy": strategy, "loop": "fit", "compression": compression}
+        return Contestant(f"tfparallel {name}", "", 2, arguments=arguments)
+
+    def torch(name: str, hook: str | None) -> Contestant:
+        arguments = {"hook": hook}
+        return Contestant(
+            f"torch {name}", "", 2, contestants.TORCH, arguments, python=str(torch_python)
+        )
+
+    chosen = [
+        ours("Horovod none", None),
+        ours("Horovod fp16", "fp16"),
+        ours("Horovod PowerSGD 4", "PowerSGD(4)"),
+        ours("Horovod PowerSGD 1", "PowerSGD(1)"),
+        ours("Horovod top-k 1 %", "TopK(0.01)"),
+        ours("Horovod Adaptive", ADAPTIVE),
+        ours("MultiWorker none", None, "multi_worker"),
+        ours("MultiWorker PowerSGD 4", "PowerSGD(4)", "multi_worker"),
+        Contestant(TAPE, "", 2, arguments={"strategy": "none", "loop": "tape"}),
+        Contestant(
+            "tf.distribute MultiWorker",
+            "",
+            2,
+            arguments={"strategy": "multi_worker", "loop": "loop", "stock": True},
+        ),
+    ]
+    if torch_python:
+        chosen += [
+            torch("DDP", None),
+            torch("fp16", "fp16"),
+            torch("PowerSGD 4", "power_sgd:4"),
+            torch("PowerSGD 1", "power_sgd:1"),
+        ]
+    return chosen
+
+
+def run_link(mbit: int, chosen: list[Contestant], rounds: int) -> dict[str, list[dict]]:
+    """Every contestant's turns on one link: `{name: [{"step_s", "bytes", "loss"}, ...]}`."""
+    results: dict[str, list[dict]] = {contestant.name: [] for contestant in chosen}
+    ports = itertools.count(20000)
+    with network.two_hosts(mbit) as hosts, tempfile.TemporaryDirectory() as folder:
+        weights = f"{folder}/weights.npz"
+        for turn in range(rounds):
+            for contestant in chosen:
+                _log(f"{mbit} Mbit/s, round {turn + 1} of {rounds}: {contestant.name}")
+                with _on_hosts(contestant, hosts, ports) as running:
+                    if not Path(weights).exists():
+                        running.ask("save_weights", path=weights)
+                    running.ask("load_weights", path=weights)
+                    results[contestant.name].append(_turn(running, hosts[0]))
+                _log(f"  {results[contestant.name][-1]}")
+    return results
+
+
+def _turn(running: Running, host: network.Host) -> dict:
+    running.ask("timed_steps", steps=1, warmup=WARMUP_STEPS - 1)
+    sent = host.sent_bytes()
+    times = running.ask("timed_steps", steps=TIMED_STEPS, warmup=1)
+    sent = host.sent_bytes() - sent
+    by_step = zip(*(each["wall_s"] for each in times), strict=True)
+    return {
+        "step_s": statistics.median(max(step) for step in by_step),
+        "bytes": sent // (TIMED_STEPS + 1),
+        "loss": running.ask("losses", steps=1)[0][-1],
+    }
+
+
+@contextlib.contextmanager
+def _on_hosts(contestant: Contestant, hosts: list[network.Host], ports: Iterator[int]):
+    """The contestant's processes, one on each host."""
+    with contextlib.ExitStack() as stack:
+        rendezvous = stack.enter_context(_rendezvous(hosts))
+        store = stack.enter_context(tempfile.TemporaryDirectory())
+        addresses = [f"{host.address}:{next(ports)}" for host in hosts]
+        environments = []
+        for rank, host in enumerate(hosts):
+            task = {"type": "worker", "index": rank}
+            environment = {
+                **contestants.base_environment(contestant),
+                "TORCH_STORE": f"{store}/store",
+                "GLOO_SOCKET_IFNAME": host.interface,
+                **rendezvous,
+                "HOROVOD_HOSTNAME": host.address,
+                "HOROVOD_GLOO_IFACE": host.interface,
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_CROSS_RANK": str(rank),
+            }
+            if contestant.arguments.get("strategy") == "multi_worker":
+                cluster = {"cluster": {"worker": addresses}, "task": task}
+                environment["TF_CONFIG"] = json.dumps(cluster)
+            environments.append(environment)
+        prefixes = [host.prefix for host in hosts]
+        running = Running(contestant, PROBLEM, "sgd", environments, prefixes)
+        stack.callback(running.kill)
+        yield running
+
+
+@contextlib.contextmanager
+def _rendezvous(hosts: list[network.Host]) -> Iterator[dict[str, str]]:
+    """Horovod's meeting point on the first host; yields what all ranks need to know."""
+    spec = ",".join(f"{host.address}:1" for host in hosts)
+    server = subprocess.Popen(
+        [*hosts[0].prefix, sys.executable, "-c", RENDEZVOUS, spec],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0].address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": server.stdout.readline().strip(),
+            "HOROVOD_SIZE": "2",
+            "HOROVOD_LOCAL_RANK": "0",
+            "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_SIZE": "2",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def print_link(mbit: int, results: dict[str, list[dict]]) -> None:
+    """Prints the table of one link, and what was to be reached."""
+    table = Table(title=f"{mbit} Mbit/s; load {os.getloadavg()[0]:.1f}")
+    table.add_column("contestant", no_wrap=True)
+    headings = ("median ms", "fastest", "x Horovod tape", "MB a step", "loss")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, turns in results.items():
+        ratio = _ratio(results, name, TAPE)
+        table.add_row(
+            name,
+            f"{statistics.median(turn['step_s'] for turn in turns) * 1e3:.0f}",
+            f"{min(turn['step_s'] for turn in turns) * 1e3:.0f}",
+            "-" if ratio is None else f"{ratio:.3f}",
+            f"{statistics.median(turn['bytes'] for turn in turns) / 1e6:.2f}",
+            f"{turns[-1]['loss']:.4f}",
+        )
+    console = Console(width=None if Console().is_terminal else 110)
+    console.print(table)
+    for line in _verdicts(mbit, results):
+        console.print(line, markup=False, highlight=False)
+
+
+def _ratio(results: dict[str, list[dict]], numerator: str, denominator: str) -> float | None:
+    """Median over rounds of one step time over another's of the same round."""
+    if not results.get(numerator) or not results.get(denominator):
+        return None
+    pairs = zip(results[numerator], results[denominator], strict=True)
+    return statistics.median(a["step_s"] / b["step_s"] for a, b in pairs)
+
+
+def _verdicts(mbit: int, results: dict[str, list[dict]]) -> Iterator[str]:
+    targets = [(NONE, TAPE, 1.0), (POWER_SGD, TORCH_POWER_SGD, 1.0)]
+    if mbit <= 100:
+        targets.append((POWER_SGD, NONE, 0.1))
+    fixed = [name for name in results if name.startswith("tfparallel Horovod") and name != NONE]
+    fixed = [NONE, *(name for name in fixed if not name.endswith("Adaptive"))]
+    medians = {n: statistics.median(t["step_s"] for t in results[n]) for n in fixed if n in results}
+    # Top-k is not among what Adaptive chooses from.
+    medians.pop("tfparallel Horovod top-k 1 %", None)
+    if medians:
+        targets.append(("tfparallel Horovod Adaptive", min(medians, key=medians.get), 1.1))
+    for ours, theirs, limit in targets:
+        ratio = _ratio(results, ours, theirs)
+        if ratio is not None:
+            verdict = "reached" if ratio <= limit else "MISSED"
+            yield f"{verdict}: {ours} / {theirs} = {ratio:.3f} (target {limit})"
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="contestants with one of these in their name")
+    parser.add_argument("--torch-python", help="interpreter that can import torch")
+    parser.add_argument("--json", help="also write all numbers to this file")
+    options = parser.parse_args()
+    lack = network.missing()
+    if lack is not None:
+        print(f"Skipped: benchmarks/limited_link.py {lack}.")
+        return
+    chosen = all_contestants(options.torch_python)
+    if options.only:
+        chosen = [c for c in chosen if any(part in c.name for part in options.only)]
+    links = {mbit: run_link(mbit, chosen, options.rounds) for mbit in options.mbit}
+    for mbit, results in links.items():
+        print_link(mbit, results)
+    if options.json:
+        Path(options.json).write_text(json.dumps(links, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

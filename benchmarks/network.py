@@ -1,0 +1,88 @@
+"""Two hosts of this machine with a slow link between them: network namespaces and a `veth` pair.
+
+Needs root and the tools `ip` and `tc` (Debian: iproute2).
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Host:
+    """One end of the link.
+
+    Attributes:
+        name: of the namespace.
+        address: its IP address.
+        interface: its network interface.
+    """
+
+    name: str
+    address: str
+    interface: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """What runs a command on this host."""
+        return ["ip", "netns", "exec", self.name]
+
+    def sent_bytes(self) -> int:
+        """What has left this host so far, packet headers included."""
+        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        return int(_run(*self.prefix, "cat", path))
+
+
+def missing() -> str | None:
+    """What this machine lacks for namespaces, in words, or None."""
+    if os.geteuid() != 0:
+        return "needs root, for `ip netns`: run it with sudo"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"needs `{tool}`: apt-get install iproute2"
+    return None
+
+
+@contextlib.contextmanager
+def two_hosts(mbit_per_s: int) -> Iterator[list[Host]]:
+    """Two namespaces that reach each other at `mbit_per_s` in each direction; removed on exit."""
+    number = os.getpid()
+    hosts = [Host(f"tfparallel-{number}-{i}", f"10.77.0.{i + 1}", f"veth{i}") for i in range(2)]
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            _run("ip", "netns", "add", host.name)
+            stack.callback(_run, "ip", "netns", "delete", host.name)
+            stack.callback(shutil.rmtree, _write_hosts_file(host))
+        ends = [["name", host.interface, "netns", host.name] for host in hosts]
+        _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for host in hosts:
+            for command in (
+                f"ip address add {host.address}/24 dev {host.interface}",
+                f"ip link set {host.interface} up",
+                "ip link set lo up",
+                # A burst that the sender's timer can keep up with at 1 Gbit/s.
+                f"tc qdisc add dev {host.interface} root tbf rate {mbit_per_s}mbit "
+                f"burst {max(256, mbit_per_s)}kbit latency 50ms",
+            ):
+                _run(*host.prefix, *command.split())
+        yield hosts
+
+
+def _write_hosts_file(host: Host) -> Path:
+    """`ip netns exec` mounts it: this machine's name is the address of the namespace."""
+    folder = Path("/etc/netns") / host.name
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {socket.gethostname()}\n")
+    return folder
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
