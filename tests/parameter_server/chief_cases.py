@@ -227,6 +227,39 @@ def server_is_stopped() -> dict:
     return {"error": None}
 
 
+class Say(keras.callbacks.Callback):
+    """Prints the epochs that begin, for a test that waits to kill someone."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+        print("EPOCH", epoch, flush=True)
+
+
+@case
+def chief_of_others() -> dict:
+    """Trains with servers that are not its own."""
+    return _fit(tfparallel.ParameterServerStrategy(), [Say()], int(os.environ["CASE_EPOCHS"]))
+
+
+@case
+def with_backup() -> dict:
+    """The same, resuming from the backup in the case's folder."""
+    strategy, say = tfparallel.ParameterServerStrategy(), Say()
+    backup = tfparallel.callbacks.BackupAndRestore(os.environ["CASE_FOLDER"] + "/backup")
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    x, y = data()
+    epochs = int(os.environ["CASE_EPOCHS"])
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[backup, say])
+    return {"epochs": say.epochs, "iterations": int(model.optimizer.iterations.numpy())}
+
+
 @case
 def mistake_in_a_step() -> dict:
     """An error of the user reaches `fit` as it is, and the strategy goes on."""

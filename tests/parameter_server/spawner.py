@@ -3,6 +3,7 @@
 It must never start TensorFlow itself, so that a fork finds it as after an import.
 """
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -121,6 +122,7 @@ def _call(request: dict) -> None:
         os.environ.update(request["environment"])
         module, _, function = request["spawn"].partition(":")
         getattr(importlib.import_module(module), function)()
+        atexit._run_exitfuncs()  # a chief tells its servers that it is done
         status = 0
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else 1

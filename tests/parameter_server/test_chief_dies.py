@@ -1,0 +1,38 @@
+"""The chief or a parameter server dies with `kill -9`: who ends, and how the job goes on."""
+
+
+def test_servers_of_a_dead_chief_end_and_say_why(make_servers, start_chief):
+    servers = make_servers(TEST_CHIEF_S="2")
+    chief = start_chief("chief_of_others", servers, CASE_EPOCHS="10000")
+    chief.wait_for("EPOCH 1")
+    chief.process.kill()
+    statuses = servers.statuses(timeout_s=30)
+    assert set(statuses.values()) == {1}, statuses
+    assert f"the chief ({servers.cluster['chief'][0]})" in servers.log("worker", 1)
+    assert "it died. (ps 0 is speaking.)" in servers.log("ps", 0)
+
+
+def test_servers_serve_a_chief_that_is_started_again(make_servers, start_chief):
+    servers = make_servers()
+    chief = start_chief("chief_of_others", servers, CASE_EPOCHS="10000")
+    chief.wait_for("EPOCH 1")
+    chief.process.kill()
+    result = start_chief("chief_of_others", servers, CASE_EPOCHS="2").result()
+    assert result["iterations"] == result["expected"]
+    assert result["seen"] == [1.0]
+    assert set(servers.statuses().values()) == {0}
+
+
+def test_job_that_lost_a_parameter_server_resumes_from_its_backup(make_servers, start_chief):
+    servers = make_servers(TEST_CHIEF_S="2")
+    chief = start_chief("with_backup", servers, CASE_EPOCHS="10000")
+    chief.wait_for("EPOCH 3")
+    servers.kill("ps", 0)
+    assert chief.process.wait(60) == 1
+    assert f"ps 0 ({servers.cluster['ps'][0]}) is gone" in chief.log
+    last = max(int(line.split()[1]) for line in chief.log.splitlines() if "EPOCH" in line)
+
+    result = start_chief("with_backup", make_servers(), CASE_EPOCHS=str(last + 2)).result()
+    assert result["epochs"][0] in (last - 1, last)
+    assert result["epochs"][-1] == last + 1
+    assert result["iterations"] == 29 * (last + 2)
