@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.pipeline.action import Action
+from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.stage_function import StageFunction, inference_function
@@ -177,6 +178,17 @@ class Executor:
                 "that computes forward again with what came back. Use schedule='gpipe', or a loss "
                 "that is a mean over rows."
             )
+
+    def add_clock(self, graph: tf.Graph, hosts: Sequence[str]) -> dict[Action, tf.Tensor]:
+        """After `order`: when each pass starts and ends, as `clock.add_clock`.
+
+        Args:
+            graph: of the step.
+            hosts: for each of the schedule's devices a CPU of its machine.
+        """
+        stages = range(self._schedule.num_stages)
+        own = {stage: hosts[self._schedule.device_of[stage]] for stage in stages}
+        return add_clock(graph, self._calls, own)
 
     def _hide_from_clustering(self, graph: tf.Graph) -> None:
         """Puts all calls behind an operation on a reference, of which XLA's clustering stays clear.

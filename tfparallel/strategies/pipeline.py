@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.pipeline.action import Action
 from tfparallel.pipeline.counts import check_choice, check_counts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
@@ -30,6 +31,7 @@ from tfparallel.pipeline.simulation import simulate
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.swimlane import Swimlane, swimlane
 from tfparallel.pipeline.validation import validate
 from tfparallel.strategies.base import KerasStrategy, LocalExtended
 from tfparallel.strategies.checks import check_devices
@@ -138,6 +140,43 @@ class PipelineStrategy(KerasStrategy):
         devices = [extended._device_of_stage(stage) for stage in range(schedule.num_stages)]
         return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
 
+    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
+        """Measures when each pass of a training step starts and ends.
+
+        `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is
+        measured; then weights, optimizer and metrics are put back to what they were. On a GPU a
+        pass ends when its kernels are launched.
+
+        Args:
+            model: compiled under this strategy.
+            batch: `(x, y)` or `(x, y, sample_weight)`, arrays or tensors.
+        """
+        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+        extended = self.extended
+        with self.scope():
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            model._symbolic_build(data_batch=(x, y, weight))
+            optimizer = model.optimizer
+            optimizer.build(model.trainable_variables)
+            variables = [*model.variables, *optimizer.variables, *model.metrics_variables]
+            before = [variable.numpy() for variable in variables]
+
+            @tf.function
+            def step(batch: Any) -> list[tf.Tensor]:
+                self.run(model.train_step, args=(batch,))
+                times.update(extended._times)
+                return [times[action] for action in times]
+
+            times: dict = {}
+            with extended._with_clock():
+                step(batch)
+                measured = step(batch)
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+        times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
+        names = [device.rpartition("device:")[2] for device in extended._stage_devices]
+        return swimlane(self.schedule, times_s, names)
+
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
@@ -218,6 +257,8 @@ class PipelineExtended(LocalExtended):
         self._batches: Any = weakref.WeakKeyDictionary()  # inputs of one microbatch, by model
         self._creation = threading.local()
         self._executor: Executor | None = None
+        self._has_clock = False
+        self._times: dict[Action, tf.Tensor] = {}
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -299,8 +340,9 @@ class PipelineExtended(LocalExtended):
             return
         rematerialization = Rematerialization(self._options.rematerialize, self._schedule)
         rematerialization.check_names([part.name for part in stages.parts])
+        hosts = self._hosts() if self._options.offload else None
         self._executor = executor = Executor(
-            self._schedule, self._stage_devices, rematerialization, self._hosts()
+            self._schedule, self._stage_devices, rematerialization, hosts
         )
 
         def current_microbatch() -> int | None:
@@ -314,13 +356,23 @@ class PipelineExtended(LocalExtended):
             with staged(model, stages, executor, current_microbatch, deferred, rematerialization):
                 yield
             deferred.assign()
-            executor.order(tf.compat.v1.get_default_graph())
+            graph = tf.compat.v1.get_default_graph()
+            executor.order(graph)
+            if self._has_clock:
+                self._times = executor.add_clock(graph, self._hosts())
         finally:
             self._executor = None
 
-    def _hosts(self) -> list[str] | None:
-        if not self._options.offload:
-            return None
+    @contextlib.contextmanager
+    def _with_clock(self) -> Iterator[None]:
+        """Steps traced within it leave the times of their passes in `_times`."""
+        self._has_clock = True
+        try:
+            yield
+        finally:
+            self._has_clock, self._times = False, {}
+
+    def _hosts(self) -> list[str]:
         return [device_util.canonicalize("/device:CPU:0", device) for device in self._stage_devices]
 
     def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:

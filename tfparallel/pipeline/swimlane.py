@@ -1,0 +1,174 @@
+"""One step of a pipeline as it ran: a lane for each device, a box for each pass.
+
+    device CPU:0  F0 F1 F2 ..... B0- F3 B1- ..
+    device CPU:1  .. F0 F1 B0- F2 B1- .. B2-
+
+As text, as a picture, and as a trace for chrome://tracing and https://ui.perfetto.dev.
+"""
+
+import collections
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tfparallel.pipeline.action import Action
+from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.simulation import Event, Timeline, simulate
+
+_LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
+_COLOURS = {
+    "forward": "#5b8ff9",
+    "backward": "#f6a04d",
+    "backward_input": "#f6a04d",
+    "backward_weight": "#61b884",
+}
+_MEANINGS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward, input",
+    "backward_weight": "backward, weights",
+}
+
+
+@dataclass(frozen=True)
+class Swimlane:
+    """One measured step; `print` it.
+
+    Attributes:
+        timeline: the passes, in seconds from the start of the first one.
+        devices: the name of each of the schedule's devices.
+    """
+
+    timeline: Timeline
+    devices: tuple[str, ...]
+
+    @cached_property
+    def ideal(self) -> Timeline:
+        """The schedule with passes as long as measured (medians), and no other delay."""
+        durations: dict[tuple, list[float]] = collections.defaultdict(list)
+        for event in self.timeline.events:
+            durations[event.action.stage, event.action.kind].append(event.end - event.start)
+        schedule = self.timeline.schedule
+        times: dict[str, Any] = {
+            f"{kind}_time": [
+                statistics.median(durations[stage, kind] or [0.0])
+                for stage in range(schedule.num_stages)
+            ]
+            for kind in _LETTERS
+        }
+        return simulate(schedule, **times)
+
+    def text(self, width: int = 100) -> str:
+        """The lanes as text of `width` columns, and what share of the time was idle."""
+        margin = max(map(len, self.devices)) + 2
+        columns = max(width - margin, 10)
+        scale = columns / self.timeline.makespan
+        rows = [["."] * columns for _ in self.devices]
+        for action, device, start, end in self.timeline.events:
+            first = min(int(start * scale), columns - 1)
+            last = max(first + 1, min(int(end * scale), columns))
+            label = f"{_LETTERS[action.kind]}{action.microbatch}"
+            rows[device][first:last] = label.ljust(last - first, "-")[: last - first]
+        lanes = [f"{name.ljust(margin)}{''.join(row)}" for name, row in zip(self.devices, rows)]
+        return "\n".join([*lanes, *self._figures()])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _figures(self) -> list[str]:
+        busy = ", ".join(
+            f"{name} {share:.0%}" for name, share in zip(self.devices, self.timeline.utilisation)
+        )
+        return [
+            f"{self.timeline.schedule.name}: {self.timeline.makespan * 1e3:.1f} ms, busy: {busy}",
+            f"bubble {self.timeline.bubble_fraction:.0%}, "
+            f"of passes as long as these without any delay {self.ideal.bubble_fraction:.0%}",
+        ]
+
+    def trace(self) -> dict[str, Any]:
+        """The step in the Trace Event Format, times in microseconds."""
+        names: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}}
+            for i, name in enumerate(self.devices)
+        ]
+        passes = [
+            {
+                "name": f"{_LETTERS[event.action.kind]}{event.action.microbatch}",
+                "cat": event.action.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": event.device,
+                "ts": event.start * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+                "args": event.action._asdict(),
+            }
+            for event in self.timeline.events
+        ]
+        return {"traceEvents": names + passes, "displayTimeUnit": "ms"}
+
+    def save_trace(self, path: str | os.PathLike) -> None:
+        """Writes `trace()` as JSON; the file is whole at any time, or not there."""
+        target = Path(path)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(self.trace(), allow_nan=False))
+        part.replace(target)
+
+    def save_png(self, path: str | os.PathLike) -> None:
+        """Draws the lanes with matplotlib.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "Drawing a swimlane needs matplotlib. Received: no matplotlib. Install "
+                "tfparallel[plot], or print the swimlane, or use save_trace."
+            ) from error
+        figure = Figure(figsize=(11, 1.3 + 0.55 * len(self.devices)), layout="constrained")
+        axes = figure.subplots()
+        drawn: dict[str, Any] = {}
+        for action, device, start, end in self.timeline.events:
+            (box,) = axes.barh(
+                device,
+                (end - start) * 1e3,
+                left=start * 1e3,
+                color=_COLOURS[action.kind],
+                edgecolor="white",
+            )
+            drawn.setdefault(_MEANINGS[action.kind], box)
+            middle = (start + end) / 2 * 1e3
+            axes.text(middle, device, str(action.microbatch), ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(self.devices)), self.devices)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.set_title("\n".join(self._figures()), fontsize=9, loc="left")
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper right", fontsize=8, ncols=3)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.savefig(path, dpi=120)
+
+
+def swimlane(
+    schedule: Schedule, times_s: Mapping[Action, Sequence], devices: Sequence[str]
+) -> Swimlane:
+    """The swimlane of what was measured.
+
+    Args:
+        schedule: that was carried out.
+        times_s: when each pass started and ended, by any clock.
+        devices: names of the schedule's devices.
+    """
+    origin = min(start for start, _ in times_s.values())
+    events = [
+        Event(action, schedule.device_of[action.stage], float(start - origin), float(end - origin))
+        for action, (start, end) in times_s.items()
+    ]
+    events.sort(key=lambda event: event.start)
+    return Swimlane(Timeline(schedule, tuple(events)), tuple(devices))
