@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.callbacks.test_exact_resume import assert_equal_results
+from tests.callbacks.results import assert_equal_results
 from tests.callbacks.zygote import Zygote
 
 SAVE_S = 0.03  # about what a save takes, and a little of what follows it

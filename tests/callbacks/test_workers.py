@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.callbacks.test_exact_resume import assert_equal_results
+from tests.callbacks.results import assert_equal_results
 from tests.callbacks.zygote import Zygote
 from tests.launch.jobs import ROOT, Launcher
 from tests.multi_process.pool import cluster_environments

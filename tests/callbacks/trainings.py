@@ -21,18 +21,17 @@ EPOCHS = 4
 ROWS, BATCH = 40, 12  # four batches, the last of 4 rows: uneven for three replicas
 
 
-class KillAt(keras.callbacks.Callback):
-    """Kills the process in the middle of a training, after the other callbacks of a batch."""
+class After(keras.callbacks.Callback):
+    """Calls `action` after so many batches."""
 
-    def __init__(self, batches: int):
+    def __init__(self, batches: int, action):
         super().__init__()
-        self._left = abs(batches)
-        self._signal = signal.SIGKILL if batches > 0 else signal.SIGTERM
+        self._left, self._action = batches, action
 
     def on_train_batch_end(self, batch, logs=None):
         self._left -= 1
         if self._left == 0:
-            os.kill(os.getpid(), self._signal)
+            self._action()
 
 
 class Noise(keras.layers.Layer):
@@ -144,6 +143,14 @@ def central_dataset(*arguments):
     _train(strategy, arguments, data=data, steps_per_epoch=6, steps_per_execution=2)
 
 
+def pipeline_arrays(*arguments):
+    """Two stages, four microbatches of two rows."""
+    open_logical_cpus(2)
+    x, y = tiny_data(ROWS)
+    strategy = tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=4)
+    _train(strategy, arguments, x=x, y=y, batch_size=8)
+
+
 def plain_generator(*arguments):
     def batches():
         rng = np.random.default_rng(0)
@@ -177,6 +184,33 @@ def mirrored_resumable_generator(*arguments):
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
     data = lambda: tfparallel.callbacks.resumable(Batches())  # noqa: E731
     _train(strategy, arguments, data=data, steps_per_epoch=4)
+
+
+def parameter_server(backup_dir, results, kill_at, mode="sync", num_workers=2):
+    """A chief with workers and a parameter server of its own, which die with it.
+
+    Args:
+        kill_at: "ps 5" kills the parameter server after five batches, "5" the chief.
+    """
+    from tests.parameter_server.cluster import SERVERS, ServerProcesses
+    from tests.parameter_server.spawner import Spawner
+
+    servers = ServerProcesses(num_workers, 1, Spawner(SERVERS, by_fork=True))
+    os.environ.update(servers.environment("chief", 0))
+    strategy = tfparallel.ParameterServerStrategy(mode=mode)
+    x, y = tiny_data(ROWS)
+    whose, _, kill_at = kill_at.rpartition(" ")
+    callbacks = []
+    if whose:
+        callbacks = [After(int(kill_at), lambda: servers.kill(whose, 0))]
+        kill_at = "0"
+    arguments = (backup_dir, results, kill_at)
+    _train(strategy, arguments, callbacks=callbacks, x=x, y=y, batch_size=BATCH)
+
+
+def parameter_server_async(*arguments):
+    """One worker, so that the order of its steps is always the same."""
+    parameter_server(*arguments, mode="async", num_workers=1)
 
 
 def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compression=None):
@@ -236,7 +270,9 @@ def _train(
     # Who kills itself at a given batch knows which backup it leaves: the one before.
     options = {"save_freq": save_freq, "asynchronous": kill_at == "0"}
     backup = [BackupAndRestore(backup_dir, **options)] if backup_dir else []
-    callbacks = [*backup, counter, *callbacks, KillAt(int(kill_at))]
+    number = signal.SIGKILL if int(kill_at) > 0 else signal.SIGTERM
+    kill = After(abs(int(kill_at)), lambda: os.kill(os.getpid(), number))
+    callbacks = [*backup, counter, *callbacks, kill]
     if data is not None:
         fit_options = {"shuffle": False, **fit_options, "x": data()}
     fitted = model.fit(callbacks=callbacks, epochs=epochs, verbose=0, **fit_options)

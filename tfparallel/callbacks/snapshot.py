@@ -49,6 +49,8 @@ def take_snapshot(
     call: FitCall, position: InputPosition, progress: Progress, workers: Workers
 ) -> dict[str, Part]:
     """Copies the state of a training; returns the parts that this worker writes, by name."""
+    # Where steps run behind the caller's back, those that were handed out are waited for.
+    getattr(call.model.distribute_strategy.extended, "_settle", _nothing)()
     parts = {}
     if workers.is_chief:
         shared = parts["shared"] = Part()
@@ -63,6 +65,10 @@ def take_snapshot(
     own["random"] = random_state()
     own["input"] = position.state(is_mid_epoch=progress.batch > 0)
     return parts
+
+
+def _nothing() -> None:
+    return None
 
 
 class Restoration:
