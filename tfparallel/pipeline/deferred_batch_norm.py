@@ -62,7 +62,8 @@ class DeferredBatchNorm:
 
     def add(self, microbatch: int, variables: Sequence, values: Sequence) -> None:
         """Adds what one call of a stage has collected for a microbatch, in order."""
-        self._values[microbatch] += zip(map(id, variables), values, strict=True)
+        if variables:  # none in evaluate and predict
+            self._values[microbatch] += zip(map(id, variables), values, strict=True)
 
     def assign(self) -> None:
         """Assigns the moving averages; called once, when all microbatches are traced."""
