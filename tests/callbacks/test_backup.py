@@ -165,7 +165,8 @@ def test_another_strategy_goes_on_from_there(folder, caplog, batches):
     three = tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(3)])
     two = tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"])
     backup = {"save_freq": 1, "asynchronous": False}
-    for strategy in (three, two):
+    stages = tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2)
+    for strategy in (three, two, stages):
         with pytest.raises(KeyboardInterrupt):
             stop = Interrupt(batches if strategy is three else 1)
             train_under(strategy, BackupAndRestore(folder, **backup), stop)
