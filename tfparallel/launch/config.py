@@ -192,9 +192,13 @@ class Pipeline(StrategySection):
     name: Literal["pipeline"]
     devices: DeviceNames | None = None
     num_microbatches: int | None = Field(default=None, ge=1)
-    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     chunks_per_device: int | None = Field(default=None, ge=2)
     partition: Literal["balanced"] | list[list[str]] = "balanced"
+    memory_limit_bytes: int | None = Field(default=None, ge=1)
+    batch_norm: Literal["per_microbatch", "deferred"] = "per_microbatch"
+    rematerialize: Literal["none", "except_last", "full"] | list[str] = "none"
+    offload: bool = False
 
 
 class Tpu(StrategySection):
