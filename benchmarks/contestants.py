@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,20 @@ from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parent
 TIMEOUT_S = 300.0
+# Serves Horovod's ranks until its input ends; prints its port and the place of every rank.
+RENDEZVOUS = """
+import json, sys
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+server = RendezvousServer(0)
+port = server.start()
+slots = get_host_assignments(parse_hosts(sys.argv[1]), 2)
+server.init(slots)
+print(json.dumps([port, [vars(slot) for slot in slots]]), flush=True)
+sys.stdin.read()
+server.stop()
+"""
+RANK_NAMES = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 TENSORFLOW, TORCH = "tensorflow_contestant.py", "torch_contestant.py"
 
 
@@ -191,9 +205,45 @@ def running(contestant: Contestant, problem: str, optimizer: str) -> Iterator[Ru
                 cluster = {"cluster": {"worker": addresses}, "task": task}
                 environment["TF_CONFIG"] = json.dumps(cluster)
                 environment["TORCH_STORE"] = f"{store}/store"
+        if contestant.arguments.get("strategy") == "horovod":
+            of_ranks = stack.enter_context(rendezvous(f"127.0.0.1:{contestant.num_processes}"))
+            environments = [{**a, **b} for a, b in zip(environments, of_ranks, strict=True)]
         processes = Running(contestant, problem, optimizer, environments)
         stack.callback(processes.kill)
         yield processes
+
+
+@contextlib.contextmanager
+def rendezvous(hosts: str, prefix: Sequence[str] = ()) -> Iterator[list[dict[str, str]]]:
+    """Horovod's meeting point on the first of two ranks' hosts; yields each rank's variables.
+
+    Args:
+        hosts: as `horovodrun -H` takes them.
+        prefix: what comes before the command.
+    """
+    server = subprocess.Popen(
+        [*prefix, sys.executable, "-c", RENDEZVOUS, hosts],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        port, slots = json.loads(server.stdout.readline())
+        yield [
+            {
+                "HOROVOD_HOSTNAME": slot["hostname"],
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": slots[0]["hostname"],
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+                "HOROVOD_GLOO_IFACE": "lo",
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                **{f"HOROVOD_{name.upper()}": str(slot[name]) for name in RANK_NAMES},
+            }
+            for slot in slots
+        ]
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def base_environment(contestant: Contestant) -> dict[str, str]:

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,18 +36,6 @@ WARMUP_STEPS, TIMED_STEPS = 16, 8
 ADAPTIVE = "Adaptive(interval=100000)"  # all of its measuring is in the steps to warm up
 NONE, TAPE, TORCH_POWER_SGD = "tfparallel Horovod none", "Horovod tape", "torch PowerSGD 4"
 POWER_SGD = "tfparallel Horovod PowerSGD 4"
-# Serves Horovod's ranks until its input ends.
-RENDEZVOUS = """
-import sys
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-from horovod.runner.http.http_server import RendezvousServer
-server = RendezvousServer(0)
-port = server.start()
-server.init(get_host_assignments(parse_hosts(sys.argv[1]), 2))
-print(port, flush=True)
-sys.stdin.read()
-server.stop()
-"""
 
 
 def all_contestants(torch_python: str | None) -> list[Contestant]:
@@ -126,7 +113,8 @@ def _turn(running: Running, host: network.Host) -> dict:
 def _on_hosts(contestant: Contestant, hosts: list[network.Host], ports: Iterator[int]):
     """The contestant's processes, one on each host."""
     with contextlib.ExitStack() as stack:
-        rendezvous = stack.enter_context(_rendezvous(hosts))
+        spec = ",".join(f"{host.address}:1" for host in hosts)
+        horovod = stack.enter_context(contestants.rendezvous(spec, hosts[0].prefix))
         store = stack.enter_context(tempfile.TemporaryDirectory())
         addresses = [f"{host.address}:{next(ports)}" for host in hosts]
         environments = []
@@ -134,13 +122,10 @@ def _on_hosts(contestant: Contestant, hosts: list[network.Host], ports: Iterator
             task = {"type": "worker", "index": rank}
             environment = {
                 **contestants.base_environment(contestant),
-                "TORCH_STORE": f"{store}/store",
-                "GLOO_SOCKET_IFNAME": host.interface,
-                **rendezvous,
-                "HOROVOD_HOSTNAME": host.address,
+                **horovod[rank],
                 "HOROVOD_GLOO_IFACE": host.interface,
-                "HOROVOD_RANK": str(rank),
-                "HOROVOD_CROSS_RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": host.interface,
+                "TORCH_STORE": f"{store}/store",
             }
             if contestant.arguments.get("strategy") == "multi_worker":
                 cluster = {"cluster": {"worker": addresses}, "task": task}
@@ -150,32 +135,6 @@ def _on_hosts(contestant: Contestant, hosts: list[network.Host], ports: Iterator
         running = Running(contestant, PROBLEM, "sgd", environments, prefixes)
         stack.callback(running.kill)
         yield running
-
-
-@contextlib.contextmanager
-def _rendezvous(hosts: list[network.Host]) -> Iterator[dict[str, str]]:
-    """Horovod's meeting point on the first host; yields what all ranks need to know."""
-    spec = ",".join(f"{host.address}:1" for host in hosts)
-    server = subprocess.Popen(
-        [*hosts[0].prefix, sys.executable, "-c", RENDEZVOUS, spec],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0].address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": server.stdout.readline().strip(),
-            "HOROVOD_SIZE": "2",
-            "HOROVOD_LOCAL_RANK": "0",
-            "HOROVOD_LOCAL_SIZE": "1",
-            "HOROVOD_CROSS_SIZE": "2",
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-        }
-    finally:
-        server.kill()
-        server.communicate()
 
 
 def print_link(mbit: int, results: dict[str, list[dict]]) -> None:

@@ -24,7 +24,7 @@ def horovodrun(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     return finished.returncode, finished.stdout

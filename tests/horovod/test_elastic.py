@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory):
     return results(folder)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_that_is_started_again_ends_as_the_undisturbed_one(tmp_path, undisturbed):
     status, output = horovodrun("resumable", tmp_path, 9)
     assert status != 0 and "trained" not in output, output
@@ -56,7 +56,7 @@ def test_a_job_that_is_started_again_ends_as_the_undisturbed_one(tmp_path, undis
         np.testing.assert_allclose(received, expected, atol=1e-6)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_others_go_on_without_a_rank_that_is_killed(monkeypatch, tmp_path, undisturbed):
     output = elastic(monkeypatch, tmp_path, 9, NEVER, "localhost:1\n127.0.0.1:1\n", num_ranks=2)
     survivor, _ = batches(tmp_path)
@@ -67,7 +67,7 @@ def test_the_others_go_on_without_a_rank_that_is_killed(monkeypatch, tmp_path, u
     assert_little_is_repeated(survivor, undisturbed, tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rank_that_is_added_takes_part(monkeypatch, tmp_path, undisturbed):
     output = elastic(monkeypatch, tmp_path, NEVER, 5, "localhost:1\n", num_ranks=1)
     assert output.count("trained 2") == 2

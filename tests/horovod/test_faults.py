@@ -8,7 +8,7 @@ from tests.horovod.launching import horovodrun
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -31,7 +31,7 @@ def test_a_rank_that_holds_up_the_others_is_named(what, told):
     assert "trained" not in output
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_all_train_on_from_what_rank_0_has(tmp_path):
     status, output = horovodrun("training", "restored on rank 0", tmp_path)
     assert status == 0, output

@@ -208,9 +208,13 @@ class ReplicatedExtended(MirroredExtended):
         def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
             return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
 
-        flat = tf.nest.flatten(value)
         if self._num_replicas_in_sync == 1:
             return value
+        # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
+        flat = [
+            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
+            for t in tf.nest.flatten(value)
+        ]
         return tf.nest.pack_sequence_as(value, context.merge_call(merge, args=flat))
 
     def _reduce_gradients(self, gradients: list) -> list:

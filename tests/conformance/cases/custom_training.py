@@ -1,6 +1,7 @@
 """A user's own `train_step` and a user's own loop train as on one device."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.conformance.case import Run, case
@@ -168,6 +169,20 @@ def loop_over_a_tf_variable(run: Run):
     with run.scope():
         slope_losses = [step(b) for b in strategy.experimental_distribute_dataset(dataset)]
     return {"slope": slope.numpy(), "losses": [loss.numpy() for loss in slope_losses]}
+
+
+@case()
+def loop_that_reduces_an_argument(run: Run):
+    """It is on no device when the function is traced."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    replica = tf.distribute.get_replica_context
+
+    @tf.function
+    def mean(x):
+        return strategy.run(lambda x: replica().all_reduce("MEAN", x), args=(x,))
+
+    values = strategy.experimental_local_results(mean(tf.range(5.0)))
+    return {"values": np.stack([value.numpy() for value in values[:1]])}
 
 
 def _loop(run: Run, make_optimizer, rows: int = 2 * BATCH, compiled=tf.function) -> dict:
