@@ -34,6 +34,7 @@ EXTRAS = {
         "mypy>=1.11",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.8",
         "ruff>=0.6",
         "tensorboard>=2.20",
         "types-PyYAML",

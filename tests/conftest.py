@@ -32,3 +32,10 @@ def pytest_report_header():
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     keras.utils.set_random_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """What shares processes runs on one pytest worker: a strategy's cases, or a file's tests."""
+    for item in items:
+        row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+        item.add_marker(pytest.mark.xdist_group(row.name if row else item.path.name))
