@@ -60,13 +60,14 @@ def make_optimizer(name: str) -> keras.Optimizer:
     return keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
 
 
-def make_strategy(strategy: str, stock: bool, compression: str | None):
+def make_strategy(strategy: str, stock: bool, compression: str | None, bucket_bytes: int | None):
     """The strategy under test, or None.
 
     Args:
         strategy: "none", "mirrored", "multi_worker" or "horovod".
         stock: TensorFlow's own.
         compression: a name, or an expression such as "PowerSGD(4)"; ours only.
+        bucket_bytes: of gradients that are reduced together; our Horovod only.
     """
     if strategy == "none":
         return None
@@ -78,6 +79,8 @@ def make_strategy(strategy: str, stock: bool, compression: str | None):
         return package.MirroredStrategy(["CPU:0", "CPU:1"])
     options = {} if stock else {"compression": _as_compression(compression)}
     if strategy == "horovod":
+        if bucket_bytes is not None:
+            options["bucket_bytes"] = bucket_bytes
         return package.HorovodStrategy(**options)
     return package.MultiWorkerMirroredStrategy(**options)
 
@@ -231,6 +234,7 @@ class TensorFlowContestant:
         loop,
         stock=False,
         compression=None,
+        bucket_bytes=None,
     ):
         del threads  # in the environment
         tf.config.set_logical_device_configuration(
@@ -238,7 +242,7 @@ class TensorFlowContestant:
             [tf.config.LogicalDeviceConfiguration()] * (2 if strategy == "mirrored" else 1),
         )
         keras.utils.set_random_seed(1)
-        self._strategy = make_strategy(strategy, stock, compression)
+        self._strategy = make_strategy(strategy, stock, compression, bucket_bytes)
         with self._scope():
             self.model = build_model(PROBLEMS[problem])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
