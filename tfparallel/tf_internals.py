@@ -80,6 +80,9 @@ from tensorflow.python.ops import gradients_util, handle_data_util
 # function reads is told to the gradient tapes around its call.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
+# How a variable that is in parts is saved as one.
+from tensorflow.python.training.saving.saveable_object import SaveableObject, SaveSpec
+
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 TPUExtended = tpu_strategy.TPUExtended
@@ -114,6 +117,8 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "ResourceVariable",
+    "SaveSpec",
+    "SaveableObject",
     "Sum",
     "SyncOnReadVariable",
     "TPUExtended",
