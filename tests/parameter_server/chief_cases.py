@@ -4,6 +4,7 @@ A case returns what its test looks at; it is printed as one line of JSON. It mak
 before anything else, which forks the servers from a process that has not started TensorFlow.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -258,6 +259,104 @@ def with_backup() -> dict:
     epochs = int(os.environ["CASE_EPOCHS"])
     model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[backup, say])
     return {"epochs": say.epochs, "iterations": int(model.optimizer.iterations.numpy())}
+
+
+def _wide_model(strategy, optimizer) -> keras.Model:
+    """An Embedding and a Dense layer, both cut into parts."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                keras.layers.Embedding(50, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(6, activation="tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer(), "mse")
+    return model
+
+
+@case
+def partitioned() -> dict:
+    """Cut in parts: equal to one device, saved as whole tensors, loaded elsewhere."""
+    make_cluster(2, 3)
+    folder = os.environ["CASE_FOLDER"]
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 50, (60, 3)).astype("int32"), rng.normal(size=(60, 1)).astype("float32")
+    partitioners = tf.distribute.experimental.partitioners
+    kinds = {
+        "fixed": partitioners.FixedShardsPartitioner(3),
+        "min_size": partitioners.MinSizePartitioner(64, max_shards=3),
+        "max_size": partitioners.MaxSizePartitioner(256),
+    }
+    optimizers = {
+        "adam": lambda: keras.optimizers.Adam(0.01, weight_decay=0.01, global_clipnorm=1.0),
+        "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+        "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    }
+    runs = [
+        ("sync", "fixed", "adam"),
+        ("async", "min_size", "sgd"),
+        ("async", "max_size", "adafactor"),
+    ]
+    results = []
+    for mode, kind, optimizer in runs:
+        bound = 0 if mode == "async" else None
+        strategy = tfparallel.ParameterServerStrategy(
+            mode=mode, variable_partitioner=kinds[kind], max_staleness=bound
+        )
+        alone, model = (_wide_model(s, optimizers[optimizer]) for s in (None, strategy))
+        for each in (alone, model):
+            each.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        table = model.layers[0].embeddings.value
+        model.save(f"{folder}/model.keras")
+        loaded = keras.models.load_model(f"{folder}/model.keras")
+        model.save_weights(f"{folder}/model.weights.h5")
+        restored = _wide_model(None, optimizers[optimizer])
+        restored.load_weights(f"{folder}/model.weights.h5")
+        fewer = tfparallel.ParameterServerStrategy(
+            mode=mode, variable_partitioner=partitioners.FixedShardsPartitioner(2)
+        )
+        with fewer.scope():
+            elsewhere = keras.models.load_model(f"{folder}/model.keras")
+        states = [each.optimizer.variables for each in (alone, model, loaded, elsewhere)]
+        results.append(
+            {
+                "run": [mode, kind, optimizer],
+                "parts": [list(part.shape) for part in table.parts],
+                "parts_elsewhere": len(elsewhere.layers[0].embeddings.value.parts),
+                "servers": len({part.device for part in table.parts}),
+                "differences": [
+                    _difference(alone.get_weights(), each.get_weights())
+                    for each in (model, loaded, restored, elsewhere)
+                ],
+                "slots": [_difference(states[0], state) for state in states[1:]],
+                "predictions": _difference(
+                    [alone.predict(x, verbose=0)], [elsewhere.predict(x, verbose=0)]
+                ),
+            }
+        )
+    return {"results": results, "checkpoint": _checkpoint_of_variable(strategy, fewer, folder)}
+
+
+def _checkpoint_of_variable(strategy, fewer, folder: str) -> list:
+    """A plain variable through `tf.train.Checkpoint`, from some parts to others."""
+    value = np.arange(200, dtype="float32").reshape(100, 2)
+    with strategy.scope():
+        written = tf.Variable(value)
+    path = tf.train.Checkpoint(v=written).write(f"{folder}/variable")
+    with fewer.scope():
+        read = tf.Variable(tf.zeros((100, 2)))
+    tf.train.Checkpoint(v=read).read(path).assert_consumed()
+    return [len(written.parts), len(read.parts), _difference([value], [read.numpy()])]
+
+
+def _difference(expected, received) -> float:
+    pairs = zip(expected, received, strict=True)
+    arrays = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in pairs]
+    return max(float(np.abs(a - b).max()) for a, b in arrays)
 
 
 @case

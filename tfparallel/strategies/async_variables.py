@@ -17,7 +17,7 @@ from tfparallel.parameter_server.effects import current_effects
 from tfparallel.strategies.variables import CentralVariable, MetricVariable
 
 
-class _HandedIn:
+class HandedIn:
     """Reads and assignments of the table above, over those of a class with one copy."""
 
     values: Any
@@ -76,9 +76,9 @@ class _HandedIn:
         return getattr(super(), name)(value, *args, **kwargs)
 
 
-class AsyncVariable(_HandedIn, CentralVariable):
+class AsyncVariable(HandedIn, CentralVariable):
     """Weights, slots, counters, seeds, statistics."""
 
 
-class AsyncMetricVariable(_HandedIn, MetricVariable):
+class AsyncMetricVariable(HandedIn, MetricVariable):
     """What a metric adds up; one copy, to which every worker adds."""

@@ -17,22 +17,34 @@ from tfparallel.parameter_server.keras_functions import (
     PredictFunction,
     StepFunction,
 )
+from tfparallel.parameter_server.partition import num_parts, rows_of_parts, split_rows
 from tfparallel.parameter_server.placement import BalancedBytes
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.security import check_network
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
-from tfparallel.strategies.base import KerasStrategy
+from tfparallel.strategies.base import KerasStrategy, hook_owner
 from tfparallel.strategies.central_storage import CentralStorageExtended
+from tfparallel.strategies.partitioned_variables import (
+    AsyncPartitionedVariable,
+    CentralPartitionedVariable,
+    Partitioned,
+    is_elementwise,
+    of_part,
+)
 from tfparallel.strategies.seed_hooks import global_generator_under
-from tfparallel.strategies.variables import CentralVariable
+from tfparallel.strategies.variables import CentralVariable, is_statistics, mark_owner
 from tfparallel.tf_internals import (
     DistributedValues,
     DistributedVariable,
     ReductionToOneDevice,
     ReplicaContext,
     TrainerCall,
+    distribute_utils,
+    owner_of_new_variable,
+    record,
+    values_util,
 )
 
 
@@ -83,11 +95,15 @@ class ParameterServerStrategy(KerasStrategy):
         if cluster.is_server:
             cluster.serve(timeouts)
         cluster.connect(timeouts)
+        extended: ParameterServerExtended
         self._cluster_resolver = cluster_resolver
         if mode == "sync":
-            super().__init__(SyncParameterServerExtended(self, cluster))
+            extended = SyncParameterServerExtended(self, cluster, variable_partitioner)
         else:
-            super().__init__(AsyncParameterServerExtended(self, cluster, max_staleness, timeouts))
+            extended = AsyncParameterServerExtended(
+                self, cluster, variable_partitioner, max_staleness, timeouts
+            )
+        super().__init__(extended)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -98,10 +114,17 @@ class ParameterServerStrategy(KerasStrategy):
 class ParameterServerExtended(CentralStorageExtended):
     """Central storage whose one place is several servers."""
 
-    def __init__(self, container_strategy: Any, cluster: ParameterServerCluster):
-        self._cluster = cluster
+    _partitioned_class: type = CentralPartitionedVariable
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster: ParameterServerCluster,
+        partitioner: Callable | None,
+    ):
+        self._cluster, self._partitioner = cluster, partitioner
         self._placement = BalancedBytes(cluster.num_ps)
-        self._place_next = threading.local()
+        self._place_next, self._updates = threading.local(), threading.local()
         super().__init__(container_strategy, [cluster.chief_device], cluster.ps_devices[0])
 
     def _compute_devices(self) -> tuple[str, ...]:
@@ -128,8 +151,11 @@ class ParameterServerExtended(CentralStorageExtended):
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         kwargs["initial_value"] = _evaluated(kwargs.get("initial_value"), kwargs.get("dtype"))
-        size_bytes = _size_bytes(kwargs["initial_value"])
         reference = kwargs.get("colocate_with")
+        servers_and_rows = self._plan_parts(reference, kwargs)
+        if servers_and_rows:
+            return self._create_parts(servers_and_rows, next_creator, kwargs)
+        size_bytes = _size_bytes(kwargs["initial_value"])
         if isinstance(reference, DistributedVariable):  # a slot, next to its weight
             server = self._cluster.ps_devices.index(reference.values[0].device)
             self._placement.add(server, size_bytes)
@@ -137,6 +163,75 @@ class ParameterServerExtended(CentralStorageExtended):
             server = self._placement.place(size_bytes)
         self._place_next.device = self._cluster.ps_devices[server]
         return super()._create_variable(next_creator, **kwargs)
+
+    def _plan_parts(self, reference: Any, kwargs: Mapping[str, Any]) -> list[tuple]:
+        """The server, first row and end of each part; nothing for a variable in one piece."""
+        value = kwargs["initial_value"]
+        is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        if is_metric or not tf.is_tensor(value) or not tf.executing_eagerly():
+            return []
+        if isinstance(reference, Partitioned):  # a slot: its parts next to those of its weight
+            if reference.shape != value.shape:
+                return []
+            servers = [self._cluster.ps_devices.index(part.device) for part in reference.parts]
+            return [(s, *rows) for s, rows in zip(servers, reference.rows, strict=True)]
+        count = num_parts(self._partitioner, value.shape, value.dtype)
+        if count == 1 or isinstance(reference, DistributedVariable):
+            return []
+        sizes = [(_size_bytes(value[a:b]), a, b) for a, b in rows_of_parts(value.shape[0], count)]
+        return [(self._placement.place(size), a, b) for size, a, b in sizes]
+
+    def _create_parts(
+        self, servers_and_rows: list[tuple], next_creator: Callable, kwargs: dict[str, Any]
+    ) -> tf.Variable:
+        owner, strategy = owner_of_new_variable(), self._container_strategy()
+        hook_owner(owner, strategy)
+        value, name = kwargs["initial_value"], kwargs.get("name") or "Variable"
+        is_slot = isinstance(kwargs.pop("colocate_with", None), Partitioned)
+
+        def create_parts(**kwargs: Any) -> list[tf.Variable]:
+            parts = []
+            for i, (server, start, end) in enumerate(servers_and_rows):
+                if is_slot:
+                    self._placement.add(server, _size_bytes(value[start:end]))
+                kwargs.update(
+                    initial_value=value[start:end],
+                    shape=None,
+                    name=f"{name}/part_{i}" if i else name,
+                )
+                with tf.device(self._cluster.ps_devices[server]), record.stop_recording():
+                    parts.append(next_creator(**kwargs))
+            return parts
+
+        classes = dict.fromkeys(tf.VariableSynchronization, self._partitioned_class)
+        variable = distribute_utils.create_mirrored_variable(
+            strategy, create_parts, classes, {}, **kwargs
+        )
+        mark_owner(variable, owner, is_statistics(owner, kwargs))
+        return variable
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        self._updates.by_part = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
+        return super()._apply_reduced(apply, gradients, variables)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        replica_id = values_util.get_current_replica_id_as_int()
+        if not (isinstance(var, Partitioned) and replica_id == 0):
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if not getattr(self._updates, "by_part", False):
+            return fn(var, *args, **kwargs)
+        args_of_parts = [_of_parts(var, arg) for arg in args]
+        for i, part in enumerate(var.parts):
+            with tf.device(part.device), of_part(i):
+                fn(var, *(of_parts[i] for of_parts in args_of_parts), **kwargs)
+        return None
+
+    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        if isinstance(var, Partitioned):
+            return fn(var, *args, **kwargs)
+        return super()._update(var, fn, args, kwargs, group)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         # What each replica keeps of its own rows is on the servers too: a worker may be lost.
@@ -164,14 +259,17 @@ class SyncParameterServerExtended(ParameterServerExtended):
 class AsyncParameterServerExtended(ParameterServerExtended):
     """One replica, which is whichever worker takes the step."""
 
+    _partitioned_class = AsyncPartitionedVariable
+
     def __init__(
         self,
         container_strategy: Any,
         cluster: ParameterServerCluster,
+        partitioner: Callable | None,
         max_staleness: int | None,
         timeouts: Timeouts,
     ):
-        super().__init__(container_strategy, cluster)
+        super().__init__(container_strategy, cluster, partitioner)
         devices = tuple(worker[0] for worker in cluster.worker_devices())
         self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
         self._worker = threading.local()
@@ -227,7 +325,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         effects = current_effects()
         if effects is None:
-            return apply(gradients, variables)
+            return super()._apply_reduced(apply, gradients, variables)
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         updated = list(optimizer._trainable_variables if variables is None else variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -243,7 +341,8 @@ class AsyncParameterServerExtended(ParameterServerExtended):
                 factor = tf.convert_to_tensor(scale) / values.pop()
                 values = [value * tf.cast(factor, value.dtype) for value in values]
             arrived = dict(zip(present, values, strict=True))
-            apply([arrived.get(i) for i in range(len(gradients))], variables)
+            in_order = [arrived.get(i) for i in range(len(gradients))]
+            super(AsyncParameterServerExtended, self)._apply_reduced(apply, in_order, variables)
 
         effects.defer(tensors, devices, carry_out)
         return None
@@ -309,6 +408,18 @@ def _evaluated(initial_value: Any, dtype: Any) -> Any:
     value = initial_value() if callable(initial_value) else initial_value
     value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
     return tf.convert_to_tensor(value, dtype)
+
+
+def _of_parts(variable: Any, argument: Any) -> list:
+    """What an update of each part gets for an argument: its rows of a gradient."""
+    is_gradient = isinstance(argument, tf.IndexedSlices) or (
+        tf.is_tensor(argument)  # of a shape that may be known in part only
+        and argument.shape.rank != 0
+        and argument.shape.is_compatible_with(variable.shape)
+    )
+    if not is_gradient:
+        return [argument] * len(variable.parts)
+    return split_rows(argument, variable.rows)
 
 
 def _size_bytes(initial_value: Any) -> int:

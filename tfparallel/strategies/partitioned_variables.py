@@ -1,0 +1,183 @@
+"""One variable whose rows are on several parameter servers.
+
+context                                        reads                     assignments
+---------------------------------------------  ------------------------  -----------------------
+an optimizer's update of part i (`of_part`)    part i                    part i
+anywhere else                                  all parts, one after      each part its rows
+                                               another: the whole
+
+An optimizer that treats every number alike runs once for each part, where the part is: neither
+weights nor slots move. One that looks at the whole (`Adafactor`, `Lamb`, `Muon`) gets the whole.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.parameter_server.partition import split_rows
+from tfparallel.strategies.async_variables import HandedIn
+from tfparallel.strategies.variables import CentralVariable
+from tfparallel.tf_internals import SaveableObject, SaveSpec, record, variable_accessed
+
+VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
+
+_optimizers = keras.optimizers
+_ELEMENTWISE = {
+    _optimizers.SGD,
+    _optimizers.RMSprop,
+    _optimizers.Adam,
+    _optimizers.AdamW,
+    _optimizers.Adadelta,
+    _optimizers.Adagrad,
+    _optimizers.Adamax,
+    _optimizers.Ftrl,
+    _optimizers.Nadam,
+    _optimizers.Lion,
+}
+_thread = threading.local()
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an update of some rows needs nothing of the others; unknown classes may."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return type(inner) in _ELEMENTWISE
+
+
+@contextlib.contextmanager
+def of_part(index: int) -> Iterator[None]:
+    """Within it, partitioned variables are their part number `index`."""
+    _thread.part = index
+    try:
+        yield
+    finally:
+        _thread.part = None
+
+
+class Partitioned:
+    """Reads and assignments of the table above.
+
+    Args:
+        strategy, parts, aggregation, var_policy: what a distributed variable takes, with the parts
+            in the place of the copies.
+
+    Attributes:
+        parts: variables, in the order of their rows.
+        rows: first row and end of each.
+    """
+
+    trainable: bool
+    _common_name: str
+
+    def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
+        super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
+        self.parts = tuple(parts)
+        ends = [sum(p.shape[0] for p in parts[: i + 1]) for i in range(len(parts))]
+        self.rows = list(zip([0, *ends], ends, strict=False))
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return tf.TensorShape([self.rows[-1][1], *self.parts[0].shape[1:]])
+
+    def get_shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return self.shape
+
+    def _current(self) -> tf.Variable | None:
+        part = getattr(_thread, "part", None)
+        return None if part is None else self.parts[part]
+
+    def whole(self) -> tf.Tensor:
+        """All rows. Gradients are recorded for `handle`, as if it were one variable's."""
+        with record.stop_recording():
+            value = tf.concat([part.read_value() for part in self.parts], 0)
+        if self.trainable:
+            variable_accessed(self.parts[0])
+            handle = self.parts[0].handle
+            record.record_operation("ReadParts", [value], [handle], lambda gradient: [gradient])
+        return value
+
+    def value(self) -> tf.Tensor:
+        part = self._current()
+        return self.whole() if part is None else part.read_value()
+
+    read_value = value
+
+    def _get(self) -> tf.Tensor:  # what operators such as `*` compute with
+        return self.value()
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return self.value()
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> Any:
+        del as_ref
+        return tf.convert_to_tensor(self.value(), dtype, name=name)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Rows."""
+        return tf.gather(self.value(), indices, name=name)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign", value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign_add", delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign_sub", delta)
+
+    def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_add", slices)
+
+    def scatter_sub(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_sub", slices)
+
+    def scatter_update(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_update", slices)
+
+    def _to_parts(self, name: str, value: Any) -> Any:
+        part = self._current()
+        if part is not None:
+            return getattr(part, name)(value)
+        if not isinstance(value, tf.IndexedSlices):
+            value = tf.convert_to_tensor(value, self.parts[0].dtype)
+            value.shape.assert_is_compatible_with(self.shape)
+        for part, rows in zip(self.parts, split_rows(value, self.rows), strict=True):
+            getattr(part, name)(rows)
+        return self
+
+    def _gather_saveables_for_checkpoint(self) -> dict:
+        return {VALUE_KEY: lambda name=self._common_name: _Whole(self, name)}
+
+
+class _Whole(SaveableObject):
+    """A checkpoint holds the whole, whatever its parts: it suits any number of servers."""
+
+    def __init__(self, variable: Partitioned, name: str):
+        self._variable = variable
+        with tf.device("CPU:0"):
+            tensor = variable.value
+        spec = SaveSpec(tensor, "", name, variable.parts[0].dtype, device="CPU:0")
+        super().__init__(tensor, [spec], name)
+
+    def restore(self, restored_tensors: Sequence, restored_shapes: Any) -> Any:
+        """Assigns the whole to the parts."""
+        del restored_shapes
+        return self._variable.assign(restored_tensors[0])
+
+
+class CentralPartitionedVariable(Partitioned, CentralVariable):
+    """Under `mode="sync"`: replica 0 assigns for all."""
+
+
+class AsyncPartitionedVariable(HandedIn, Partitioned, CentralVariable):  # type: ignore[misc]
+    """Under `mode="async"`: a worker's step hands its assignments in."""
+
+    def _server_value(self) -> tf.Tensor:
+        return self.whole()
