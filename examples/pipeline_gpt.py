@@ -37,7 +37,7 @@ flags.DEFINE_integer("stages", 2, "How many devices; 1 trains without a pipeline
 flags.DEFINE_integer("microbatches", 8, "Parts of a batch.")
 flags.DEFINE_string("schedule", "1f1b", "gpipe, 1f1b, interleaved_1f1b or zero_bubble.")
 flags.DEFINE_string("rematerialize", "none", "none, except_last or full.")
-flags.DEFINE_integer("steps", 400, "Batches to train on.")
+flags.DEFINE_integer("steps", 300, "Batches to train on.")
 flags.DEFINE_integer("batch_size", 32, "Rows of a batch.")
 flags.DEFINE_bool("quick", False, "A smaller model, and 20 steps.")
 
@@ -49,7 +49,7 @@ PROMPT = "def "
 def main(_: list[str]) -> None:
     """Trains, and prints what is described above."""
     keras.utils.set_random_seed(0)
-    width, num_blocks = (32, 2) if FLAGS.quick else (128, 6)
+    width, num_blocks = (32, 2) if FLAGS.quick else (96, 4)
     steps = 20 if FLAGS.quick else FLAGS.steps
     strategy = make_strategy()
     with strategy.scope():

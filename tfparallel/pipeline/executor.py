@@ -119,6 +119,7 @@ class Executor:
         first = action._replace(kind="backward_input" if is_split else "backward")
 
         def backward(*output_gradients: Any) -> list:
+            self._place_sums(device, output_gradients)
             with tf.device(device):
                 fetched = self._fetched(first, function, stash)
                 gradients, calls = run(device, arguments, fetched, output_gradients)
@@ -128,6 +129,18 @@ class Executor:
 
         record.record_operation("tfparallel_stage", outputs, arguments, backward)
         return outputs
+
+    def _place_sums(self, device: str, gradients: Iterable) -> None:
+        """Puts sums of a tensor's gradients, which the tape makes just anywhere, on its stage.
+
+        So the gradient of a skip connection goes straight to where the tensor comes from.
+        """
+        stack = [gradient.op for gradient in gradients if isinstance(gradient, tf.Tensor)]
+        while stack:
+            operation = stack.pop()
+            if operation.type in ("AddN", "AddV2") and operation not in self._action_of:
+                operation._set_device(device)
+                stack += [tensor.op for tensor in operation.inputs]
 
     def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
         """What the forward pass keeps, on the host: but for weights, which stay where they are."""

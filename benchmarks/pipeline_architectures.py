@@ -1,0 +1,89 @@
+"""Compares training of real architectures under PipelineStrategy with training on one device.
+
+    python benchmarks/pipeline_architectures.py
+    python benchmarks/pipeline_architectures.py --models ResNet50 --stages 4 --microbatches 4
+
+Models of `keras.applications`, random weights, images of 32 x 32, three batches. BatchNorm is in
+inference mode, as microbatches would be normalised otherwise, and Dropout is off, as its masks
+differ by microbatch. Prints the largest differences of losses and of weights (numbers above 1:
+relative to them), and the seconds until the end of the first step.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from tfparallel import PipelineStrategy
+
+MODELS = ("MobileNetV2", "ResNet50", "EfficientNetB0", "DenseNet121")
+SIDE, CLASSES, STEPS = 32, 10, 3
+
+
+def main() -> None:
+    """Prints a line for each model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--rows", type=int, default=7, help="of a batch (default 7, uneven)")
+    options = parser.parse_args()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * options.stages
+    tf.config.set_logical_device_configuration(cpu, logical)
+    devices = [f"CPU:{i}" for i in range(options.stages)]
+    for name in options.models:
+        alone, _ = train(name, tf.distribute.get_strategy(), options.rows)
+        strategy = PipelineStrategy(devices, options.microbatches, options.schedule)
+        piped, first_s = train(name, strategy, options.rows)
+        losses, weights = (differences(a, b) for a, b in zip(alone, piped, strict=True))
+        print(f"{name:16} losses {losses:.1e}  weights {weights:.1e}  first step {first_s:.0f} s")
+
+
+def train(name: str, strategy: tf.distribute.Strategy, rows: int) -> tuple[tuple, float]:
+    """Losses and weights after a few steps, and the time until the end of the first one."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        build = getattr(keras.applications, name)
+        options = {"weights": None, "input_shape": (SIDE, SIDE, 3), "classes": CLASSES}
+        model = build(**options, classifier_activation=None)
+        for layer in model.layers:
+            if isinstance(layer, layers.BatchNormalization):
+                layer.trainable = False
+            if isinstance(layer, layers.Dropout):
+                layer.rate = 0.0
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss=loss)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, SIDE, SIDE, 3)).astype("float32")
+    y = rng.integers(0, CLASSES, rows)
+    started = time.perf_counter()
+    losses = [model.train_on_batch(x, y)]
+    first_s = time.perf_counter() - started
+    losses += [model.train_on_batch(x, y) for _ in range(STEPS - 1)]
+    return ([np.asarray(losses)], model.get_weights()), first_s
+
+
+def differences(expected: list, received: list) -> float:
+    """The largest difference of two lists of arrays, relative to numbers above 1."""
+    return max(
+        float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(a))))
+        for a, b in zip(expected, received, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    main()
