@@ -26,6 +26,7 @@ from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.base import KerasStrategy, hook_owner
 from tfparallel.strategies.central_storage import CentralStorageExtended
+from tfparallel.strategies.mirrored import MirroredLocalExtended
 from tfparallel.strategies.partitioned_variables import (
     AsyncPartitionedVariable,
     CentralPartitionedVariable,
@@ -53,7 +54,9 @@ class ParameterServerStrategy(KerasStrategy):
 
     Drop-in for `tf.distribute.ParameterServerStrategy`, under Keras's `fit` too. Every task runs
     the same script. On a worker or a parameter server the constructor serves until the chief is
-    done and then ends the process with status 0: what comes after it runs on the chief only.
+    done and then ends the process with status 0: what comes after it runs on the chief, and on the
+    evaluator, where the strategy is that of one device
+    (`tfparallel.parameter_server.evaluate_checkpoints`).
 
     Args:
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` with a chief, workers
@@ -92,11 +95,14 @@ class ParameterServerStrategy(KerasStrategy):
         cluster = ParameterServerCluster(cluster_resolver)
         check_network(cluster.tasks, insecure_network)
         timeouts = timeouts or Timeouts()
+        self._cluster_resolver = cluster_resolver
+        if cluster.task_type == "evaluator":  # works alone, on what the chief has saved
+            super().__init__(MirroredLocalExtended(self, ["GPU:0" if _has_gpu() else "CPU:0"]))
+            return
         if cluster.is_server:
             cluster.serve(timeouts)
         cluster.connect(timeouts)
         extended: ParameterServerExtended
-        self._cluster_resolver = cluster_resolver
         if mode == "sync":
             extended = SyncParameterServerExtended(self, cluster, variable_partitioner)
         else:
@@ -399,6 +405,10 @@ class WorkerContext(ReplicaContext):
     def replica_id_in_sync_group(self) -> Any:
         """The worker's number: seeds differ by it."""
         return tf.convert_to_tensor(self._worker_number)
+
+
+def _has_gpu() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def _evaluated(initial_value: Any, dtype: Any) -> Any:
