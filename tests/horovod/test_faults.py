@@ -1,4 +1,4 @@
-"""Real `horovodrun`: ranks that die, stall or disagree are named, and the job ends."""
+"""Real `horovodrun`: ranks that hold up the others are named; who trains with whom."""
 
 import numpy as np
 import pytest
@@ -40,3 +40,13 @@ def test_all_train_on_from_what_rank_0_has(tmp_path):
         np.testing.assert_array_equal(first, second)
     assert np.allclose(weights[1][0], 1.0, atol=0.9)  # rank 0 began with ones
     assert "Ranks [1] have other weights" in output
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_process_set_train_together(tmp_path):
+    status, output = horovodrun("training", "process sets", tmp_path, num_ranks=3)
+    assert status == 0, output
+    weights = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(3)]
+    for first, second, alone in zip(*weights, strict=True):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, alone, atol=1e-5)
