@@ -48,6 +48,7 @@ class InputPosition:
         self._generator = generator if num_workers == 1 else None
         self._has_checkpoints: bool | None = None  # not known before the first save
         self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
+        self._num_read_again, self._reading_again_s = 0, 0.0
 
     def __iter__(self) -> Iterator:
         if self._to_resume is None:
@@ -126,6 +127,8 @@ class InputPosition:
             self._to_resume = state
         elif state["goes_on"]:
             iterator._current_iterator = self._iterator_at(state)
+        else:
+            self._log_cost()
 
     def _read_again(self, earlier: list[int], all_batches: bool) -> None:
         started, num_read = time.monotonic(), 0
@@ -133,7 +136,7 @@ class InputPosition:
             num_read += _drop(self._make_iterator(), count if all_batches else min(count, 1))
             self._taken[-1] = count
         if all_batches:
-            _log_cost(num_read, started)
+            self._count_cost(num_read, started)
 
     def _iterator_at(self, state: dict[str, Any]) -> Any:
         """The iterator that was the last one, with the batches to come; draws nothing."""
@@ -144,12 +147,26 @@ class InputPosition:
         if self._generator is not None and state["generator"]:
             pass  # it begins where it should
         elif state["checkpoint"] is None:
-            _log_cost(_drop(iterator, state["taken"][-1]), started)
+            self._count_cost(_drop(iterator, state["taken"][-1]), started)
         else:
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
             iterator._restore_from_tensors({"_STATE": tf.stack(parts)})
         set_host_random_state(now)
+        self._log_cost()
         return iterator
+
+    def _count_cost(self, num_batches: int, started: float) -> None:
+        self._num_read_again += num_batches
+        self._reading_again_s += time.monotonic() - started
+
+    def _log_cost(self) -> None:
+        if self._num_read_again:
+            tf.get_logger().warning(
+                "The position in this dataset cannot be saved: %d batches were read again, in "
+                "%.1f s.",
+                self._num_read_again,
+                self._reading_again_s,
+            )
 
 
 def _py_dataset(epoch_iterator: Any) -> Any:
@@ -162,12 +179,3 @@ def _drop(iterator: Iterator, num_batches: int) -> int:
         return sum(1 for _ in itertools.islice(iterator, num_batches))
     except tf.errors.OutOfRangeError:  # how the batches of several workers end
         return num_batches
-
-
-def _log_cost(num_batches: int, started: float) -> None:
-    if num_batches:
-        tf.get_logger().warning(
-            "The position in this dataset cannot be saved: %d batches were read again, in %.1f s.",
-            num_batches,
-            time.monotonic() - started,
-        )
