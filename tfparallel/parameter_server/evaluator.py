@@ -109,7 +109,7 @@ def evaluate_checkpoints(
     log_dir.mkdir(parents=True, exist_ok=True)
     known = {line["checkpoint"] for line in _read_results(log_dir)}
     writer = tf.summary.create_file_writer(str(log_dir))
-    results = []
+    results: list[dict] = []
     chief = _Chief()
     while True:
         has_ended = chief.has_ended(folder / _ENDED)  # looked up first: nothing follows it
