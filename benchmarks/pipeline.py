@@ -4,8 +4,12 @@
     python benchmarks/pipeline.py --stages 4 --microbatches 4 8 16 32 --unit-ms 20
 
 A stage that sleeps needs no core, so that any machine shows what the schedule and the executor
-cost, and nothing else. A forward pass takes one unit, a backward pass two. The ideal is the
-schedule's makespan if every device starts its next pass as soon as it can.
+cost, and nothing else. A forward pass takes one unit, a backward pass two: one for the gradient of
+its input, one for that of its weight. The ideal is the schedule's makespan if every device starts
+its next pass as soon as it can.
+
+Beside it: pipeline_memory.py (peak memory), pipeline_torch.py (torch.distributed.pipelining),
+pipeline_architectures.py (real models, equal to one device).
 """
 
 import argparse
@@ -27,7 +31,7 @@ from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.schedules.registry import build_schedule
 from tfparallel.pipeline.simulation import simulate
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 WIDTH = 4
 
 
@@ -86,13 +90,15 @@ def make_step(schedule: Schedule, unit_s: float):
     def step():
         executor = Executor(schedule, names)
         losses = []
+        data = tf.ones([1, WIDTH])
         with tf.GradientTape() as tape:
+            tape.watch(data)  # so that the first stage has as much to do as the others
             for microbatch in range(schedule.num_microbatches):
-                x = tf.ones([1, WIDTH])
+                x = tf.identity(data)
                 for stage, weight in enumerate(weights):
                     (x,) = executor.call(stage, microbatch, "sleep", _sleeps(weight, unit_s), [x])
                 losses.append(tf.reduce_sum(x))
-        gradients = tape.gradient(losses, weights)
+        gradients = tape.gradient(losses, [*weights, data])
         executor.order(tf.compat.v1.get_default_graph())
         return gradients
 
@@ -102,10 +108,16 @@ def make_step(schedule: Schedule, unit_s: float):
 
 def _sleeps(weight: tf.Variable, unit_s: float):
     @tf.custom_gradient
-    def sleep(x):
-        return _asleep(x, unit_s), lambda gradient: _asleep(gradient, 2 * unit_s)
+    def sleep(x, weight):
+        def backward(gradient):
+            of_x = _asleep(gradient @ tf.transpose(weight), unit_s)
+            # One after the other: nothing else keeps both from sleeping at once.
+            after = tf.transpose(x) @ gradient + 0 * tf.reduce_sum(of_x)
+            return of_x, _asleep(after, unit_s)
 
-    return lambda x: [sleep(x @ weight)]
+        return _asleep(x @ weight, unit_s), backward
+
+    return lambda x: [sleep(x, tf.identity(weight))]
 
 
 def _asleep(x: tf.Tensor, seconds: float) -> tf.Tensor:
