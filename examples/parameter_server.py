@@ -3,6 +3,11 @@ r"""Predict clicks with a wide Embedding table on parameter servers.
     tfparallel launch --standalone --workers 2 --ps 2 examples/parameter_server.py
     tfparallel launch --standalone --workers 2 --ps 2 examples/parameter_server.py --mode sync
 
+With an evaluator, which follows the checkpoints:
+
+    tfparallel launch --standalone --workers 2 --ps 2 --evaluator \
+        examples/parameter_server.py --checkpoints /tmp/click
+
 One device, to compare with:
 
     python examples/parameter_server.py --one_device
@@ -29,9 +34,15 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import app, flags
 
 import tfparallel
+from tfparallel.parameter_server import (
+    CheckpointsForEvaluator,
+    evaluate_checkpoints,
+    is_evaluator,
+)
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("mode", "async", ["async", "sync"], "How workers share the work.")
@@ -39,13 +50,16 @@ flags.DEFINE_integer("max_staleness", None, "At most so many updates between rea
 flags.DEFINE_integer("table_rows", 200_000, "Rows of the embedding table.")
 flags.DEFINE_integer("epochs", 2, "How often to see all examples.")
 flags.DEFINE_bool("one_device", False, "Train without a strategy.")
+flags.DEFINE_string("checkpoints", None, "Where the chief writes for the evaluator.")
+flags.DEFINE_string("backup", None, "Where to keep a backup, from which the same command resumes.")
 flags.DEFINE_bool("insecure_network", False, "Allow addresses that other machines can reach.")
 
 NUM_FEATURES = 4
 
 
 def main(_):
-    """Train, test and report. On workers and parameter servers, line 1 serves and never returns."""
+    """Train, test and report. On workers and parameter servers, the strategy serves and never returns."""
+    tf.get_logger().setLevel("WARNING")  # no line for each reduction that is set up
     scope = contextlib.nullcontext()
     if not FLAGS.one_device:
         strategy = tfparallel.ParameterServerStrategy(
@@ -65,12 +79,26 @@ def main(_):
             loss=keras.losses.BinaryCrossentropy(from_logits=True),
             metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
         )
+    test = {"y": labels[num_train:], "batch_size": 2048}
+    if is_evaluator():
+        for line in evaluate_checkpoints(model, features[num_train:], FLAGS.checkpoints, **test):
+            print(f"step {line['step']}: test loss {line['loss']:.4f}, AUC {line['auc']:.4f}")
+        return
+
+    callbacks = []
+    if FLAGS.checkpoints:
+        callbacks.append(CheckpointsForEvaluator(FLAGS.checkpoints, keep=5))
+    if FLAGS.backup:
+        callbacks.append(tfparallel.callbacks.BackupAndRestore(FLAGS.backup))
     model.fit(
-        features[:num_train], labels[:num_train], batch_size=512, epochs=FLAGS.epochs, verbose=2
+        features[:num_train],
+        labels[:num_train],
+        batch_size=512,
+        epochs=FLAGS.epochs,
+        callbacks=callbacks,
+        verbose=2,
     )
-    result = model.evaluate(
-        features[num_train:], labels[num_train:], batch_size=2048, return_dict=True, verbose=0
-    )
+    result = model.evaluate(features[num_train:], return_dict=True, verbose=0, **test)
     print(f"test loss {result['loss']:.4f}, AUC {result['auc']:.4f}")
 
 
