@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+LONGEST_S = 180.0  # of a training, on a machine with much else to do; then it hangs
+
 
 class Zygote:
     """Starts processes that call a function of `tests.callbacks.trainings`, and kills them."""
@@ -96,7 +98,7 @@ def _call(function, arguments) -> None:
 
 
 def _wait(children: list[int], kill_after_s: float | None, saves: list[str]) -> list[int]:
-    deadline = time.monotonic() + (60 if saves or kill_after_s is None else kill_after_s)
+    deadline = time.monotonic() + (LONGEST_S if saves or kill_after_s is None else kill_after_s)
     statuses: dict[int, int] = {}
     started = set(_begun(saves))
     num_before = len(started)
