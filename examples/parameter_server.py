@@ -58,7 +58,7 @@ NUM_FEATURES = 4
 
 
 def main(_):
-    """Train, test and report. On workers and parameter servers, the strategy serves and never returns."""
+    """Train, test and report; workers and parameter servers stay in the strategy's constructor."""
     tf.get_logger().setLevel("WARNING")  # no line for each reduction that is set up
     scope = contextlib.nullcontext()
     if not FLAGS.one_device:
