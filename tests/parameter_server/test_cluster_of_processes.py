@@ -51,3 +51,10 @@ def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
     result = run_case("mistake_in_a_step")
     assert "99 is not in [0, 5)" in result["error"]
     assert result["iterations"] >= 10
+
+
+def test_async_training_reaches_the_accuracy_of_one_device(run_case):
+    """Within 2 percent of 1,000 test digits."""
+    result = run_case("converges")
+    assert result["one_device"] > 0.85
+    assert result["async"] == pytest.approx(result["one_device"], abs=0.02)
