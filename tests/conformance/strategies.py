@@ -26,6 +26,7 @@ class Row:
             called with `--every-case`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
             a test of its own says how.
+        only: if given, the names of the only cases that this strategy is asked.
     """
 
     name: str
@@ -36,9 +37,12 @@ class Row:
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
     exempt: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     def is_asked(self, case: Any, every_case: bool) -> bool:
         """Whether this row is asked a case; `every_case` is pytest's option."""
+        if self.only:
+            return case.name in self.only
         if case.name.startswith(self.exempt):
             return False
         return every_case or self.every_case or case.core
@@ -91,6 +95,35 @@ STRATEGIES = [
         every_case=False,
         # BatchNorm sees one microbatch at a time; tests/strategies/test_pipeline.py
         exempt=("batch_norm.", "models.cnn", "models.nested", "losses.masked_sequence"),
+    ),
+    Row(
+        "pipeline_4",  # models of at least four layers
+        lambda: library().PipelineStrategy(_cpus(4), num_microbatches=3),
+        num_replicas=3,
+        only=("models.attention", "models.shared_layers", "models.dict_inputs_and_outputs"),
+    ),
+    Row(
+        "pipeline_gpipe",
+        lambda: library().PipelineStrategy(_cpus(2), 3, "gpipe"),
+        num_replicas=3,
+        only=("losses.masked_sequence", "optimizers.global_clipnorm"),
+    ),
+    Row(
+        "pipeline_interleaved",  # two devices of two stages
+        lambda: library().PipelineStrategy(_cpus(2), 3, "interleaved_1f1b"),
+        num_replicas=3,
+        only=("models.attention", "models.shared_layers"),
+    ),
+    Row(
+        "pipeline_zero_bubble",
+        lambda: library().PipelineStrategy(_cpus(2), 3, "zero_bubble"),
+        num_replicas=3,
+        only=(
+            "models.embedding",
+            "models.subclassed",
+            "optimizers.global_clipnorm",
+            "optimizers.gradient_accumulation",
+        ),
     ),
     Row(
         "parameter_server_sync",
