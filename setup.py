@@ -27,7 +27,9 @@ EXTRAS = {
     # versions of TensorFlow: `python -m tfparallel.build_horovod` builds it.
     "horovod": ["cloudpickle>=2", "packaging", "pyyaml", "psutil", "setuptools", "wheel"],
     "plot": ["matplotlib>=3.8"],
+    "remote": ["fsspec>=2024.6"],  # backups in object stores; with s3fs or gcsfs
     "dev": [
+        "fsspec>=2024.6",
         "matplotlib>=3.8",
         "mkdocs-material>=9.5",
         "mkdocstrings[python]>=0.26",
@@ -36,6 +38,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff>=0.6",
+        "safetensors>=0.4",
         "tensorboard>=2.20",
         "types-PyYAML",
         "types-psutil",
