@@ -1,6 +1,6 @@
 r"""Train a small GPT on the source of Python's standard library, its layers on several devices.
 
-Two devices (all GPUs, or two logical CPU devices where there is none); about two minutes on 2 cores:
+Two devices (all GPUs, or two logical CPU devices where there is none), in a few minutes:
 
     python examples/pipeline_gpt.py
 

@@ -97,9 +97,9 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
         )
     if not strategy.extended._xla_compiles_collectives(devices[0]):
         raise ValueError(
-            "jit_compile=True with several workers needs collectives that XLA can compile: those of "
-            f"TensorFlow on GPUs. Received: {type(strategy).__name__} on {devices[0]}. Compile the "
-            "model with jit_compile=False."
+            "jit_compile=True with several workers needs collectives that XLA can compile: "
+            f"TensorFlow's on GPUs. Received: {type(strategy).__name__} on {devices[0]}. Compile "
+            "the model with jit_compile=False."
         )
 
 
