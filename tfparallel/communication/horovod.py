@@ -4,12 +4,15 @@ Horovod knows neither bfloat16 nor most integers: they travel as a dtype that ho
 where nothing is summed, as bytes.
 """
 
+import functools
 import os
+import weakref
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.tf_internals import ResourceVariable
 
 try:
     import horovod.tensorflow as hvd
@@ -44,6 +47,7 @@ _SUMMED_AS = {
     tf.uint32: tf.int64,
     tf.uint64: tf.int64,
 }
+_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
 
 
@@ -80,15 +84,15 @@ def all_reduce_sum(
         adasum: combine by Adasum instead of the sum.
     """
     dtype = tensors[0].dtype
-    sent = [tf.cast(tensor, _SUMMED_AS.get(dtype, dtype)) for tensor in tensors]
+    sent = [_unknown(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
     op = hvd.Adasum if adasum else hvd.Sum
+    options: dict[str, Any] = {"op": op, "process_set": process_set}
+    if predivide != 1.0 and not adasum:
+        options |= {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide}
     if len(sent) == 1 or adasum:
-        reduced = [hvd.allreduce(each, op=op, process_set=process_set) for each in sent]
-    elif predivide == 1.0:
-        reduced = hvd.grouped_allreduce(sent, op=op, process_set=process_set)
+        reduced = [hvd.allreduce(each, **options, **_named()) for each in sent]
     else:
-        factors = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide}
-        reduced = hvd.grouped_allreduce(sent, op=op, process_set=process_set, **factors)
+        reduced = hvd.grouped_allreduce(sent, **options, **_named())
     return [
         tf.ensure_shape(tf.cast(each, dtype), tensor.shape)
         for each, tensor in zip(reduced, tensors, strict=True)
@@ -97,17 +101,50 @@ def all_reduce_sum(
 
 def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
-    sent, shape = _as_bytes(rows), [None, *rows.shape[1:]]
-    gathered = hvd.allgather(sent, process_set=process_set)
+    sent, shape = _unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
+    gathered = hvd.allgather(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
 def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
-    sent = _as_bytes(tensor)
-    received = hvd.broadcast(sent, root_rank=root, process_set=process_set)
+    sent = _unknown(_as_bytes(tensor))
+    received = hvd.broadcast(sent, root_rank=root, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(received, tensor.dtype), tensor.shape)
+
+
+def _unknown(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor, not copied, that TensorFlow cannot know while it optimises a graph.
+
+    It would run a collective of constants by itself then, once, and use that sum in every step. A
+    rank's gradients are constants where it has no rows.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.Switch(data=tensor, pred=_true().read_value()).output_true
+
+
+@functools.cache
+def _true() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return ResourceVariable(True, trainable=False)  # not replicated in a strategy's scope
+
+
+def _named() -> dict[str, Any]:
+    """Options that give a collective the same name on all ranks, which Horovod matches them by.
+
+    Horovod takes the name of the tensor's operation. But graphs differ between ranks, where one has
+    no rows, say. Ranks do trace collectives in the same order, in functions nested equally deep.
+    """
+    if tf.executing_eagerly():
+        return {}  # Horovod counts them
+    graph = tf.compat.v1.get_default_graph()
+    number = _numbers[graph] = _numbers.get(graph, -1) + 1
+    depth = 0
+    while (graph := getattr(graph, "outer_graph", None)) is not None:
+        depth += 1
+    return {"name": f"tfparallel_{depth}_{number}", "ignore_name_scope": True}
 
 
 def _as_bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -19,7 +19,7 @@ def last_batch_of_one_row(run: Run):
     return _train(run, rows=BATCH + 1).results()
 
 
-@case()
+@case(core=True)
 def every_batch_of_one_row(run: Run):
     return _train(run, rows=3, batch_size=1).results()
 
