@@ -10,6 +10,23 @@ import tensorflow as tf
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
 
+# What can go wrong with the number of replicas.
+FEW = (
+    "batch_norm.a_replica_without_rows_has_no_say",
+    "dropout.masks_differ_and_repeat",
+    "inputs.every_batch_of_one_row",
+    "inputs.last_batch_of_one_row",
+    "inputs.sample_weight",
+    "inputs.steps_per_execution",
+    "metrics.binary",
+    "models.cnn",
+    "models.embedding",
+    "on_batch.train_on_batch",
+    "optimizers.global_clipnorm",
+    "precision.overflow_on_one_replica",
+    "saving.checkpoint",
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,6 +41,8 @@ class Row:
         environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--every-case`.
+        few: asked only `FEW` unless pytest is called with `--every-case`: the number of replicas
+            is what differs from another row.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
             a test of its own says how.
         only: if given, the names of the only cases that this strategy is asked.
@@ -36,6 +55,7 @@ class Row:
     devices_per_worker: int = 4
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
+    few: bool = False
     exempt: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
@@ -45,6 +65,8 @@ class Row:
             return case.name in self.only
         if case.name.startswith(self.exempt):
             return False
+        if self.few and not every_case:
+            return case.name in FEW
         return every_case or self.every_case or case.core
 
 
@@ -81,7 +103,7 @@ _servers: list[ServerProcesses] = []  # they end with this process
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, every_case=False),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
-    Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, every_case=False),
+    Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, few=True),
     Row(
         "central_storage",
         lambda: library().CentralStorageStrategy(_cpus(2)),
@@ -138,7 +160,7 @@ STRATEGIES = [
         lambda: _parameter_servers(mode="async", max_staleness=0),
         num_replicas=1,
         devices_per_worker=1,
-        every_case=False,
+        few=True,
         # Which worker takes a batch, and so draws its mask, is decided by the clock. XLA is
         # refused, as the variables are elsewhere.
         exempt=("dropout.", "compilation."),
@@ -156,7 +178,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        every_case=False,
+        few=True,
     ),
     Row(
         "horovod_2",
@@ -174,7 +196,7 @@ STRATEGIES = [
         num_workers=3,
         devices_per_worker=1,
         environments=horovod_environments,
-        every_case=False,
+        few=True,
     ),
 ]
 
