@@ -181,6 +181,14 @@ STRATEGIES = [
         few=True,
     ),
     Row(
+        "multi_worker_3x1",
+        lambda: library().MultiWorkerMirroredStrategy(),
+        num_replicas=3,
+        num_workers=3,
+        devices_per_worker=1,
+        few=True,
+    ),
+    Row(
         "horovod_2",
         lambda: library().HorovodStrategy(),
         num_replicas=2,

@@ -39,7 +39,7 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
     global_results: list = []
 
     def replica_function() -> Any:
-        i = _local_replica_id(extended)
+        i = _local_replica_id()
         step = ReplicaStep(batch.rows[i], batch.weights[i], weights_loss, statistics)
         with step.active():
             return step_function(batch.parts[i])
@@ -57,7 +57,7 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
     extended = strategy.extended
     batch = Batch(extended, data)
     outputs = strategy._run_on_replicas(
-        lambda: predict_step(batch.parts[_local_replica_id(extended)])
+        lambda: predict_step(batch.parts[_local_replica_id()])
     )
     return keras.tree.map_structure(
         lambda rows: extended._gather_rows(concat_rows(strategy.experimental_local_results(rows))),
@@ -98,5 +98,6 @@ def _reduce_output(strategy: Any, value: Any, batch: Batch, global_results: list
     return strategy.extended._sum_across_workers(mean)
 
 
-def _local_replica_id(extended: Any) -> int:
-    return extended._get_local_replica_id(values_util.get_current_replica_id_as_int())
+def _local_replica_id() -> int:
+    """The current replica's position among those of this process."""
+    return values_util.get_current_replica_id_as_int()
