@@ -171,6 +171,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
+        every_case=False,
     ),
     Row(
         "multi_worker_2x2",
