@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfparallel.tf_internals import ResourceVariable
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class Meeting:
