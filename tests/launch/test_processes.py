@@ -221,9 +221,10 @@ def test_children_of_workers_may_end_in_order_within_grace(tmp_path):
         time.sleep(600)
     """
     start_s = time.monotonic()
-    assert run(source, "import time; time.sleep(0.5); raise SystemExit(3)")[0] == 3
+    fails = "import time; time.sleep(0.5); raise SystemExit(3)"
+    assert run(source, fails, grace_s=120.0)[0] == 3
     assert saved.exists()
-    assert time.monotonic() - start_s < 4.0  # not the whole grace of 5 s
+    assert time.monotonic() - start_s < 100.0  # not the whole grace
 
 
 def test_kills_a_worker_that_ignores_sigterm_when_grace_is_over():
@@ -238,7 +239,7 @@ def test_kills_a_worker_that_ignores_sigterm_when_grace_is_over():
         stubborn, "import time; time.sleep(0.5); raise SystemExit(3)", grace_s=0.5
     )
     assert status == 3
-    assert 1.0 <= time.monotonic() - start_s < 10.0
+    assert 1.0 <= time.monotonic() - start_s < 100.0
     assert "some still run after 0.5 s" in stderr
     assert len(pids_in(stdout)) == 1 and not survivors(processes_with(pids_in(stdout)))
 
