@@ -56,9 +56,7 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
     """Runs `predict_step` on every replica's rows; returns all rows in the caller's order."""
     extended = strategy.extended
     batch = Batch(extended, data)
-    outputs = strategy._run_on_replicas(
-        lambda: predict_step(batch.parts[_local_replica_id()])
-    )
+    outputs = strategy._run_on_replicas(lambda: predict_step(batch.parts[_local_replica_id()]))
     return keras.tree.map_structure(
         lambda rows: extended._gather_rows(concat_rows(strategy.experimental_local_results(rows))),
         outputs,
