@@ -68,6 +68,9 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         context = distribute_lib.get_replica_context()
         return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
 
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        return apply(gradients, variables)
+
 
 def _step_on_replica(step_function: Any, is_split: bool) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
