@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.callbacks.test_backup import Interrupt, fit
-from tests.callbacks.test_storage import FILES, save
+from tests.callbacks.test_storage import FILES, child_killed_after, save
 from tfparallel.callbacks import BackupAndRestore, BackupError
 from tfparallel.callbacks.storage import InvalidBackupError, Storage
 
@@ -92,7 +92,7 @@ def test_killed_before_any_call_of_a_save(tmp_path):
     storage = Storage(f"file://{tmp_path}/backups")
     save(storage, b"old")
     for num_calls in range(100):
-        status = _child_killed_after(storage, num_calls)
+        status = child_killed_after(storage, num_calls, storage._files._store, CALLS)
         newest = storage.numbers()[-1]
         assert set(storage.read(newest).values()) <= {b"old", b"new"}
         assert all(map(storage.read, storage.numbers()))
@@ -102,30 +102,6 @@ def test_killed_before_any_call_of_a_save(tmp_path):
     assert num_calls > 15
     assert storage.numbers() == [newest]
     assert os.listdir(tmp_path / "backups") == [f"backup-{newest:08d}"]
-
-
-def _child_killed_after(storage, num_calls):
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    calls = iter(range(num_calls))
-
-    def counted(original):
-        def call(*args, **kwargs):
-            if next(calls, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        return call
-
-    store = storage._files._store
-    for name in CALLS:
-        setattr(store, name, counted(getattr(store, name)))
-    newest = save(storage, b"new")
-    for number in storage.numbers():
-        if number < newest:
-            storage.delete(number)
-    os._exit(0)
 
 
 def test_a_training_goes_on_from_a_remote_backup(url, store, storage):

@@ -2,6 +2,8 @@ import errno
 import os
 import signal
 import stat
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -109,7 +111,7 @@ def test_killed_before_any_call_of_a_save(storage):
     """Dies by SIGKILL before the 1st, 2nd, ... call to the file system of a save and a delete."""
     save(storage, b"old")
     for num_calls in range(100):
-        if _child_killed_after(storage, num_calls) == 0:
+        if child_killed_after(storage, num_calls, os, CALLS) == 0:
             break
         newest = storage.numbers()[-1]
         assert set(storage.read(newest).values()) <= {b"old", b"new"}
@@ -120,7 +122,8 @@ def test_killed_before_any_call_of_a_save(storage):
     assert storage.numbers() == [storage.numbers()[-1]]
 
 
-def _child_killed_after(storage: Storage, num_calls: int) -> int:
+def child_killed_after(storage: Storage, num_calls: int, target: Any, names: Iterable[str]) -> int:
+    """Saves in a fork that dies before call `num_calls` of what `target` has under `names`."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -134,8 +137,8 @@ def _child_killed_after(storage: Storage, num_calls: int) -> int:
 
         return call
 
-    for name in CALLS:
-        setattr(os, name, counted(getattr(os, name)))
+    for name in names:
+        setattr(target, name, counted(getattr(target, name)))
     newest = save(storage, b"new")
     for number in storage.numbers():
         if number < newest:
