@@ -25,7 +25,8 @@ class CpuStrategy(SpmdKerasSteps, tf.distribute.MirroredStrategy):
     """What `TPUStrategy` is over the stock one: it adds the mixins, and connects."""
 
     def __init__(self):
-        super().__init__(["CPU:0", "CPU:1"])
+        # TensorFlow's collectives on CPUs keep their keys in the process: another test's may clash.
+        super().__init__(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
         self._extended.__class__ = CpuExtended
 
     def reduce(self, reduce_op, value, axis):
