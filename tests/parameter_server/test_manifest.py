@@ -11,7 +11,7 @@ import yaml
 
 from tfparallel.cluster import ClusterConfig, read_tf_config
 from tfparallel.parameter_server.cluster import ParameterServerCluster
-from tfparallel.parameter_server.security import check_network
+from tfparallel.servers.security import check_network
 
 MANIFEST = Path(__file__).parents[2] / "examples/kubernetes/tfjob_parameter_server.yaml"
 

@@ -1,14 +1,11 @@
 """The cluster of a parameter server strategy, and this task's place in it."""
 
-import atexit
-import os
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.parameter_server.probe import task_names, wait_for_tasks
-from tfparallel.parameter_server.serving import say_done, serve
+from tfparallel.servers.connection import connect, device_name
+from tfparallel.servers.serving import serve
 
 _SETUP = (
     "A parameter server strategy needs one chief, at least one worker and at least one ps: start "
@@ -78,32 +75,14 @@ class ParameterServerCluster:
 
         A second strategy on the same cluster finds it connected.
         """
-        global _connected
-        if _connected == self.tasks:
-            return
-        wait_for_tasks(
-            task_names(self.tasks, "ps", "worker"),
-            timeouts.start_s,
-            tf.get_logger().warning,
-            "chief",
-        )
-        # Without it, a client deletes remote tensors out of order with the calls that use them
-        # ("Unable to find the relevant tensor remote_handle").
-        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
-        tf.config.experimental_connect_to_cluster(
-            self.spec, job_name="chief", task_index=self.task_index, protocol=self.protocol
-        )
-        if _connected is None:
-            atexit.register(lambda: say_done(_servers_to_tell))
-        _servers_to_tell[:] = [
-            *(self.device("worker", i) for i in range(self.num_workers)),
-            *(self.device("ps", i) for i in range(self.num_ps)),
-        ]
-        _connected = self.tasks
+        servers = [("ps", i) for i in range(self.num_ps)]
+        servers += [("worker", i) for i in range(self.num_workers)]
+        tasks = {kind: self.tasks[kind] for kind in ("chief", "worker", "ps")}
+        connect(tasks, "chief", self.task_index, servers, timeouts.start_s, self.protocol)
 
     def device(self, task_type: str, index: int, kind: str = "CPU", number: int = 0) -> str:
         """The full name of a device of a task."""
-        return f"/job:{task_type}/replica:0/task:{index}/device:{kind}:{number}"
+        return device_name(task_type, index, kind, number)
 
     @property
     def chief_device(self) -> str:
@@ -127,7 +106,3 @@ class ParameterServerCluster:
     def describe(self, task_type: str, index: int) -> str:
         """A task as messages name it: "worker 1 (10.0.0.2:2222)"."""
         return f"{task_type} {index} ({self.tasks[task_type][index]})"
-
-
-_connected: dict[str, Any] | None = None
-_servers_to_tell: list[str] = []

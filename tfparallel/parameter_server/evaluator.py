@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
-from tfparallel.parameter_server.probe import is_listening
+from tfparallel.servers.probe import is_listening
 
 _SUFFIX = ".weights.h5"
 _ENDED = "ended"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-from tfparallel.parameter_server.probe import is_listening
+from tfparallel.servers.probe import is_listening
 from tfparallel.tf_internals import context
 
 # What a call to a task says when the task is gone, or has been started anew since.

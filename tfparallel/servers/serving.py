@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfparallel.parameter_server.probe import is_listening
+from tfparallel.servers.probe import is_listening
 
 _MAILBOX_FD = 200
 _MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"

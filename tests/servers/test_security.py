@@ -1,6 +1,6 @@
 import pytest
 
-from tfparallel.parameter_server.security import check_network, is_loopback
+from tfparallel.servers.security import check_network, is_loopback
 
 LOOPBACK = {"chief": ["127.0.0.1:1"], "worker": ["localhost:2", "[::1]:3"]}
 EXPOSED = {"chief": ["127.0.0.1:1"], "ps": ["10.0.0.7:2222"]}

@@ -1,0 +1,1 @@
+"""Tasks that serve TensorFlow operations to one chief: how they start, are found and end."""
