@@ -20,9 +20,9 @@ from tfparallel.parameter_server.keras_functions import (
 from tfparallel.parameter_server.partition import num_parts, rows_of_parts, split_rows
 from tfparallel.parameter_server.placement import BalancedBytes
 from tfparallel.parameter_server.remote_step import RemoteStep
-from tfparallel.servers.security import check_network
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
+from tfparallel.servers.security import check_network
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.base import KerasStrategy, hook_owner
 from tfparallel.strategies.central_storage import CentralStorageExtended
