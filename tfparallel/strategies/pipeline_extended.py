@@ -1,0 +1,218 @@
+"""How a pipeline runs a Keras step: microbatches as replicas, over variables that exist once."""
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.action import Action
+from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.first_batch import FirstBatches
+from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.placement import Placement
+from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.simulation import simulate
+from tfparallel.pipeline.staged_model import staged
+from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
+from tfparallel.strategies.base import LocalExtended
+from tfparallel.strategies.pipeline_checks import check_batch_norm
+from tfparallel.strategies.replica_step import current_replica_step
+from tfparallel.strategies.stage_variables import SequentialVariable, StageVariable
+from tfparallel.tf_internals import (
+    DistributedValues,
+    ReductionToOneDevice,
+    TrainerCall,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    values_util,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `PipelineStrategy`, as it explains them."""
+
+    memory_limit_bytes: int | None
+    batch_norm: str
+    rematerialize: Choice
+    offload: bool
+
+
+class PipelineExtended(LocalExtended):
+    """Microbatches as replicas, over variables that exist once."""
+
+    _user_cross_device_ops = None
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        schedule: Schedule,
+        partition: Partition,
+        options: Options,
+    ):
+        super().__init__(container_strategy, devices[-1:])
+        self._stage_devices = [device_util.canonicalize(device) for device in devices]
+        self._schedule, self._partition, self._options = schedule, partition, options
+        # Losses and metrics are computed where the last stage is.
+        self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
+        self._input_workers_devices = ((self._host_device, self._devices),)
+        self._budget = stage_budget(schedule, options.memory_limit_bytes)
+        self._placement = Placement(schedule.num_stages)
+        self._known_stages: Any = weakref.WeakKeyDictionary()
+        self._batches = FirstBatches(schedule.num_microbatches)
+        self._creation = threading.local()
+        self._executor: Executor | None = None
+        self._has_clock = False
+        self._times: dict[Action, tf.Tensor] = {}
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        leader = kwargs.get("colocate_with")
+        if not isinstance(leader, StageVariable):
+            self._creation.device = self._host_device
+            return super()._create_variable(next_creator, **kwargs)
+        self._creation.device = leader._primary.device  # an optimizer slot, with its variable
+        variable = super()._create_variable(next_creator, **kwargs)
+        leader._followers += (variable,)
+        return variable
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return SequentialVariable
+        is_state = isinstance(owner, (keras.Layer, keras.random.SeedGenerator))
+        return SequentialVariable if is_state and not kwargs.get("trainable") else StageVariable
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._creation.device,)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        if values_util.get_current_replica_id_as_int() != 0:
+            return None  # replica 0 computes the same update, for all
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _device_of_stage(self, stage: int) -> str:
+        return self._stage_devices[self._schedule.device_of[stage]]
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        if call.model not in self._known_stages:
+            self._batches.note_arrays(call)
+        return dataset
+
+    def _note_batch(self, model: keras.Model, data: Any) -> None:
+        if model not in self._known_stages:
+            self._batches.note_shapes(model, data)
+
+    def _stages_of(self, model: keras.Model) -> Stages:
+        if model not in self._known_stages:
+            check_batch_norm(model)
+            inputs = self._batches.take(model)
+            stages = divide(model, self._partition, self._placement, self._budget, inputs)
+            homes = stages.homes()
+            for variable in model.variables:
+                if isinstance(variable._value, StageVariable) and id(variable) in homes:
+                    variable._value.move_to(self._device_of_stage(homes[id(variable)]))
+            self._known_stages[model] = stages
+        return self._known_stages[model]
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        stages = self._stages_of(model)
+        deferred = DeferredBatchNorm(self._deferred_layers(model))
+        if tf.executing_eagerly():
+            yield
+            return
+        rematerialization = Rematerialization(self._options.rematerialize, self._schedule)
+        rematerialization.check_names([part.name for part in stages.parts])
+        hosts = self._hosts() if self._options.offload else None
+        self._executor = executor = Executor(
+            self._schedule, self._stage_devices, rematerialization, hosts
+        )
+
+        def current_microbatch() -> int | None:
+            microbatch = values_util.get_current_replica_id_as_int()
+            step = current_replica_step()
+            if step is not None:
+                deferred.shares[microbatch] = step.rows, step.weight
+            return microbatch
+
+        try:
+            with staged(model, stages, executor, current_microbatch, deferred, rematerialization):
+                yield
+            deferred.assign()
+            graph = tf.compat.v1.get_default_graph()
+            executor.order(graph)
+            if self._has_clock:
+                self._times = executor.add_clock(graph, self._hosts())
+        finally:
+            self._executor = None
+
+    @contextlib.contextmanager
+    def _with_clock(self) -> Iterator[None]:
+        """Steps traced within it leave the times of their passes in `_times`."""
+        self._has_clock = True
+        try:
+            yield
+        finally:
+            self._has_clock, self._times = False, {}
+
+    def _hosts(self) -> list[str]:
+        return [device_util.canonicalize("/device:CPU:0", device) for device in self._stage_devices]
+
+    def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
+        if self._options.batch_norm != "deferred":
+            return []
+        all_layers = model._flatten_layers()
+        found = [x for x in all_layers if isinstance(x, keras.layers.BatchNormalization)]
+        names = [layer.name for layer in found if getattr(layer, "renorm", False)]
+        if names or (found and tf.executing_eagerly()):
+            received = f"renorm=True of {names}" if names else "run_eagerly=True"
+            raise ValueError(
+                "batch_norm='deferred' needs a traced step, and moving averages that nothing in "
+                f"the step reads. Received: {received}. Leave that out, or use 'per_microbatch'."
+            )
+        return found
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        step, executor = current_replica_step(), self._executor
+        if step is None or executor is None:
+            return super()._reduce_gradients(gradients)
+
+        def merge(_: tf.distribute.Strategy, gradients: list, rows: Any) -> list:
+            microbatches = range(self._num_replicas_in_sync)
+            parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
+            return sum_gradients(executor, *zip(*parts, strict=True))
+
+        context = distribute_lib.get_replica_context()
+        return context.merge_call(merge, args=(gradients, step.rows))
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if not isinstance(value, DistributedValues):
+            return value
+        return ReductionToOneDevice()._gather(value, destinations, axis, options)
+
+
+def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
+    """The stages of a device share its memory evenly."""
+    if memory_limit_bytes is None:
+        return Budget(simulate(schedule).peak_live_per_stage)
+    stages_per_device = max(collections.Counter(schedule.device_of.values()).values())
+    return Budget(simulate(schedule).peak_live_per_stage, memory_limit_bytes / stages_per_device)

@@ -1,0 +1,46 @@
+"""Variables of a pipeline: one copy each, on the device of its stage once that is known."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.strategies.variables import CentralVariable
+from tfparallel.tf_internals import device_util
+
+
+class StageVariable(CentralVariable):
+    """A variable that lives once, on its stage's device; replica 0 assigns it for all."""
+
+    _followers: tuple = ()
+
+    def move_to(self, device: str) -> None:
+        """Moves the variable, and the optimizer slots that follow it, to `device`."""
+        for variable in (self, *self._followers):
+            old = variable._primary
+            if device_util.canonicalize(old.device) == device_util.canonicalize(device):
+                continue
+            with tf.init_scope(), tf.device(device):
+                new = type(old)(
+                    old.read_value(),
+                    trainable=old.trainable,
+                    name=old.name.partition(":")[0],
+                    dtype=old.dtype,
+                    synchronization=old.synchronization,
+                    aggregation=old.aggregation,
+                )
+            new._distributed_container = weakref.ref(variable)
+            new._unique_id = old._unique_id  # what Keras's optimizers know a variable by
+            variable._values = (new,)
+
+
+class SequentialVariable(StageVariable):
+    """A variable that every microbatch assigns in turn: metrics, BatchNorm's averages, seeds."""
+
+    deferred_to: Callable | None = None  # takes BatchNorm's averages; see `DeferredBatchNorm`
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        if self.deferred_to is not None and self.deferred_to(self, value):
+            return self._primary
+        return update_fn(self._primary, value, **kwargs)
