@@ -4,6 +4,7 @@ A case returns what its test looks at; it is printed as one line of JSON. It mak
 before anything else, which forks the servers from a process that has not started TensorFlow.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ import tfparallel
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
 from tfparallel.parameter_server import Timeouts
+from tfparallel.tf_internals import context
 
 ROWS, BATCH = 200, 7
 CASES: dict[str, Callable] = {}
@@ -133,10 +135,59 @@ def counters() -> dict:
     }
 
 
+class FunctionsOfTasks:
+    """Which tasks were asked to run two functions at a time (see the note in `remote_step.py`)."""
+
+    def __init__(self) -> None:
+        self.calls: collections.Counter = collections.Counter()
+        self.at_once: set[str] = set()
+        self._under_way: set[str] = set()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def watched(self):
+        """Within it, calls of all functions are looked at."""
+        function_class = type(tf.function(lambda: 0).get_concrete_function())
+        call = function_class._call_flat
+
+        def watched_call(function, *args, **kwargs):
+            if not tf.executing_eagerly():
+                return call(function, *args, **kwargs)
+            spec = tf.DeviceSpec.from_string(context.context().device_name or "/job:chief")
+            task = f"{spec.job} {spec.task or 0}"
+            with self._lock:
+                self.calls[task] += 1
+                if task in self._under_way:
+                    self.at_once.add(task)
+                self._under_way.add(task)
+            try:
+                return call(function, *args, **kwargs)
+            finally:
+                with self._lock:
+                    self._under_way.discard(task)
+
+        function_class._call_flat = watched_call
+        try:
+            yield
+        finally:
+            function_class._call_flat = call
+
+
 @case
 def staleness() -> dict:
-    """The largest staleness under bounds."""
-    make_cluster(3, 1)
+    """The largest staleness under bounds, and what tasks run at a time."""
+    make_cluster(3, 2)
+    functions = FunctionsOfTasks()
+    with functions.watched():
+        largest = _largest_staleness()
+    return {
+        "largest": largest,
+        "calls": functions.calls,
+        "at_once": sorted(functions.at_once),
+    }
+
+
+def _largest_staleness() -> dict:
     largest = {}
     for bound in (0, 1, None):
         strategy = tfparallel.ParameterServerStrategy(max_staleness=bound)

@@ -16,10 +16,14 @@ def test_counters_are_exact_and_every_example_is_used_once(run_case):
 
 
 def test_staleness_stays_in_its_bound(run_case):
-    largest = run_case("staleness")
+    result = run_case("staleness")
+    largest = result["largest"]
     assert largest["0"] == 0
     assert largest["1"] == 1
     assert largest["None"] >= 1
+    # Two at once crash in TensorFlow, rarely: "Unable to parse request".
+    assert result["calls"].keys() >= {"ps 0", "worker 0", "worker 1", "worker 2"}
+    assert result["at_once"] == []
 
 
 @pytest.mark.parametrize("name", ["worker_dies_and_comes_back", "worker_is_stopped"])

@@ -1,10 +1,20 @@
-"""One kind of step (train, test, predict) as three functions.
+"""One kind of step (train, test, predict) as two functions.
 
-compute   on a worker: batch -> outputs, effects; changes nothing
-hand_in   from a worker to the parameter servers: effects, each to where it is needed
+compute   on a worker: batch -> outputs, and effects, each handed in where it is needed; changes
+          nothing
 apply     on the parameter servers: effects -> changes; no worker takes part
 
-A worker that dies in the first two has changed nothing; in the third it is not needed any more.
+A worker that dies in the first has changed nothing; in the second it is not needed any more.
+
+Note: one function at a time
+----------------------------
+A function that spans tasks is run by one of them, which calls the others. That task keeps what it
+knows of every such function in a `std::vector`, and reads an element of it without a lock while it
+makes a call (`EagerClusterFunctionLibraryRuntime::Run`). If another function is then run there for
+the first time, the vector grows, the element is freed memory, and the call names a device of random
+bytes: "InternalError: Unable to parse request", or worse. So no task may run two functions at once:
+a worker runs those of its own thread, and the first parameter server those that apply updates, of
+which there is one at a time.
 """
 
 import contextlib
@@ -43,13 +53,9 @@ class RemoteStep:
             flat_outputs = tf.nest.flatten(traced["outputs"], expand_composites=True)
             flat_outputs = [tf.convert_to_tensor(output) for output in flat_outputs]
             traced["packed"] = [_is_packed(output) for output in flat_outputs]
-            return (
-                *_pack_scalars(flat_outputs),
-                tf.nest.flatten(traced["effects"], expand_composites=True),
-            )
-
-        def hand_in(*flat: tf.Tensor) -> list:
-            return _each_on(_flat_devices(traced["recorder"].effects), flat)
+            flat_effects = tf.nest.flatten(traced["effects"], expand_composites=True)
+            handed_in = _each_on(_flat_devices(effects.effects), flat_effects)
+            return (*_pack_scalars(flat_outputs), handed_in)
 
         def apply(*flat: tf.Tensor) -> None:
             with scope():
@@ -65,21 +71,17 @@ class RemoteStep:
         self.has_effects = bool(values)
         if self.has_effects:
             value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-            self._hand_in = tf.function(hand_in, autograph=False).get_concrete_function(
-                *value_specs
-            )
             self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
 
     def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list]:
-        """Runs the worker's part there; returns remote tensors: outputs (to fetch) and effects."""
+        """Runs the worker's part there.
+
+        Returns:
+            Remote tensors: outputs on the worker (to fetch), and effects on parameter servers.
+        """
         with tf.device(device):
             *outputs, effects = self._compute(tf.constant(worker), *_flatten(arguments))
         return outputs, effects
-
-    def hand_in(self, device: str, effects: list) -> list:
-        """Copies a worker's effects to the servers; `device` is that of one of them."""
-        with tf.device(device):
-            return self._hand_in(*effects)
 
     def apply(self, device: str, effects: list) -> None:
         """Makes the changes; `device` is that of a parameter server, `effects` are there."""

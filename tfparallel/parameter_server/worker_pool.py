@@ -192,8 +192,6 @@ class WorkerPool:
             arguments = step.arguments.on(worker, device)
             outputs, effects = step.remote.compute(worker, device, arguments)
             outputs = step.remote.fetch(self._cluster.chief_device, outputs)
-            if step.remote.has_effects:
-                effects = step.remote.hand_in(self._cluster.ps_devices[0], effects)
             executor.wait()
         with self._changed:
             while self._owns(worker, step, attempt) and not (
