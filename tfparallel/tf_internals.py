@@ -4,11 +4,12 @@ Supported: TensorFlow 2.20 and 2.21, Keras 3.12 to 3.15. When a new version move
 the file to change.
 """
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -147,6 +148,7 @@ __all__ = [
     "run_independently",
     "serialized_dataset",
     "set_keras_mask",
+    "surround_epochs",
     "unique_number",
     "uses_stock_train_step",
     "values_util",
@@ -170,6 +172,7 @@ class TrainerCall(NamedTuple):
     num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
     is_length_known: bool  # of the data itself
     data_adapter: object  # Keras's view of the data
+    epoch_iterator: object  # what the call iterates over, made right now
 
 
 def calling_trainer() -> TrainerCall | None:
@@ -194,8 +197,22 @@ def calling_trainer() -> TrainerCall | None:
                 iterator.num_batches,
                 iterator.data_adapter.num_batches is not None,
                 iterator.data_adapter,
+                iterator,
             )
     return None
+
+
+def surround_epochs(call: TrainerCall, make_context: Callable) -> None:
+    """Lets every epoch of a call run within a context of its own."""
+    iterator: Any = call.epoch_iterator
+    original = iterator.catch_stop_iteration  # which Keras enters around the steps of an epoch
+
+    @contextlib.contextmanager
+    def catch_stop_iteration() -> Iterator[None]:
+        with make_context(), original():
+            yield
+
+    iterator.catch_stop_iteration = catch_stop_iteration
 
 
 def is_predict_step(fn: Callable) -> bool:
@@ -261,9 +278,11 @@ def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGr
         return gradients_util._GradientsHelper(ys, xs, grad_ys=dys, src_graph=source)
 
 
-def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
-    """`graph` as a function; no call of it is inlined."""
-    attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
+def function_of_graph(
+    name: str, graph: FuncGraph, is_inlined: bool = False
+) -> atomic_function.AtomicFunction:
+    """`graph` as a function, which TensorFlow copies into its callers only if `is_inlined`."""
+    attributes = {} if is_inlined else {"_noinline": attr_value_pb2.AttrValue(b=True)}
     return atomic_function.from_func_graph(name, graph, attributes)
 
 

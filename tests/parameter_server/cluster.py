@@ -1,4 +1,7 @@
-"""A real cluster on loopback for tests: one process a task, ended with the test."""
+"""A real cluster on loopback for tests: one process a task, ended with the test.
+
+Without parameter servers it is that of a pipeline.
+"""
 
 import json
 import signal
@@ -38,14 +41,15 @@ class ServerProcesses:
         self.cluster = {
             "chief": addresses[:1],
             "worker": addresses[1 : 1 + num_workers],
-            "ps": addresses[1 + num_workers :],
         }
+        if num_ps:
+            self.cluster["ps"] = addresses[1 + num_workers :]
         self._spawner = spawner or Spawner(SERVERS)
         self._variables = variables
         self._logs: dict[tuple[str, int], Path] = {}
         self.processes: dict[tuple[str, int], Child] = {}
         for task_type in ("ps", "worker"):
-            for index in range(len(self.cluster[task_type])):
+            for index in range(len(self.cluster.get(task_type, ()))):
                 self.start(task_type, index)
 
     def environment(self, task_type: str, index: int) -> dict[str, str]:

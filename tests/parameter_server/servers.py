@@ -1,14 +1,20 @@
-"""What a worker or a parameter server runs in tests: the strategy's constructor, without Keras."""
+"""What a server runs in tests: what the strategy's constructor does there, without Keras."""
 
 import os
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.pipeline import remote_stages
+from tfparallel.pipeline.remote_stages import StageCluster
 
 
 def serve() -> None:
     """Serves until the chief is done."""
-    timeouts = Timeouts(chief_s=float(os.environ.get("TEST_CHIEF_S", "20")))
+    chief_s = float(os.environ.get("TEST_CHIEF_S", "20"))
     config = read_tf_config()
     assert config is not None
-    ParameterServerCluster(config.cluster_resolver()).serve(timeouts)
+    resolver = config.cluster_resolver()
+    if "ps" in config.cluster:
+        ParameterServerCluster(resolver).serve(Timeouts(chief_s=chief_s))
+    else:
+        StageCluster(resolver).serve(remote_stages.Timeouts(chief_s=chief_s))

@@ -199,6 +199,7 @@ class Pipeline(StrategySection):
     batch_norm: Literal["per_microbatch", "deferred"] = "per_microbatch"
     rematerialize: Literal["none", "except_last", "full"] | list[str] = "none"
     offload: bool = False
+    insecure_network: bool = False  # with several tasks in TF_CONFIG
 
 
 class Tpu(StrategySection):

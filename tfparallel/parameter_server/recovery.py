@@ -8,18 +8,14 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-from tfparallel.servers.probe import is_listening
+from tfparallel.servers.lost import speaks_of_lost_task, speaks_of_new_task
+from tfparallel.servers.probe import is_listening, task_names
+from tfparallel.servers.watch import answering
 from tfparallel.tf_internals import context
 
-# What a call to a task says when the task is gone, or has been started anew since.
-_LOST = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.CancelledError,
-)
-_STARTED_ANEW = ("context_id", "context id", "incarnation", "remote_handle", "unknown device")
+START_AGAIN = "Start the job again; with the backup callback it resumes. (The chief is speaking.)"
 _POLL_S = 0.5
+_ASK_EVERY_S, _MAX_SINCE_S = 1.0, 3.0
 
 
 class TaskLost(Exception):
@@ -32,6 +28,10 @@ class TaskLost(Exception):
 
 class ServerLost(RuntimeError):
     """A parameter server is gone, with the variables that it held."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker is gone, and with it its part of every batch; only where workers share batches."""
 
 
 class Recovery:
@@ -48,6 +48,8 @@ class Recovery:
     def __init__(self, cluster: ParameterServerCluster, timeouts: Timeouts):
         self._cluster, self._timeouts = cluster, timeouts
         self._updating = threading.Lock()
+        self._silent_s: dict[str, float] = {}  # by the server's name
+        self._asked_s = time.monotonic()
         self.generations = [0] * cluster.num_workers
 
     @contextlib.contextmanager
@@ -56,7 +58,7 @@ class Recovery:
         try:
             yield
         except tf.errors.OpError as error:
-            if not _speaks_of_lost_task(error):
+            if not speaks_of_lost_task(error):
                 raise
             self._raise_if_server_lost(error)
             raise TaskLost(_first_line(error)) from error
@@ -67,39 +69,85 @@ class Recovery:
         try:
             yield
         except tf.errors.OpError as error:
-            if _speaks_of_lost_task(error):
+            if speaks_of_lost_task(error):
                 self._raise_if_server_lost(error)
             raise
 
-    def _raise_if_server_lost(self, error: Exception) -> None:
-        lost = [i for i in range(self._cluster.num_ps) if not self._is_there("ps", i)]
-        restarted = (
-            [] if lost else [i for i in range(self._cluster.num_ps) if self._is_named(i, error)]
-        )
-        if not lost and not restarted:
-            return
-        names = ", ".join(self._cluster.describe("ps", i) for i in lost or restarted)
-        raise ServerLost(
-            f"Expected every parameter server to live as long as the training. Received: {names} "
-            f"{'is gone' if lost else 'has lost its state'}, with the variables it held. Start the "
-            "job again; with the backup callback it resumes. (The chief is speaking.)"
-        ) from error
+    @contextlib.contextmanager
+    def of_all(self) -> Iterator[None]:
+        """Within it, errors of lost tasks become `ServerLost` or `WorkerLost`."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if not speaks_of_lost_task(error):
+                raise
+            lost = [i for i in range(self._cluster.num_workers) if self._is_lost(i, error)]
+            what = ", ".join(self._cluster.describe("worker", i) for i in lost) + " is gone"
+            if not lost:
+                self._raise_if_server_gone(error)
+                if not (silent := self._silent()):
+                    self._raise_if_server_lost(error)
+                    raise
+                what = f"no answer from {silent}"
+            raise (ServerLost if "ps" in what else WorkerLost)(
+                "Expected all workers and parameter servers to live as long as the training, where "
+                f"they share each batch. Received: {what}. {START_AGAIN}"
+            ) from error
 
-    def _is_named(self, ps: int, error: Exception) -> bool:
-        """Whether the error itself comes from a server that runs: it was started anew."""
-        target = f"remote target /job:ps/replica:0/task:{ps}"
-        return target in str(error)
+    def _is_lost(self, worker: int, error: Exception) -> bool:
+        is_named = f"remote target /job:worker/replica:0/task:{worker}" in str(error)
+        was_started_anew = isinstance(error, tf.errors.OpError) and speaks_of_new_task(error)
+        return (is_named and was_started_anew) or not self._is_there("worker", worker)
+
+    def _silent(self) -> str:
+        """Tasks that are stopped; asked several times, as one that is busy may be late."""
+        names = task_names(self._cluster.tasks, "ps", "worker")
+        for _ in range(3):
+            there = answering(names)
+            names = {name: address for name, address in names.items() if name not in there}
+        return ", ".join(f"{name} ({address})" for name, address in names.items())
+
+    def _raise_if_server_lost(self, error: Exception) -> None:
+        self._raise_if_server_gone(error)
+        self._raise_for_servers(self._started_anew(error), "has lost its state", error)
+
+    def _raise_if_server_gone(self, error: Exception) -> None:
+        gone = [i for i in range(self._cluster.num_ps) if not self._is_there("ps", i)]
+        self._raise_for_servers(gone, "is gone", error)
+
+    def _raise_for_servers(self, servers: list[int], what: str, error: Exception) -> None:
+        if servers:
+            names = ", ".join(self._cluster.describe("ps", i) for i in servers)
+            raise ServerLost(
+                "Expected every parameter server to live as long as the training. Received: "
+                f"{names} {what}, with the variables it held. {START_AGAIN}"
+            ) from error
+
+    def _started_anew(self, error: Exception) -> list[int]:
+        """The servers that the error itself comes from: they run, and know nothing of us."""
+        text = str(error)
+        targets = [f"remote target /job:ps/replica:0/task:{i}" for i in range(self._cluster.num_ps)]
+        return [i for i, target in enumerate(targets) if target in text]
 
     def _is_there(self, task_type: str, index: int) -> bool:
         return is_listening(self._cluster.tasks[task_type][index])
 
-    def describe_servers(self) -> str:
-        """All parameter servers and whether their ports are open, for messages."""
-        return ", ".join(
-            f"{self._cluster.describe('ps', i)}: "
-            f"{'port open' if self._is_there('ps', i) else 'gone'}"
-            for i in range(self._cluster.num_ps)
-        )
+    def silent_servers(self, limit_s: float) -> str:
+        """Names those that have not answered for `limit_s`; called again and again while we work.
+
+        A server that is stopped fails no call: everybody would wait for it for ever.
+        """
+        now_s = time.monotonic()
+        if now_s - self._asked_s < _ASK_EVERY_S:
+            return ""
+        # Less than has passed if nobody asked, or this process was stopped itself.
+        since_s, self._asked_s = min(now_s - self._asked_s, _MAX_SINCE_S), now_s
+        names = task_names(self._cluster.tasks, "ps")
+        there = answering(names)
+        for name in names:
+            self._silent_s[name] = 0.0 if name in there else self._silent_s.get(name, 0.0) + since_s
+        silent = [name for name in names if self._silent_s[name] > limit_s]
+        return ", ".join(f"{name} ({names[name]})" for name in silent)
 
     def await_worker(self, worker: int) -> None:
         """Waits until `worker` listens and makes its devices known again."""
@@ -113,10 +161,6 @@ class Recovery:
                 return
             except tf.errors.OpError:
                 time.sleep(_POLL_S)  # it, or another worker, has gone again meanwhile
-
-
-def _speaks_of_lost_task(error: tf.errors.OpError) -> bool:
-    return isinstance(error, _LOST) or any(sign in str(error) for sign in _STARTED_ANEW)
 
 
 def _first_line(error: Exception) -> str:

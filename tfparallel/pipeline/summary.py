@@ -3,8 +3,9 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import tensorflow as tf
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
@@ -73,6 +74,13 @@ class Summary:
         return text.getvalue()
 
 
+def short_name(device: str) -> str:
+    """A device as tables name it: "GPU:1", or "worker 1 CPU:0" in another process."""
+    spec: Any = tf.DeviceSpec.from_string(device)
+    own = f"{spec.device_type}:{spec.device_index}"
+    return own if spec.job in (None, "localhost") else f"{spec.job} {spec.task} {own}"
+
+
 def summarise(
     model_name: str, stages: Stages, devices: Sequence[str], live: Sequence[int]
 ) -> Summary:
@@ -100,7 +108,7 @@ def summarise(
         rows.append(
             StageSummary(
                 stage,
-                device.rpartition("device:")[2],
+                short_name(device),
                 tuple(operation.name for operation in operations.values()),
                 sum(num_elements(variable) for variable in variables),
                 sum(shares[i] for i in at) if shares else None,

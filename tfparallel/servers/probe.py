@@ -1,12 +1,18 @@
 """Whether the tasks of a cluster are there: a TCP connection says so without TensorFlow.
 
-The kernel accepts connections for a process that is stopped or busy: alive means "not gone".
+The kernel accepts connections for a process that is stopped or busy: listening means "not gone".
+Answering is more. A gRPC server sends an HTTP/2 SETTINGS frame to whoever connects, by threads of
+its own; a stopped process does not. (TensorFlow's own question, `context.check_alive`, never
+returns then, and keeps Python's lock.)
+
+Source: HTTP/2, RFC 9113, sections 3.4 and 6.5.
 """
 
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _POLL_S = 0.2
 _REPORT_S = 10.0
 
@@ -17,6 +23,17 @@ def is_listening(address: str, timeout_s: float = 1.0) -> bool:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
             return True
+    except OSError:
+        return False
+
+
+def is_answering(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether a gRPC server at "host:port" is there and runs."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+            connection.sendall(_HELLO)
+            return bool(connection.recv(1))
     except OSError:
         return False
 

@@ -12,13 +12,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.cluster import read_tf_config
 from tfparallel.pipeline.counts import check_choice, check_counts
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.remote_stages import StageCluster, Timeouts
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.schedules.registry import build_schedule
 from tfparallel.pipeline.stages import Partition, Stages
-from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.summary import Summary, short_name, summarise
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
+from tfparallel.servers.security import check_network
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.pipeline_checks import check_schedule
@@ -54,10 +57,21 @@ class PipelineStrategy(KerasStrategy):
             pass directly follows its forward pass, which saves no memory; or a set of shell-style
             patterns of layer names.
         offload: whether what the forward pass keeps is on the host until the backward pass.
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` of a chief and workers:
+            every process runs the same script, the first one trains, and in the others the
+            constructor serves their stages until that is done and then ends the process with status
+            0. Default: `TF_CONFIG`, where no devices are given and it has several tasks.
+        insecure_network: says that strangers cannot reach the network between the processes. Needed
+            for addresses other than loopback: TensorFlow's servers know no authentication.
+        timeouts: how long processes wait for one another.
 
     Raises:
-        ValueError: for devices that do not exist or are named twice, counts below 1, or a schedule
-            that is unknown, incomplete or would deadlock.
+        ClusterConfigError: listing all that is wrong with `TF_CONFIG`.
+        StageLost: from training, naming the stage whose process is gone or does not answer.
+        TimeoutError: naming the processes that never came.
+        ValueError: for addresses that other machines reach, for devices that do not exist or are
+            named twice, counts below 1, or a schedule that is unknown, incomplete or would
+            deadlock.
 
     Source: GPipe, Huang et al., https://arxiv.org/abs/1811.06965; 1F1B: PipeDream-flush, Narayanan
     et al., https://arxiv.org/abs/2104.04473.
@@ -75,8 +89,19 @@ class PipelineStrategy(KerasStrategy):
         batch_norm: str = "per_microbatch",
         rematerialize: Choice = "none",
         offload: bool = False,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        insecure_network: bool = False,
+        timeouts: Timeouts | None = None,
     ):
-        devices = check_devices(devices) or _all_devices()
+        cluster = _find_cluster(devices, cluster_resolver)
+        if cluster is None:
+            devices = check_devices(devices) or _all_devices()
+        else:
+            check_network(cluster.tasks, insecure_network)
+            if not cluster.is_chief:
+                cluster.serve(timeouts or Timeouts())
+            cluster.connect(timeouts or Timeouts())
+            devices = cluster.devices()
         if isinstance(schedule, str):
             if num_microbatches is None:
                 num_microbatches = 4 * len(devices) * (chunks_per_device or 1)
@@ -88,7 +113,12 @@ class PipelineStrategy(KerasStrategy):
         check_choice("batch_norm", batch_norm, ("per_microbatch", "deferred"))
         Rematerialization(rematerialize, schedule)  # raises
         options = Options(memory_limit_bytes, batch_norm, rematerialize, offload)
-        super().__init__(PipelineExtended(self, devices, schedule, partition, options))
+        super().__init__(PipelineExtended(self, devices, schedule, partition, options, cluster))
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
+        reports = self.extended._reports_lost_stages()
+        return super().scope() if reports is None else _Scope(super().scope(), reports)
 
     @property
     def schedule(self) -> Schedule:
@@ -149,7 +179,7 @@ class PipelineStrategy(KerasStrategy):
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
-        names = [device.rpartition("device:")[2] for device in extended._stage_devices]
+        names = [short_name(device) for device in extended._stage_devices]
         return swimlane(self.schedule, times_s, names)
 
     def run(
@@ -159,6 +189,39 @@ class PipelineStrategy(KerasStrategy):
         if is_keras_step(fn) and uses_stock_train_step(fn.__self__) and args:
             self.extended._note_batch(fn.__self__, args[0])
         return super().run(fn, args, kwargs, options)
+
+
+class _Scope(contextlib.ExitStack):
+    """A scope within another context; like a plain scope, it may be entered and never left."""
+
+    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
+        super().__init__()
+        self._scope, self._around = scope, around
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.enter_context(self._around)
+        return self.enter_context(self._scope)
+
+
+def _find_cluster(
+    devices: Sequence[str] | None, resolver: tf.distribute.cluster_resolver.ClusterResolver | None
+) -> StageCluster | None:
+    """The cluster whose tasks have the stages; None if this process has them all.
+
+    Raises:
+        ValueError: for devices beside a cluster.
+    """
+    if resolver is not None and devices is not None:
+        raise ValueError(
+            "A pipeline is on devices of this process or on the tasks of a cluster. Received: "
+            f"devices={list(devices)!r} and a cluster_resolver. Leave one of them out."
+        )
+    if resolver is None and devices is None and (config := read_tf_config()) is not None:
+        resolver = config.cluster_resolver()
+    if resolver is None or sum(map(len, resolver.cluster_spec().as_dict().values())) < 2:
+        return None
+    return StageCluster(resolver)
 
 
 def _all_devices() -> list[str]:

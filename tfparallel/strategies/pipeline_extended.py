@@ -18,6 +18,7 @@ from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.placement import Placement
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.simulation import simulate
 from tfparallel.pipeline.staged_model import staged
@@ -33,6 +34,7 @@ from tfparallel.tf_internals import (
     device_util,
     distribute_lib,
     distribute_utils,
+    surround_epochs,
     values_util,
 )
 
@@ -59,15 +61,20 @@ class PipelineExtended(LocalExtended):
         schedule: Schedule,
         partition: Partition,
         options: Options,
+        cluster: StageCluster | None = None,
     ):
-        super().__init__(container_strategy, devices[-1:])
         self._stage_devices = [device_util.canonicalize(device) for device in devices]
+        super().__init__(container_strategy, devices[:1])  # which is in this process
+        self._default_device = None
         self._schedule, self._partition, self._options = schedule, partition, options
         # Losses and metrics are computed where the last stage is.
         self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
         self._input_workers_devices = ((self._host_device, self._devices),)
         self._budget = stage_budget(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
+        self._cluster = cluster
+        if cluster is not None:
+            cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
         self._known_stages: Any = weakref.WeakKeyDictionary()
         self._batches = FirstBatches(schedule.num_microbatches)
         self._creation = threading.local()
@@ -105,12 +112,22 @@ class PipelineExtended(LocalExtended):
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 
+    @property
+    def _host_device(self) -> str:
+        """Where batches are: the CPU of this process, whose device is the first."""
+        return device_util.canonicalize("/device:CPU:0", self._stage_devices[0])
+
+    def _reports_lost_stages(self) -> contextlib.AbstractContextManager | None:
+        return None if self._cluster is None else self._cluster.reports_lost_stages()
+
     def _device_of_stage(self, stage: int) -> str:
         return self._stage_devices[self._schedule.device_of[stage]]
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if call.model not in self._known_stages:
             self._batches.note_arrays(call)
+        if self._cluster is not None:
+            surround_epochs(call, self._cluster.reports_lost_stages)
         return dataset
 
     def _note_batch(self, model: keras.Model, data: Any) -> None:

@@ -1,0 +1,28 @@
+"""Stages in several processes train as one device does."""
+
+CHIEF, WORKER = ("/job:chief/replica:0/task:0", "/job:worker/replica:0/task:0")
+
+
+def test_two_processes_train_as_one_device(run_case):
+    result = run_case("two_stages")
+    assert result["status"] == 0
+    for what in ("skip_connections", "batch_norm", "dropout"):
+        assert result[what] < 1e-5, what
+    for devices in (result["devices"], result["slots"]):
+        assert {device.rpartition("/device")[0] for device in devices} == {CHIEF, WORKER}
+    assert "chief 0 CPU:0" in result["summary"] and "worker 0 CPU:0" in result["summary"]
+
+
+def test_three_processes_send_tensors_straight_to_one_another(run_case):
+    result = run_case("three_stages")
+    assert result["difference"] < 1e-5
+    tasks = ["chief 0", "worker 0", "worker 1"]
+    assert result["links"] == sorted([a, b] for a in tasks for b in tasks if a != b)
+
+
+def test_forward_passes_and_files_work(run_case):
+    result = run_case("files_and_forward_passes")
+    for what in ("loaded", "checkpoint", "evaluate", "predict"):
+        assert result[what] < 1e-5, what
+    assert result["unchanged"]
+    assert "worker 0 CPU:0" in result["swimlane"]
