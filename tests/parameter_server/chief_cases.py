@@ -279,6 +279,34 @@ def server_is_stopped() -> dict:
     return {"error": None}
 
 
+def _lost_in_sync(stop: str, task_type: str) -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(mode="sync", timeouts=Timeouts(ps_s=3))
+    model, (x, y) = make_model(strategy, metrics=[]), data()
+    lose = At(5, lambda: getattr(servers, stop)(task_type, 1))
+    error = None
+    try:
+        model.fit(x, y, batch_size=BATCH, epochs=20, verbose=0, callbacks=[lose])
+    except RuntimeError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return {"error": error, "address": servers.cluster[task_type][1]}
+
+
+@case
+def server_dies_in_sync() -> dict:
+    return _lost_in_sync("kill", "ps")
+
+
+@case
+def server_is_stopped_in_sync() -> dict:
+    return _lost_in_sync("stop", "ps")
+
+
+@case
+def worker_dies_in_sync() -> dict:
+    return _lost_in_sync("kill", "worker")
+
+
 class Say(keras.callbacks.Callback):
     """Prints the epochs that begin, for a test that waits to kill someone."""
 

@@ -49,6 +49,23 @@ def test_chief_ends_with_an_error_that_names_the_lost_server(run_case, name):
     result = run_case(name)
     assert f"ps 1 ({result['ps'][1]})" in result["error"]
     assert "backup callback" in result["error"]
+    assert result["status"] == 0  # the chief's process ends
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "task"),
+    [
+        ("server_dies_in_sync", "ServerLost", "ps 1"),
+        ("server_is_stopped_in_sync", "ServerLost", "ps 1"),
+        ("worker_dies_in_sync", "WorkerLost", "worker 1"),
+    ],
+)
+def test_sync_training_ends_with_an_error_that_names_the_lost_task(run_case, name, error, task):
+    result = run_case(name)
+    assert result["error"].startswith(f"{error}: "), result["error"]
+    assert f"{task} ({result['address']})" in result["error"]
+    assert "backup callback" in result["error"]
+    assert result["status"] == 0  # the chief's process ends
 
 
 def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):

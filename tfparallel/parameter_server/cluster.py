@@ -23,7 +23,7 @@ class Timeouts:
         worker_s: the chief, for a step of one worker before the worker counts as stopped; None
             never gives up on a worker that is alive. Longer than any step, tracing included.
         all_workers_s: the chief, for the first worker to come back when all are gone.
-        ps_s: the chief, for an answer of a parameter server.
+        ps_s: the chief, for an answer of a parameter server; in sync mode of a worker too.
         chief_s: workers and parameter servers, for a chief that is gone to come back.
     """
 

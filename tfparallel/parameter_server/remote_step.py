@@ -79,8 +79,10 @@ class RemoteStep:
         Returns:
             Remote tensors: outputs on the worker (to fetch), and effects on parameter servers.
         """
+        # Made here: making a tensor elsewhere holds Python's lock, for ever if a task is stopped.
+        number = tf.constant(worker)
         with tf.device(device):
-            *outputs, effects = self._compute(tf.constant(worker), *_flatten(arguments))
+            *outputs, effects = self._compute(number, *_flatten(arguments))
         return outputs, effects
 
     def apply(self, device: str, effects: list) -> None:

@@ -67,9 +67,13 @@ class ArraysOnWorkers:
         generation = self._generation(worker)
         known = self._shipped.get(worker)
         if known is None or known[0] != generation:
+            # Made here, then copied: making tensors elsewhere holds Python's lock all the time.
+            here = tf.nest.map_structure(
+                lambda a: None if a is None else tf.constant(a), self._arrays
+            )
             with tf.device(device):
                 shipped = tf.nest.map_structure(
-                    lambda a: None if a is None else tf.identity(tf.constant(a)), self._arrays
+                    lambda a: None if a is None else tf.identity(a), here
                 )
             self._shipped[worker] = known = (generation, shipped)
         return known[1]
@@ -203,10 +207,12 @@ class _Reader:
     def read(self, epoch: int, number: int) -> Any:
         if epoch < self._epoch or (epoch == self._epoch and number < self._next):
             self._epoch = -1  # a step of another worker, done again: start over
-        with tf.device(self._device):
-            while self._epoch < epoch:
-                # One iterator for each epoch, also those that are over: reshuffling counts them.
+        while self._epoch < epoch:
+            # One iterator for each epoch, also those that are over: reshuffling counts them.
+            with tf.device(self._device):
                 self._iterator = iter(self._dataset)
-                self._epoch, self._next = self._epoch + 1, 0
-            num_skipped, self._next = number - self._next, number + 1
-            return _skip_and_read(self._iterator, tf.constant(num_skipped))
+            self._epoch, self._next = self._epoch + 1, 0
+        num_skipped = tf.constant(number - self._next)
+        self._next = number + 1
+        with tf.device(self._device):
+            return _skip_and_read(self._iterator, num_skipped)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-from tfparallel.parameter_server.recovery import Recovery, TaskLost
+from tfparallel.parameter_server.recovery import START_AGAIN, Recovery, ServerLost, TaskLost
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.staleness import StalenessBound
 from tfparallel.tf_internals import context, new_executor
@@ -87,7 +87,7 @@ class WorkerPool:
         self._numbers = itertools.count()
         self._error: BaseException | None = None
         self._lost: dict[int, float] = {}  # workers that are gone, and since when
-        self._applying_since_s: float | None = None
+        self._is_applying = False
         self.steps_of_worker = [0] * len(devices)
         self._threads: list[threading.Thread] = []
 
@@ -195,12 +195,12 @@ class WorkerPool:
             executor.wait()
         with self._changed:
             while self._owns(worker, step, attempt) and not (
-                self._applying_since_s is None and self._staleness.may_apply(step.number)
+                not self._is_applying and self._staleness.may_apply(step.number)
             ):
                 self._changed.wait()
             if not self._owns(worker, step, attempt):
                 return  # it was given to another worker while this one was silent
-            self._applying_since_s = time.monotonic()
+            self._is_applying = True
         try:
             if step.remote.has_effects:
                 with self._recovery.of_servers():
@@ -208,7 +208,7 @@ class WorkerPool:
                     executor.wait()
         finally:
             with self._changed:
-                self._applying_since_s = None
+                self._is_applying = False
                 self._changed.notify_all()
         with self._changed:
             step.outputs = outputs
@@ -266,9 +266,12 @@ class WorkerPool:
         while True:
             time.sleep(0.5)
             with self._changed:
+                is_working = bool(self._queue or self._under_way)
+            silent = self._recovery.silent_servers(self._timeouts.ps_s) if is_working else ""
+            with self._changed:
                 now_s = time.monotonic()
                 self._take_from_silent(now_s)
-                error = self._hopeless(now_s)
+                error = self._hopeless(now_s, silent)
                 if error is not None and self._error is None and (self._queue or self._under_way):
                     self._error = error
                     self._queue.clear()
@@ -284,7 +287,7 @@ class WorkerPool:
             return
         for worker, (step, began_s) in list(self._under_way.items()):
             is_waiting = step.worker == worker and now_s - began_s > limit_s
-            if is_waiting and self._applying_since_s is None and worker not in self._lost:
+            if is_waiting and not self._is_applying and worker not in self._lost:
                 tf.get_logger().warning(
                     "%s has been silent for %g s; its step goes to another.",
                     self._cluster.describe("worker", worker),
@@ -295,14 +298,11 @@ class WorkerPool:
                 self._queue.appendleft(step)
                 self._changed.notify_all()
 
-    def _hopeless(self, now_s: float) -> Exception | None:
-        began_s, limit_s = self._applying_since_s, self._timeouts.ps_s
-        if began_s is not None and now_s - began_s > limit_s:
-            silent = self._recovery.describe_servers()
-            return TimeoutError(
-                f"Expected an update to be applied within {limit_s:g} s. Received: no answer from "
-                f"the parameter servers ({silent}). Start the job again; with the backup callback "
-                "it resumes. (The chief is speaking.)"
+    def _hopeless(self, now_s: float, silent_servers: str) -> Exception | None:
+        if silent_servers:
+            return ServerLost(
+                f"Expected every parameter server to answer within {self._timeouts.ps_s:g} s. "
+                f"Received: nothing from {silent_servers}. {START_AGAIN}"
             )
         if len(self._lost) == len(self._devices):
             since_s = now_s - max(self._lost.values())

@@ -28,6 +28,7 @@ from tfparallel.servers.probe import is_listening
 _MAILBOX_FD = 200
 _MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"
 _DONE = b"done"
+_HERE = "/device:CPU:0"
 _POLL_S = 1.0
 _REPORT_S = 30.0
 _LAST_CALLS_S = 10.0
@@ -125,10 +126,13 @@ def say_done(devices: Iterable[str], timeout_s: float = 5.0) -> None:
     A server that is stopped or dead cannot be told: no more than `timeout_s` is spent on all.
     """
 
+    with tf.device(_HERE):  # Python's lock is held while a value becomes a tensor elsewhere
+        mailbox, done = tf.constant(_MAILBOX), tf.constant(_DONE)
+
     def tell(device: str) -> None:
         # A server that is gone needs no telling.
         with contextlib.suppress(tf.errors.OpError), tf.device(device):
-            tf.io.write_file(_MAILBOX, _DONE)
+            tf.io.write_file(mailbox, done)
 
     threads = [threading.Thread(target=tell, args=(device,), daemon=True) for device in devices]
     for thread in threads:

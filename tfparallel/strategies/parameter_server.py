@@ -70,7 +70,7 @@ class ParameterServerStrategy(KerasStrategy):
         cluster.connect(timeouts)
         extended: ParameterServerExtended
         if mode == "sync":
-            extended = SyncParameterServerExtended(self, cluster, variable_partitioner)
+            extended = SyncParameterServerExtended(self, cluster, variable_partitioner, timeouts)
         else:
             extended = AsyncParameterServerExtended(
                 self, cluster, variable_partitioner, max_staleness, timeouts

@@ -1,15 +1,42 @@
 """Parameter servers, with workers that share each batch and wait for one another."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.recovery import Recovery
+from tfparallel.servers.probe import task_names
+from tfparallel.servers.watch import Watch
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
-from tfparallel.tf_internals import DistributedValues, ReductionToOneDevice
+from tfparallel.tf_internals import (
+    DistributedValues,
+    ReductionToOneDevice,
+    TrainerCall,
+    surround_epochs,
+)
 
 
 class SyncParameterServerExtended(ParameterServerExtended):
     """Every device of every worker is a replica, and all share each batch."""
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster: ParameterServerCluster,
+        partitioner: Callable | None,
+        timeouts: Timeouts,
+    ):
+        super().__init__(container_strategy, cluster, partitioner)
+        self._recovery = Recovery(cluster, timeouts)
+        addresses = task_names(cluster.tasks, "ps", "worker")
+        if str(addresses) not in _watches:
+            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s)
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        surround_epochs(call, self._recovery.of_all)
+        return super()._keras_dataset(dataset, call)
 
     def _compute_devices(self) -> tuple[str, ...]:
         return tuple(device for worker in self._cluster.worker_devices() for device in worker)
@@ -23,3 +50,6 @@ class SyncParameterServerExtended(ParameterServerExtended):
         if not isinstance(value, DistributedValues):
             return value
         return ReductionToOneDevice()._gather(value, destinations=destinations, axis=axis)
+
+
+_watches: dict[str, Watch] = {}  # of this process, by what they watch
