@@ -329,15 +329,15 @@ def chief_of_others() -> dict:
 def with_backup() -> dict:
     """The same, resuming from the backup in the case's folder."""
     strategy, say = tfparallel.ParameterServerStrategy(), Say()
-    backup = tfparallel.callbacks.BackupAndRestore(os.environ["CASE_FOLDER"] + "/backup")
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(1e-3), "mse")
-    x, y = data()
+    save_freq = int(os.environ.get("CASE_SAVE_FREQ", "0")) or "epoch"
+    backup = tfparallel.callbacks.BackupAndRestore(
+        os.environ["CASE_FOLDER"] + "/backup", save_freq=save_freq
+    )
+    model, (x, y) = make_model(strategy, optimizer="adam"), data()
     epochs = int(os.environ["CASE_EPOCHS"])
     model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[backup, say])
-    return {"epochs": say.epochs, "iterations": int(model.optimizer.iterations.numpy())}
+    iterations = int(model.optimizer.iterations.numpy())
+    return {"epochs": say.epochs, "iterations": iterations, "seen": seen(model)}
 
 
 def _wide_model(strategy, optimizer) -> keras.Model:

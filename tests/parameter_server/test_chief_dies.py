@@ -30,9 +30,36 @@ def test_job_that_lost_a_parameter_server_resumes_from_its_backup(make_servers, 
     servers.kill("ps", 0)
     assert chief.process.wait(60) == 1
     assert f"ps 0 ({servers.cluster['ps'][0]}) is gone" in chief.log
-    last = max(int(line.split()[1]) for line in chief.log.splitlines() if "EPOCH" in line)
+    last = _last_epoch(chief)
 
     result = start_chief("with_backup", make_servers(), CASE_EPOCHS=str(last + 2)).result()
     assert result["epochs"][0] in (last - 1, last)
     assert result["epochs"][-1] == last + 1
     assert result["iterations"] == 29 * (last + 2)
+
+
+def test_a_killed_worker_and_then_all_killed_cost_no_batch(make_servers, start_chief):
+    """Backups in the middle of an epoch: what was done before counts, and is not done again."""
+    servers = make_servers(TEST_CHIEF_S="2")
+    options = {"CASE_SAVE_FREQ": "5"}
+    chief = start_chief("with_backup", servers, CASE_EPOCHS="10000", **options)
+    chief.wait_for("EPOCH 1")
+    servers.kill("worker", 1)
+    chief.wait_for(f"EPOCH {_last_epoch(chief) + 2}")
+    assert f"worker 1 ({servers.cluster['worker'][1]}) is lost" in chief.log
+    servers.start("worker", 1)
+    chief.wait_for(f"EPOCH {_last_epoch(chief) + 2}")
+    chief.process.kill()
+    for task in servers.processes:
+        servers.kill(*task)
+
+    last = _last_epoch(chief)
+    again = start_chief("with_backup", make_servers(), CASE_EPOCHS=str(last + 1), **options)
+    result = again.result()
+    assert result["epochs"] in ([last], [last - 1, last])
+    assert result["iterations"] == 29 * (last + 1)
+    assert result["seen"] == [1.0]
+
+
+def _last_epoch(chief) -> int:
+    return max(int(line.split()[1]) for line in chief.log.splitlines() if "EPOCH" in line)
