@@ -400,7 +400,10 @@ def partitioned() -> dict:
         )
         with fewer.scope():
             elsewhere = keras.models.load_model(f"{folder}/model.keras")
-        states = [each.optimizer.variables for each in (alone, model, loaded, elsewhere)]
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        path = checkpoint.write(f"{folder}/checkpoint")
+        read = [_read_checkpoint(path, s, optimizers[optimizer]) for s in (None, fewer)]
+        states = [each.optimizer.variables for each in (alone, model, loaded, elsewhere, *read)]
         results.append(
             {
                 "run": [mode, kind, optimizer],
@@ -409,7 +412,7 @@ def partitioned() -> dict:
                 "servers": len({part.device for part in table.parts}),
                 "differences": [
                     _difference(alone.get_weights(), each.get_weights())
-                    for each in (model, loaded, restored, elsewhere)
+                    for each in (model, loaded, restored, elsewhere, *read)
                 ],
                 "slots": [_difference(states[0], state) for state in states[1:]],
                 "predictions": _difference(
@@ -418,6 +421,16 @@ def partitioned() -> dict:
             }
         )
     return {"results": results, "checkpoint": _checkpoint_of_variable(strategy, fewer, folder)}
+
+
+def _read_checkpoint(path: str, strategy, optimizer) -> keras.Model:
+    """A model as `tf.train.Checkpoint` restores it; its slots appear after they were asked for."""
+    model = _wide_model(strategy, optimizer)
+    status = tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(path)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model.optimizer.build(model.trainable_variables)
+    status.assert_consumed()
+    return model
 
 
 def _checkpoint_of_variable(strategy, fewer, folder: str) -> list:

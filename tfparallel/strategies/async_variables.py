@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.parameter_server.effects import current_effects
+from tfparallel.strategies.server_variables import WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable, MetricVariable
 
 
@@ -76,9 +77,9 @@ class HandedIn:
         return getattr(super(), name)(value, *args, **kwargs)
 
 
-class AsyncVariable(HandedIn, CentralVariable):
+class AsyncVariable(WholeInCheckpoints, HandedIn, CentralVariable):
     """Weights, slots, counters, seeds, statistics."""
 
 
-class AsyncMetricVariable(HandedIn, MetricVariable):
+class AsyncMetricVariable(WholeInCheckpoints, HandedIn, MetricVariable):
     """What a metric adds up; one copy, to which every worker adds."""

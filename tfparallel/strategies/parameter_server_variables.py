@@ -17,7 +17,18 @@ from tfparallel.strategies.partitioned_variables import (
     is_elementwise,
     of_part,
 )
-from tfparallel.strategies.variables import CentralVariable, is_statistics, mark_owner
+from tfparallel.strategies.server_variables import (
+    ServerMetric,
+    ServerStatistics,
+    ServerVariable,
+)
+from tfparallel.strategies.variables import (
+    CentralVariable,
+    MetricVariable,
+    ReplicatedVariable,
+    is_statistics,
+    mark_owner,
+)
 from tfparallel.tf_internals import (
     DistributedVariable,
     distribute_utils,
@@ -149,10 +160,20 @@ class ParameterServerExtended(CentralStorageExtended):
             return fn(var, *args, **kwargs)
         return super()._update(var, fn, args, kwargs, group)
 
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        return _ON_SERVERS[super()._variable_class(owner, kwargs)]
+
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         # What each replica keeps of its own rows is on the servers too: a worker may be lost.
         copies = 1 if issubclass(variable_class, CentralVariable) else len(self._devices)
         return (self._place_next.device,) * copies
+
+
+_ON_SERVERS: dict[type, type] = {
+    CentralVariable: ServerVariable,
+    ReplicatedVariable: ServerStatistics,
+    MetricVariable: ServerMetric,
+}
 
 
 def _evaluated(initial_value: Any, dtype: Any) -> Any:

@@ -20,10 +20,9 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.partition import split_rows
 from tfparallel.strategies.async_variables import HandedIn
+from tfparallel.strategies.server_variables import WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import SaveableObject, SaveSpec, record, variable_accessed
-
-VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
+from tfparallel.tf_internals import record, variable_accessed
 
 _optimizers = keras.optimizers
 _ELEMENTWISE = {
@@ -70,7 +69,6 @@ class Partitioned:
     """
 
     trainable: bool
-    _common_name: str
 
     def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
@@ -152,31 +150,14 @@ class Partitioned:
             getattr(part, name)(rows)
         return self
 
-    def _gather_saveables_for_checkpoint(self) -> dict:
-        return {VALUE_KEY: lambda name=self._common_name: _Whole(self, name)}
 
-
-class _Whole(SaveableObject):
-    """A checkpoint holds the whole, whatever its parts: it suits any number of servers."""
-
-    def __init__(self, variable: Partitioned, name: str):
-        self._variable = variable
-        with tf.device("CPU:0"):
-            tensor = variable.value
-        spec = SaveSpec(tensor, "", name, variable.parts[0].dtype, device="CPU:0")
-        super().__init__(tensor, [spec], name)
-
-    def restore(self, restored_tensors: Sequence, restored_shapes: Any) -> Any:
-        """Assigns the whole to the parts."""
-        del restored_shapes
-        return self._variable.assign(restored_tensors[0])
-
-
-class CentralPartitionedVariable(Partitioned, CentralVariable):
+class CentralPartitionedVariable(WholeInCheckpoints, Partitioned, CentralVariable):
     """Under `mode="sync"`: replica 0 assigns for all."""
 
 
-class AsyncPartitionedVariable(HandedIn, Partitioned, CentralVariable):  # type: ignore[misc]
+class AsyncPartitionedVariable(  # type: ignore[misc]
+    WholeInCheckpoints, HandedIn, Partitioned, CentralVariable
+):
     """Under `mode="async"`: a worker's step hands its assignments in."""
 
     def _server_value(self) -> tf.Tensor:
