@@ -107,6 +107,7 @@ def two_stages() -> dict:
         "dropout": difference(train(here, dropout_model), train(strategy, dropout_model)),
         "devices": [weight.value.values[0].device for weight in deep.model.weights],
         "slots": [v.value.values[0].device for v in deep.model.optimizer.variables[2:]],
+        "metrics": [v.value.values[0].device for v in deep.model.metrics_variables],
         "summary": str(strategy.summary(deep.model)),
     }
 

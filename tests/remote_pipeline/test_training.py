@@ -10,6 +10,7 @@ def test_two_processes_train_as_one_device(run_case):
         assert result[what] < 1e-5, what
     for devices in (result["devices"], result["slots"]):
         assert {device.rpartition("/device")[0] for device in devices} == {CHIEF, WORKER}
+    assert all(device.startswith(WORKER) for device in result["metrics"])
     assert "chief 0 CPU:0" in result["summary"] and "worker 0 CPU:0" in result["summary"]
 
 

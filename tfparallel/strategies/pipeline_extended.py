@@ -26,8 +26,9 @@ from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.strategies.base import LocalExtended
 from tfparallel.strategies.pipeline_checks import check_batch_norm
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.strategies.stage_variables import SequentialVariable, StageVariable
+from tfparallel.strategies.stage_variables import OptimizerNumber, SequentialVariable, StageVariable
 from tfparallel.tf_internals import (
+    BaseOptimizer,
     DistributedValues,
     ReductionToOneDevice,
     TrainerCall,
@@ -81,22 +82,32 @@ class PipelineExtended(LocalExtended):
         self._executor: Executor | None = None
         self._has_clock = False
         self._times: dict[Action, tf.Tensor] = {}
+        self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
 
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
-        if not isinstance(leader, StageVariable):
-            self._creation.device = self._host_device
+        self._creation.is_slot = isinstance(leader, StageVariable)
+        if not self._creation.is_slot:
+            self._creation.device = self._home(kwargs)
             return super()._create_variable(next_creator, **kwargs)
         self._creation.device = leader._primary.device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
         return variable
 
+    def _home(self, kwargs: Mapping[str, Any]) -> str:
+        """Where a variable lives as long as its stage is not known."""
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return self._hosts()[-1]  # metrics are computed where the last stage is
+        return self._host_device
+
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return SequentialVariable
+        if isinstance(owner, BaseOptimizer) and not self._creation.is_slot:
+            return OptimizerNumber
         is_state = isinstance(owner, (keras.Layer, keras.random.SeedGenerator))
         return SequentialVariable if is_state and not kwargs.get("trainable") else StageVariable
 
@@ -168,6 +179,7 @@ class PipelineExtended(LocalExtended):
             return microbatch
 
         try:
+            self._reads = {}
             with staged(model, stages, executor, current_microbatch, deferred, rematerialization):
                 yield
             deferred.assign()
@@ -176,7 +188,7 @@ class PipelineExtended(LocalExtended):
             if self._has_clock:
                 self._times = executor.add_clock(graph, self._hosts())
         finally:
-            self._executor = None
+            self._executor = self._reads = None
 
     @contextlib.contextmanager
     def _with_clock(self) -> Iterator[None]:

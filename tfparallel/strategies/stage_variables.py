@@ -44,3 +44,40 @@ class SequentialVariable(StageVariable):
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
         return update_fn(self._primary, value, **kwargs)
+
+
+class OptimizerNumber(StageVariable):
+    """What updates on every stage read, such as the learning rate: once in a traced step.
+
+    Each reading would be a tensor of its own to send, one for each weight of the other stages.
+    """
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: Any = False) -> Any:
+        known = self._read_once()
+        if known is None or dtype not in (None, self.dtype):
+            return super()._dense_var_to_tensor(dtype, name, as_ref)
+        return known
+
+    def value(self) -> tf.Tensor:
+        """The value."""
+        known = self._read_once()
+        return super().value() if known is None else known
+
+    def read_value(self) -> tf.Tensor:
+        """The value."""
+        return self.value()
+
+    def _read_once(self) -> tf.Tensor | None:
+        reads = self.distribute_strategy.extended._reads
+        if reads is None:  # no step is being traced
+            return None
+        key = (id(self), tf.compat.v1.get_default_graph())  # branches have graphs of their own
+        if key not in reads:
+            reads[key] = self._primary.read_value()
+        return reads[key]
+
+    def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        reads = self.distribute_strategy.extended._reads or {}
+        for key in [key for key in reads if key[0] == id(self)]:
+            del reads[key]
+        return super()._update(update_fn, value, **kwargs)
