@@ -128,7 +128,7 @@ def three_stages() -> dict:
 
 
 def _links(strategy: tf.distribute.Strategy) -> set:
-    """Pairs of tasks: between the passes of a step, one makes a tensor and one takes it."""
+    """Pairs of tasks: one makes an activation or a gradient, and another one takes it."""
     with strategy.scope():
         model = deep_model()
         model.compile(momentum_sgd(), **tiny_compile_options())
@@ -137,14 +137,14 @@ def _links(strategy: tf.distribute.Strategy) -> set:
         model._symbolic_build(data_batch=(x, y, None))
         step = tf.function(lambda x, y: strategy.run(model.train_step, args=((x, y),)))
         operations = step.get_concrete_function(x, y).graph.get_operations()
-    calls = {op for op in operations if op.type == "RemoteCall"}
-    pairs = [(x.op, call) for call in calls for x in call.inputs if x.op in calls]
-    return {(_task(a), _task(b)) for a, b in pairs if _task(a) != _task(b)}
+    edges = [(x, op) for op in operations for x in op.inputs if x.dtype == tf.float32]
+    matrices = [(_task(x.op), _task(op)) for x, op in edges if x.shape.rank == 2]
+    return {(a, b) for a, b in matrices if a != b and a and b}
 
 
 def _task(operation: tf.Operation) -> str:
     spec = tf.DeviceSpec.from_string(operation.device)
-    return f"{spec.job} {spec.task}"
+    return f"{spec.job} {spec.task}" if spec.job else ""
 
 
 @case
