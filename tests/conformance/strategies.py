@@ -98,6 +98,13 @@ def _parameter_servers(**options: Any) -> tf.distribute.Strategy:
     return library().ParameterServerStrategy(**options)
 
 
+def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
+    """The first stage in this process, the others in processes of their own."""
+    _servers.append(ServerProcesses(num_stages - 1, num_ps=0))
+    os.environ.update(_servers[0].environment("chief", 0))
+    return library().PipelineStrategy(**options)
+
+
 _servers: list[ServerProcesses] = []  # they end with this process
 
 STRATEGIES = [
@@ -146,6 +153,14 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "optimizers.gradient_accumulation",
         ),
+    ),
+    Row(
+        "pipeline_remote_2",
+        lambda: _remote_pipeline(2, num_microbatches=3),
+        num_replicas=3,
+        devices_per_worker=1,
+        few=True,
+        exempt=("batch_norm.", "models.cnn", "models.nested", "losses.masked_sequence"),
     ),
     Row(
         "parameter_server_sync",
