@@ -480,6 +480,81 @@ def converges() -> dict:
     return {"one_device": accuracies[0], "async": accuracies[1]}
 
 
+class Pull(keras.Model):
+    """A model whose gradient does not depend on its weights: what arrives of it can be told."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(8, 16), initializer="zeros", name="w")
+
+    def call(self, x):
+        return tf.reduce_sum(self.w * x, (1, 2))
+
+
+@case
+def error_feedback() -> dict:
+    """What the servers have applied, and what workers have kept, is all that there was."""
+    make_cluster(2, 2)
+    x = np.random.default_rng(0).normal(size=(40, 8, 16)).astype("float32")
+    differences = {}
+    for name in ("topk", "signsgd"):
+        for is_scaled in (False, True):
+            strategy = tfparallel.ParameterServerStrategy(compression=name)
+            with strategy.scope():
+                model = Pull()
+                optimizer = keras.optimizers.SGD(1.0)
+                if is_scaled:  # by factors that grow while steps are under way
+                    optimizer = keras.optimizers.LossScaleOptimizer(
+                        optimizer, initial_scale=2.0**10, dynamic_growth_steps=4
+                    )
+                model.compile(optimizer, loss=lambda y, prediction: prediction)
+            model.fit(x, np.zeros(40, "float32"), batch_size=4, epochs=3, verbose=0)
+            kept = [
+                tensor.numpy()
+                for _, values in strategy.extended._states._values.values()
+                for tensor in values.values()
+            ]
+            moved = -model.w.numpy() + sum(kept)
+            # Each batch gives the mean over its 4 examples; all are used once an epoch.
+            expected = 3 * x.sum(0) / 4
+            differences[f"{name} {is_scaled}"] = {
+                "relative": float(np.abs(moved - expected).max() / np.abs(expected).max()),
+                "kept": float(np.abs(sum(kept)).max()),
+                "iterations": int(model.optimizer.iterations.numpy()),
+                "workers": len(strategy.extended._states._values),
+                "scale": float(getattr(model.optimizer, "dynamic_scale", tf.constant(1)).numpy()),
+            }
+    return differences
+
+
+@case
+def compression() -> dict:
+    """The training loss under each compressor, and the bytes that steps hand in."""
+    make_cluster(2, 2)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(512, 64)).astype("float32")
+    y = np.tanh(x @ rng.normal(size=(64, 4))).astype("float32")
+    topk = tfparallel.compression.TopK(0.1)
+    results = {}
+    for compressor in (None, "fp16", "qsgd", "terngrad", "signsgd", topk):
+        keras.utils.set_random_seed(0)
+        strategy = tfparallel.ParameterServerStrategy(compression=compressor, max_staleness=1)
+        with strategy.scope():
+            layers = [keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(4)]
+            model = keras.Sequential([keras.Input((64,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=32, epochs=8, verbose=0)
+        (step,) = model.train_function._steps.values()
+        reports = strategy.compression_report()
+        results[str(compressor)] = {
+            "loss": model.evaluate(x, y, verbose=0),
+            "iterations": int(model.optimizer.iterations.numpy()),
+            "bytes": step.bytes_handed_in,
+            "reported": [[r.bytes_sent, r.bytes_uncompressed] for r in reports],
+        }
+    return results
+
+
 @case
 def mistake_in_a_step() -> dict:
     """An error of the user reaches `fit` as it is, and the strategy goes on."""

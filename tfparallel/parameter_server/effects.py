@@ -21,6 +21,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.parameter_server.worker_state import Slot
+
 _thread = threading.local()
 
 
@@ -52,6 +54,7 @@ class Effects:
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
+        self.kept: list[tuple[Slot, tf.Tensor]] = []
         self._values: dict[int, tf.Tensor] = {}  # what the step sees, by the variable's id
         self._seen: list[Any] = []  # keeps ids from being used again
 
@@ -93,6 +96,10 @@ class Effects:
     ) -> None:
         """Any other change, as `Effect` describes it."""
         self.effects.append(Effect(list(tensors), list(devices), carry_out))
+
+    def keep(self, slot: Slot, tensor: tf.Tensor) -> None:
+        """The worker remembers `tensor` when the step has been applied."""
+        self.kept.append((slot, tensor))
 
     def _add(self, variable: Any, delta: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         self._record(variable, delta, lambda values: variable.assign_add(values[0]), value)

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.parameter_server.effects import Effect, Effects
+from tfparallel.parameter_server.worker_state import WorkerStates
 
 
 class RemoteStep:
@@ -34,6 +35,11 @@ class RemoteStep:
             tensor); gives the outputs.
         specs: nest of `TypeSpec` of the arguments.
         scope: makes the context in which effects are carried out.
+        states: what workers remember from step to step.
+
+    Attributes:
+        has_effects: whether there is anything to apply.
+        bytes_handed_in: the size of the effects, where all shapes are known; at least, elsewhere.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class RemoteStep:
         run: Callable[[Any, tf.Tensor], Any],
         specs: Any,
         scope: Callable[[], contextlib.AbstractContextManager],
+        states: WorkerStates,
     ):
         traced: dict[str, Any] = {}
 
@@ -55,7 +62,7 @@ class RemoteStep:
             traced["packed"] = [_is_packed(output) for output in flat_outputs]
             flat_effects = tf.nest.flatten(traced["effects"], expand_composites=True)
             handed_in = _each_on(_flat_devices(effects.effects), flat_effects)
-            return (*_pack_scalars(flat_outputs), handed_in)
+            return (*_pack_scalars(flat_outputs), handed_in, [tensor for _, tensor in effects.kept])
 
         def apply(*flat: tf.Tensor) -> None:
             with scope():
@@ -66,24 +73,30 @@ class RemoteStep:
         self._compute = tf.function(compute, autograph=False).get_concrete_function(
             tf.TensorSpec((), tf.int32), *_flatten(specs)
         )
-        self._traced = traced
+        self._traced, self._states = traced, states
         values = self._compute.structured_outputs[2]
         self.has_effects = bool(values)
+        self.bytes_handed_in = sum((v.shape.num_elements() or 0) * v.dtype.size for v in values)
         if self.has_effects:
             value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
             self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
 
-    def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list]:
+    def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list, list]:
         """Runs the worker's part there.
 
         Returns:
-            Remote tensors: outputs on the worker (to fetch), and effects on parameter servers.
+            Remote tensors: outputs on the worker (to fetch), effects on parameter servers, and
+            what the worker remembers if the step counts (`keep`).
         """
         # Made here: making a tensor elsewhere holds Python's lock, for ever if a task is stopped.
         number = tf.constant(worker)
-        with tf.device(device):
-            *outputs, effects = self._compute(number, *_flatten(arguments))
-        return outputs, effects
+        with self._states.of_worker(worker, device), tf.device(device):
+            *outputs, effects, kept = self._compute(number, *_flatten(arguments))
+        return outputs, effects, kept
+
+    def keep(self, worker: int, kept: list) -> None:
+        """The step counts: `worker` remembers what `compute` gave."""
+        self._states.keep(worker, [slot for slot, _ in self._traced["recorder"].kept], kept)
 
     def apply(self, device: str, effects: list) -> None:
         """Makes the changes; `device` is that of a parameter server, `effects` are there."""

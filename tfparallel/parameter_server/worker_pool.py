@@ -190,7 +190,7 @@ class WorkerPool:
         attempt, device = step.attempt, self._devices[worker]
         with self._recovery.of_worker(worker):
             arguments = step.arguments.on(worker, device)
-            outputs, effects = step.remote.compute(worker, device, arguments)
+            outputs, effects, kept = step.remote.compute(worker, device, arguments)
             outputs = step.remote.fetch(self._cluster.chief_device, outputs)
             executor.wait()
         with self._changed:
@@ -206,6 +206,7 @@ class WorkerPool:
                 with self._recovery.of_servers():
                     step.remote.apply(self._cluster.ps_devices[0], effects)
                     executor.wait()
+                step.remote.keep(worker, kept)
         finally:
             with self._changed:
                 self._is_applying = False

@@ -6,7 +6,9 @@ from typing import Literal
 import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
+from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.compressed_gradient import checked_compressor
 from tfparallel.servers.security import check_network
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.mirrored import MirroredLocalExtended
@@ -35,6 +37,9 @@ class ParameterServerStrategy(KerasStrategy):
         max_staleness: "async" only. How many updates may be applied between the moment that a
             worker reads the weights and the moment that its own update is applied; None sets no
             bound.
+        compression: "async" only. How workers hand gradients in: one of `Cast`, `TopK`, `QSGD`,
+            `TernGrad` and `SignSGD` of `tfparallel.compression`, or its name; None hands them in
+            as they are.
         insecure_network: says that strangers cannot reach the network between the tasks. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
         timeouts: how long tasks wait for one another.
@@ -54,8 +59,10 @@ class ParameterServerStrategy(KerasStrategy):
         max_staleness: int | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
+        compression: Compressor | str | None = None,
     ):
-        _check_arguments(mode, max_staleness, variable_partitioner)
+        _check_arguments(mode, max_staleness, variable_partitioner, compression)
+        compressor = checked_compressor(compression)
         if cluster_resolver is None and (config := read_tf_config()) is not None:
             cluster_resolver = config.cluster_resolver()
         cluster = ParameterServerCluster(cluster_resolver)
@@ -73,9 +80,15 @@ class ParameterServerStrategy(KerasStrategy):
             extended = SyncParameterServerExtended(self, cluster, variable_partitioner, timeouts)
         else:
             extended = AsyncParameterServerExtended(
-                self, cluster, variable_partitioner, max_staleness, timeouts
+                self, cluster, variable_partitioner, max_staleness, timeouts, compressor
             )
         super().__init__(extended)
+
+    def compression_report(self) -> list[CompressionReport]:
+        """What a worker hands in in one step, for each optimizer that has trained."""
+        extended = self.extended
+        is_async = isinstance(extended, AsyncParameterServerExtended)
+        return extended.compression_report() if is_async else []
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -87,13 +100,21 @@ def _has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def _check_arguments(mode: str, max_staleness: int | None, partitioner: object) -> None:
+def _check_arguments(
+    mode: str, max_staleness: int | None, partitioner: object, compression: object
+) -> None:
     if mode not in ("async", "sync"):
         raise ValueError(f'`mode` must be "async" or "sync". Received: {mode!r}.')
     if max_staleness is not None and mode == "sync":
         raise ValueError(
             'max_staleness is for mode="async": with mode="sync" no update is ever stale. '
             f"Received: max_staleness={max_staleness}."
+        )
+    if compression is not None and mode == "sync":
+        raise ValueError(
+            'compression is for mode="async". Received: '
+            f'compression={compression!r}, mode="sync". MultiWorkerMirroredStrategy compresses '
+            "gradients that are averaged."
         )
     if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
         raise ValueError(

@@ -8,8 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-from tfparallel.parameter_server.effects import current_effects
+from tfparallel.parameter_server.compressed_gradient import (
+    GradientsHandedIn,
+    HandedIn,
+    as_it_is,
+)
+from tfparallel.parameter_server.effects import Effects, current_effects
 from tfparallel.parameter_server.keras_functions import (
     Batches,
     FedByChief,
@@ -19,6 +25,7 @@ from tfparallel.parameter_server.keras_functions import (
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
+from tfparallel.parameter_server.worker_state import WorkerStates
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
 from tfparallel.strategies.partitioned_variables import AsyncPartitionedVariable
@@ -38,11 +45,14 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         partitioner: Callable | None,
         max_staleness: int | None,
         timeouts: Timeouts,
+        compressor: Compressor | None,
     ):
         super().__init__(container_strategy, cluster, partitioner)
         devices = tuple(worker[0] for worker in cluster.worker_devices())
         self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
         self._worker = threading.local()
+        self._states = WorkerStates(self._pool.generation)
+        self._handed_in = GradientsHandedIn(compressor, self._states) if compressor else None
         # At the end of each epoch Keras waits for all tasks, also for one that is gone or stopped.
         # With this variable it does not; it is TensorFlow's own answer for its strategy.
         os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
@@ -90,7 +100,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             with strategy.scope(), WorkerContext(strategy, 0):
                 yield
 
-        return RemoteStep(run, arguments.specs, scope)
+        return RemoteStep(run, arguments.specs, scope, self._states)
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         effects = current_effects()
@@ -99,23 +109,45 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         updated = list(optimizer._trainable_variables if variables is None else variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        tensors = [gradients[i] for i in present]
-        devices = [updated[i]._value.values[0].device for i in present]
         scale = getattr(optimizer, "dynamic_scale", None)
+        handed_in = [
+            self._hand_in(effects, optimizer, updated[i], gradients[i], scale) for i in present
+        ]
+        tensors = [tensor for each in handed_in for tensor in each.tensors]
+        devices = [
+            updated[i]._value.values[0].device
+            for i, each in zip(present, handed_in, strict=True)
+            for _ in each.tensors
+        ]
         if scale is not None:
             tensors.append(tf.convert_to_tensor(scale))
             devices.append(devices[0] if devices else self._cluster.ps_devices[0])
 
         def carry_out(values: list) -> None:
+            scales = (None, None)
             if scale is not None:  # it may have changed since the worker scaled its loss
-                factor = tf.convert_to_tensor(scale) / values.pop()
-                values = [value * tf.cast(factor, value.dtype) for value in values]
-            arrived = dict(zip(present, values, strict=True))
-            in_order = [arrived.get(i) for i in range(len(gradients))]
+                scales = (values.pop(), tf.convert_to_tensor(scale))
+            arrived = iter(values)
+            restored: dict[int, Any] = {
+                i: each.restore([next(arrived) for _ in each.tensors], *scales)
+                for i, each in zip(present, handed_in, strict=True)
+            }
+            in_order = [restored.get(i) for i in range(len(gradients))]
             super(AsyncParameterServerExtended, self)._apply_reduced(apply, in_order, variables)
 
         effects.defer(tensors, devices, carry_out)
         return None
+
+    def _hand_in(
+        self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
+    ) -> HandedIn:
+        if self._handed_in is None:
+            return as_it_is(gradient)
+        return self._handed_in.hand_in(effects, optimizer, variable, gradient, scale)
+
+    def compression_report(self) -> list[CompressionReport]:
+        """What a worker hands in in one step, for each optimizer that has trained."""
+        return self._handed_in.report() if self._handed_in else []
 
     # ---- how a batch is split --------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""A gradient that a worker hands in in fewer bytes, and the servers restore.
+
+    worker                                        parameter server
+    gradient + residual --compress--> payload --> decompress --> the optimizer's update
+    residual = what the payload leaves out
+
+The residual is the worker's own. It is of the gradient of the loss, not of the scaled loss: a step
+may be applied under another loss scale than the next one is computed with.
+"""
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.compression import (
+    QSGD,
+    Cast,
+    CompressionReport,
+    Compressor,
+    SignSGD,
+    TernGrad,
+    TopK,
+    VariableReport,
+    as_compressor,
+)
+from tfparallel.communication.compression.buckets import Ranks
+from tfparallel.parameter_server.effects import Effects
+from tfparallel.parameter_server.worker_state import Slot, WorkerStates
+
+_ALONE = Ranks(0, 1)
+# Those whose payload says all: RandomK's places, PowerSGD's rounds and Adaptive's plan are things
+# that ranks agree on, and asynchronous workers agree on nothing.
+_SUPPORTED = (Cast, TopK, QSGD, TernGrad, SignSGD)
+
+
+def checked_compressor(compression: Compressor | str | None) -> Compressor | None:
+    """The compressor that `compression` stands for.
+
+    Raises:
+        ValueError: for one that needs ranks which train in step.
+    """
+    if compression is None:
+        return None
+    compressor = as_compressor(compression)
+    if not isinstance(compressor, _SUPPORTED):
+        names = ", ".join(each.__name__ for each in _SUPPORTED)
+        raise ValueError(
+            f"`compression` of a parameter server strategy must be one of {names}: each worker "
+            f"hands in alone what others have no part in. Received: {compressor!r}."
+        )
+    return compressor
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """What is handed in for one gradient.
+
+    Attributes:
+        tensors: the payload, or the gradient itself.
+        restore: makes the gradient of them, on the servers, given the loss scale that the worker
+            had and the one that the gradient is to have; None where losses are not scaled.
+    """
+
+    tensors: list
+    restore: Callable[[Sequence, Any, Any], Any]
+
+
+def as_it_is(gradient: Any) -> HandedIn:
+    """A gradient that is not compressed."""
+
+    def restore(tensors: Sequence, scale: Any, scale_now: Any) -> Any:
+        if scale is None:
+            return tensors[0]
+        return tensors[0] * tf.cast(scale_now / scale, tensors[0].dtype)
+
+    return HandedIn([gradient], restore)
+
+
+class GradientsHandedIn:
+    """Compresses gradients while steps are traced, and knows what that saves.
+
+    Args:
+        compressor: checked.
+        states: where residuals are.
+    """
+
+    def __init__(self, compressor: Compressor, states: WorkerStates):
+        self._compressor, self._states = compressor, states
+        self._rows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def hand_in(
+        self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
+    ) -> HandedIn:
+        """What to hand in for the gradient of `variable`; called while a step is traced.
+
+        Args:
+            effects: of the step; take the new residual.
+            optimizer: whose update it is.
+            variable: a Keras variable of the optimizer.
+            gradient: tensor or `IndexedSlices`; of the loss times `scale`.
+            scale: the loss scale, or None.
+        """
+        is_compressed = (
+            isinstance(gradient, tf.Tensor)
+            and gradient.dtype.is_floating
+            and gradient.shape.is_fully_defined()
+            and self._compressor.applies_to(gradient.shape)
+        )
+        rows = self._rows.setdefault(optimizer, {})
+        rows[variable.path] = self._row(variable, is_compressed)
+        if not is_compressed:
+            return as_it_is(gradient)
+        return self._compressed(effects, optimizer, variable, gradient, scale)
+
+    def report(self) -> list[CompressionReport]:
+        """What a worker hands in in one step, for each optimizer that has trained."""
+        name = repr(self._compressor)
+        return [CompressionReport(name, list(rows.values()), []) for rows in self._rows.values()]
+
+    def _row(self, variable: Any, is_compressed: bool) -> VariableReport:
+        shape = tuple(variable.shape)
+        dense = 4 * tf.TensorShape(shape).num_elements()
+        if not is_compressed:
+            return VariableReport(variable.path, shape, "uncompressed", dense, dense)
+        sent = self._compressor.payload_bytes(shape)
+        return VariableReport(variable.path, shape, repr(self._compressor), sent, dense)
+
+    def _compressed(
+        self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
+    ) -> HandedIn:
+        compressor, dtype = self._compressor, gradient.dtype
+        state, slots = self._state(optimizer, variable.path, gradient.shape)
+        value = tf.cast(gradient, tf.float32)
+        is_unscaled = scale is not None and "residual" in state
+        if is_unscaled:
+            value = value / tf.cast(scale, tf.float32)
+        if "residual" in state:
+            value = value + state["residual"]
+        payload, context = compressor.compress(value, state, _ALONE)
+        if "residual" in state:
+            left_out = value - compressor.decompress(payload, context)
+            is_finite = tf.math.is_finite(tf.reduce_sum(left_out))  # else the step will be skipped
+            effects.keep(slots["residual"], tf.where(is_finite, left_out, state["residual"]))
+        if "counter" in state:
+            effects.keep(slots["counter"], state["counter"] + [0, 1])
+
+        def restore(tensors: Sequence, scale_then: Any, scale_now: Any) -> tf.Tensor:
+            restored = compressor.decompress(tensors, context)
+            if scale is not None:
+                factor = scale_now if is_unscaled else scale_now / scale_then
+                restored = restored * tf.cast(factor, tf.float32)
+            return tf.cast(restored, dtype)
+
+        return HandedIn(list(payload), restore)
+
+    def _state(self, optimizer: Any, path: str, shape: tf.TensorShape) -> tuple[dict, dict]:
+        def initial_of(worker: int) -> dict[str, tf.Tensor]:
+            seed = zlib.crc32(f"{path} {tuple(shape)} {worker}".encode())  # rounds by itself
+            return self._compressor.initial_state(shape, seed)
+
+        state, slots = {}, {}
+        with tf.init_scope():
+            likes = {key: (t.shape, t.dtype) for key, t in initial_of(0).items()}
+        for key, like in likes.items():
+
+            def initial(worker: int, key: str = key) -> tf.Tensor:
+                return initial_of(worker)[key]
+
+            slots[key] = Slot(weakref.ref(optimizer), f"{path}/{key}", initial)
+            state[key] = self._states.read(slots[key], tf.TensorSpec(*like))
+        return state, slots

@@ -1,0 +1,82 @@
+"""What a worker remembers from step to step: tensors on the worker, known by the chief.
+
+A step gets them as arguments and returns new ones, which take their place when the step's update
+has been applied. So a step that is given to another worker has changed nothing here either. A
+worker that was lost starts with nothing.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that each worker remembers.
+
+    Attributes:
+        owner: whose it is; a weak reference, with the owner goes the tensor.
+        name: which of the owner's.
+        initial: gives a worker's first value, from the worker's number.
+    """
+
+    owner: weakref.ref
+    name: str
+    initial: Callable[[int], tf.Tensor]
+
+    @property
+    def key(self) -> tuple[weakref.ref, str]:
+        """Equal for the same tensor in steps that were traced separately."""
+        return self.owner, self.name
+
+
+class WorkerStates:
+    """The tensors of all workers.
+
+    Args:
+        generation: how often a worker, by number, has been lost.
+    """
+
+    def __init__(self, generation: Callable[[int], int]):
+        self._generation = generation
+        self._values: dict[int, tuple[int, dict]] = {}  # by worker, with its generation
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def of_worker(self, worker: int, device: str) -> Iterator[None]:
+        """Within it, steps that the calling thread starts get the tensors of `worker`."""
+        self._thread.worker, self._thread.device = worker, device
+        yield
+
+    def read(self, slot: Slot, spec: tf.TensorSpec) -> tf.Tensor:
+        """The tensor of the worker that runs the step; called while a step is traced."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        return graph.capture_call_time_value(lambda: self._value(slot), spec)
+
+    def _value(self, slot: Slot) -> tf.Tensor:
+        worker = self._thread.worker
+        values = self._values_of(worker)
+        if slot.key not in values:
+            first = slot.initial(worker)
+            with tf.device(self._thread.device):
+                values[slot.key] = tf.identity(first)
+        return values[slot.key]
+
+    def keep(self, worker: int, slots: Sequence[Slot], tensors: Sequence[tf.Tensor]) -> None:
+        """The step of `worker` that gave `tensors` counts; called by the worker's thread."""
+        if slots:
+            values = self._values_of(worker)
+            values.update({slot.key: t for slot, t in zip(slots, tensors, strict=True)})
+            for key in [key for key in values if key[0]() is None]:
+                del values[key]
+
+    def _values_of(self, worker: int) -> dict:
+        generation = self._generation(worker)
+        if worker not in self._values or self._values[worker][0] != generation:
+            self._values[worker] = (generation, {})
+        return self._values[worker][1]
