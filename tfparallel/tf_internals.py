@@ -20,6 +20,9 @@ from keras.src.backend.common import global_state
 # A layer's mask travels as an attribute of its output, which a `tf.function` in between would lose.
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
+# Whether Keras has layers compute with values of its own in the place of their variables.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
@@ -139,6 +142,7 @@ __all__ = [
     "is_keras_step",
     "is_predict_step",
     "is_symbolic_build",
+    "in_stateless_scope",
     "is_called_by_trainer",
     "model_of_predict_step",
     "new_executor",

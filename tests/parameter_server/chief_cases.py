@@ -559,17 +559,37 @@ def compression() -> dict:
 def mistake_in_a_step() -> dict:
     """An error of the user reaches `fit` as it is, and the strategy goes on."""
     make_cluster()
-    strategy = tfparallel.ParameterServerStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(5, 1)])
-        model.compile("sgd", "mse")
-    error = None
-    try:
-        model.fit(np.full((20, 1), 99), np.ones((20, 1, 1)), batch_size=2, verbose=0)
-    except tf.errors.InvalidArgumentError as caught:
-        error = str(caught)
-    model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
-    return {"error": error, "iterations": int(model.optimizer.iterations.numpy())}
+    results = []
+    for partitioner in (None, tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)):
+        strategy = tfparallel.ParameterServerStrategy(variable_partitioner=partitioner)
+        with strategy.scope():
+            table = keras.layers.Embedding(5, 1)
+            model = keras.Sequential([keras.Input((1,), dtype="int32"), table])
+            model.compile("sgd", "mse")
+        error = None
+        try:
+            model.fit(np.full((20, 1), 99), np.ones((20, 1, 1)), batch_size=2, verbose=0)
+        except tf.errors.InvalidArgumentError as caught:
+            error = str(caught)
+        model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
+        iterations = int(model.optimizer.iterations.numpy())
+        (step,) = model.train_function._steps.values()
+        results.append(
+            {
+                "error": error,
+                "iterations": iterations,
+                "read": _values_read(step),
+                "parts": len(getattr(table.embeddings.value, "parts", [0])),
+            }
+        )
+    return {"results": results}
+
+
+def _values_read(step) -> list:
+    """The shapes of the variables that a step reads as a whole, in the worker's part of it."""
+    graph = step._compute.graph
+    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+    return [op.outputs[0].shape.as_list() for op in reads]
 
 
 def main() -> None:

@@ -69,9 +69,15 @@ def test_sync_training_ends_with_an_error_that_names_the_lost_task(run_case, nam
 
 
 def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
-    result = run_case("mistake_in_a_step")
-    assert "99 is not in [0, 5)" in result["error"]
-    assert result["iterations"] >= 10
+    whole, in_parts = run_case("mistake_in_a_step")["results"]
+    assert "99 is not in [0, 5)" in whole["error"]
+    assert "Expected indices in [0, 5). Received others:" in in_parts["error"]
+    assert "99" in in_parts["error"]
+    assert (whole["parts"], in_parts["parts"]) == (1, 2)
+    for each in (whole, in_parts):
+        assert each["iterations"] >= 10
+        # Rows are gathered where the table is: it is not read as a whole, nor is a part of it.
+        assert [shape for shape in each["read"] if len(shape) == 2] == []
 
 
 def test_async_training_reaches_the_accuracy_of_one_device(run_case):

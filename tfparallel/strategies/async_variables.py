@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.parameter_server.effects import current_effects
-from tfparallel.strategies.server_variables import WholeInCheckpoints
+from tfparallel.strategies.server_variables import RowsOnServers, WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable, MetricVariable
 
 
@@ -77,7 +77,7 @@ class HandedIn:
         return getattr(super(), name)(value, *args, **kwargs)
 
 
-class AsyncVariable(WholeInCheckpoints, HandedIn, CentralVariable):
+class AsyncVariable(WholeInCheckpoints, HandedIn, RowsOnServers, CentralVariable):
     """Weights, slots, counters, seeds, statistics."""
 
 

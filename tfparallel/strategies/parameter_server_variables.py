@@ -11,6 +11,7 @@ from tfparallel.parameter_server.partition import num_parts, rows_of_parts, spli
 from tfparallel.parameter_server.placement import BalancedBytes
 from tfparallel.strategies.base import hook_owner
 from tfparallel.strategies.central_storage import CentralStorageExtended
+from tfparallel.strategies.embedding_hooks import hook_embedding
 from tfparallel.strategies.partitioned_variables import (
     CentralPartitionedVariable,
     Partitioned,
@@ -77,6 +78,7 @@ class ParameterServerExtended(CentralStorageExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        hook_embedding(owner_of_new_variable())
         kwargs["initial_value"] = _evaluated(kwargs.get("initial_value"), kwargs.get("dtype"))
         reference = kwargs.get("colocate_with")
         servers_and_rows = self._plan_parts(reference, kwargs)

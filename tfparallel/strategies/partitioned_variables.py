@@ -3,6 +3,8 @@
 context                                        reads                     assignments
 ---------------------------------------------  ------------------------  -----------------------
 an optimizer's update of part i (`of_part`)    part i                    part i
+a lookup of rows (`sparse_read`)               rows of each part,
+                                               gathered where it is
 anywhere else                                  all parts, one after      each part its rows
                                                another: the whole
 
@@ -20,7 +22,7 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.partition import split_rows
 from tfparallel.strategies.async_variables import HandedIn
-from tfparallel.strategies.server_variables import WholeInCheckpoints
+from tfparallel.strategies.server_variables import RowsOnServers, WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable
 from tfparallel.tf_internals import record, variable_accessed
 
@@ -56,7 +58,7 @@ def of_part(index: int) -> Iterator[None]:
         _thread.part = None
 
 
-class Partitioned:
+class Partitioned(RowsOnServers):
     """Reads and assignments of the table above.
 
     Args:
@@ -118,8 +120,46 @@ class Partitioned:
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Rows."""
-        return tf.gather(self.value(), indices, name=name)
+        """Rows, each gathered on the server that has it: `[*indices, ...]`."""
+        part = self._current()
+        if part is not None:
+            return part.sparse_read(indices, name=name)
+        flat = tf.reshape(indices, [-1])
+        with record.stop_recording():
+            value = self._gathered(flat)
+            value = tf.reshape(value, tf.concat([tf.shape(indices), self.shape[1:]], 0))
+            value.set_shape([*indices.shape, *self.shape[1:]])
+        if self.trainable:
+            variable_accessed(self.parts[0])
+            handle, shape = self.parts[0].handle, tf.constant(self.shape.as_list(), flat.dtype)
+
+            def backward(gradient: tf.Tensor) -> list:
+                rows = tf.reshape(gradient, [-1, *self.shape[1:]])
+                return [tf.IndexedSlices(rows, flat, shape)]
+
+            record.record_operation("GatherParts", [value], [handle], backward)
+        return value
+
+    def _gathered(self, flat: tf.Tensor) -> tf.Tensor:
+        """Rows `[len(flat), ...]` of the whole."""
+        with tf.control_dependencies([self._check_rows(flat)]):
+            starts = tf.constant([start for start, _ in self.rows], flat.dtype)
+            number = tf.searchsorted(starts, flat, side="right") - 1  # of the part
+            local = flat - tf.gather(starts, number)
+        count = len(self.parts)
+        places = tf.dynamic_partition(tf.range(tf.size(flat)), number, count)
+        gathered = []
+        for part, rows in zip(self.parts, tf.dynamic_partition(local, number, count), strict=True):
+            with tf.device(part.device):
+                gathered.append(part.sparse_read(rows))
+        return tf.dynamic_stitch(places, gathered)
+
+    def _check_rows(self, flat: tf.Tensor) -> tf.Operation:
+        """The parts would say which of their own rows is missing."""
+        count = self.shape[0]
+        wrong = tf.boolean_mask(flat, (flat < 0) | (flat >= count))
+        message = f"Expected indices in [0, {count}). Received others:"
+        return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [message, wrong])
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self._to_parts("assign", value)

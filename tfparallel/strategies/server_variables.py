@@ -1,7 +1,8 @@
-"""Variables on other tasks, as checkpoints see them: the chief writes and reads whole tensors.
+"""Variables on other tasks: how checkpoints see them, and how their rows are read.
 
-Left alone, `tf.train.Checkpoint` lets every task that holds a variable write a file, to its own
-disk, and reads them back in a graph, where Keras misses their shapes.
+The chief writes and reads whole tensors. Left alone, `tf.train.Checkpoint` lets every task that
+holds a variable write a file, to its own disk, and reads them back in a graph, where Keras misses
+their shapes.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,20 @@ class WholeInCheckpoints:
         return self.assign(value)  # type: ignore[attr-defined]
 
 
-class ServerVariable(WholeInCheckpoints, CentralVariable):
+class RowsOnServers:
+    """A variable with one copy, whose rows can be read where they are."""
+
+    values: Any
+    trainable: bool
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Rows, gathered on the server that has them: `[*indices, ...]`."""
+        (variable,) = self.values
+        with tf.device(variable.device):
+            return variable.sparse_read(indices, name=name)
+
+
+class ServerVariable(WholeInCheckpoints, RowsOnServers, CentralVariable):
     """One copy, on a parameter server."""
 
 
