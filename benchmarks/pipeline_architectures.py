@@ -3,10 +3,10 @@
     python benchmarks/pipeline_architectures.py
     python benchmarks/pipeline_architectures.py --models ResNet50 --stages 4 --microbatches 4
 
-Models of `keras.applications`, random weights, images of 32 x 32, three batches. BatchNorm is in
-inference mode, as microbatches would be normalised otherwise, and Dropout is off, as its masks
-differ by microbatch. Prints the largest differences of losses and of weights (numbers above 1:
-relative to them), and the seconds until the end of the first step.
+Models of `keras.applications` and a U-Net, random weights, images of 32 x 32, three batches.
+BatchNorm is in inference mode, as microbatches would be normalised otherwise, and Dropout is off,
+as its masks differ by microbatch. Prints the largest differences of losses and of weights
+(numbers above 1: relative to them), and the seconds until the end of the first step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from keras import layers
 
 from tfparallel import PipelineStrategy
 
-MODELS = ("MobileNetV2", "ResNet50", "EfficientNetB0", "DenseNet121")
+MODELS = ("MobileNetV2", "ResNet50", "EfficientNetB0", "DenseNet121", "UNet")
 SIDE, CLASSES, STEPS = 32, 10, 3
 
 
@@ -57,9 +57,7 @@ def train(name: str, strategy: tf.distribute.Strategy, rows: int) -> tuple[tuple
     """Losses and weights after a few steps, and the time until the end of the first one."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        build = getattr(keras.applications, name)
-        options = {"weights": None, "input_shape": (SIDE, SIDE, 3), "classes": CLASSES}
-        model = build(**options, classifier_activation=None)
+        model = u_net() if name == "UNet" else application(name)
         for layer in model.layers:
             if isinstance(layer, layers.BatchNormalization):
                 layer.trainable = False
@@ -69,12 +67,44 @@ def train(name: str, strategy: tf.distribute.Strategy, rows: int) -> tuple[tuple
         model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss=loss)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, SIDE, SIDE, 3)).astype("float32")
-    y = rng.integers(0, CLASSES, rows)
+    y = rng.integers(0, CLASSES, (rows, *model.output_shape[1:-1]))
     started = time.perf_counter()
     losses = [model.train_on_batch(x, y)]
     first_s = time.perf_counter() - started
     losses += [model.train_on_batch(x, y) for _ in range(STEPS - 1)]
     return ([np.asarray(losses)], model.get_weights()), first_s
+
+
+def application(name: str) -> keras.Model:
+    """A model of `keras.applications` that gives scores."""
+    build = getattr(keras.applications, name)
+    options = {"weights": None, "input_shape": (SIDE, SIDE, 3), "classes": CLASSES}
+    return build(**options, classifier_activation=None)
+
+
+def u_net() -> keras.Model:
+    """Scores of every pixel: four halvings and back, what was before each skipping to behind it.
+
+    Source: Ronneberger et al. 2015, https://arxiv.org/abs/1505.04597.
+    """
+
+    def convolutions(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = layers.ReLU()(layers.BatchNormalization()(x))
+        return x
+
+    x = inputs = keras.Input((SIDE, SIDE, 3))
+    skipped = []
+    for i in range(4):
+        x = convolutions(x, 16 << i)
+        skipped.append(x)
+        x = layers.MaxPooling2D()(x)
+    x = convolutions(x, 256)
+    for i in reversed(range(4)):
+        x = layers.Conv2DTranspose(16 << i, 2, strides=2)(x)
+        x = convolutions(layers.Concatenate()([x, skipped[i]]), 16 << i)
+    return keras.Model(inputs, layers.Conv2D(CLASSES, 1)(x))
 
 
 def differences(expected: list, received: list) -> float:
