@@ -89,7 +89,7 @@ class PipelineExtended(LocalExtended):
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
         self._creation.is_slot = isinstance(leader, StageVariable)
-        if not self._creation.is_slot:
+        if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
             return super()._create_variable(next_creator, **kwargs)
         self._creation.device = leader._primary.device  # an optimizer slot, with its variable
