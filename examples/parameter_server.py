@@ -35,7 +35,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import app, flags, logging
 
 import tfparallel
 from tfparallel.parameter_server import (
@@ -60,6 +60,7 @@ NUM_FEATURES = 4
 def main(_):
     """Train, test and report; workers and parameter servers stay in the strategy's constructor."""
     tf.get_logger().setLevel("WARNING")  # no line for each reduction that is set up
+    logging.set_verbosity(logging.WARNING)
     scope = contextlib.nullcontext()
     if not FLAGS.one_device:
         strategy = tfparallel.ParameterServerStrategy(

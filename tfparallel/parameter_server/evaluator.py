@@ -12,6 +12,7 @@ A checkpoint appears under its name when it is complete. What has been evaluated
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _RESULTS = "evaluations.jsonl"
 _POLL_S = 0.5
 _CHIEF_S = 20.0
 _START_S = 60.0
+# Before the data is made and the model built, while which a short training may begin and end.
+_IMPORTED_S = time.time()
 
 
 class CheckpointsForEvaluator(keras.callbacks.Callback):
@@ -122,7 +125,9 @@ def evaluate_checkpoints(
             continue
         known.add(new[0].name)
         try:
-            model.load_weights(new[0])
+            with warnings.catch_warnings():  # of the optimizer's state, which nobody needs here
+                warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+                model.load_weights(new[0])
         except FileNotFoundError:
             continue  # `keep` has removed it meanwhile
         values = model.evaluate(data, return_dict=True, verbose=0, **evaluate_options)
@@ -156,7 +161,7 @@ class _Chief:
     def __init__(self) -> None:
         config = read_tf_config()
         self._address = config.cluster["chief"][0] if config and "chief" in config.cluster else None
-        self._start_s, self._start_time_s = time.monotonic(), time.time()
+        self._start_s = time.monotonic()
         self._closed_since_s: float | None = None  # of a port that has been open
 
     def has_ended(self, ended: Path) -> bool:
@@ -168,7 +173,7 @@ class _Chief:
         elif self._closed_since_s == float("inf"):
             self._closed_since_s = now_s
         try:
-            if ended.stat().st_mtime >= self._start_time_s:
+            if ended.stat().st_mtime >= _IMPORTED_S:
                 return True
         except FileNotFoundError:
             return False
