@@ -480,6 +480,44 @@ def converges() -> dict:
     return {"one_device": accuracies[0], "async": accuracies[1]}
 
 
+def _click_like(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashed crosses of Python's own source tokens, and whether a call follows; real and skewed."""
+    from examples.parameter_server import click_examples
+
+    features, labels = click_examples(num_rows, num_files=16)
+    return features[:8_000], labels[:8_000]
+
+
+@case
+def converges_on_clicks() -> dict:
+    """A wide model with a large table: loss and AUC of one device, and of workers, by seed."""
+    make_cluster(2, 2)
+    rows = 20_000
+    x, y = _click_like(rows)
+    partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    results = []
+    for seed in range(3):
+        strategy = tfparallel.ParameterServerStrategy(variable_partitioner=partitioner)
+        of_seed = {}
+        for name, scope in (("one_device", contextlib.nullcontext()), ("async", strategy.scope())):
+            keras.utils.set_random_seed(seed)
+            with scope:
+                ids = keras.Input((4,), dtype="int32")
+                wide = keras.layers.Embedding(rows, 1, embeddings_initializer="zeros")(ids)
+                deep = keras.layers.Flatten()(keras.layers.Embedding(rows, 8)(ids))
+                deep = keras.layers.Dense(16, activation="relu")(deep)
+                logits = keras.layers.Dense(1)(deep) + keras.ops.sum(wide, axis=1)
+                model = keras.Model(ids, logits)
+                auc = keras.metrics.AUC(from_logits=True, name="auc")
+                loss = keras.losses.BinaryCrossentropy(from_logits=True)
+                model.compile(keras.optimizers.Adam(0.005), loss, metrics=[auc])
+            model.fit(x[:6000], y[:6000], batch_size=150, epochs=2, verbose=0)
+            result = model.evaluate(x[6000:], y[6000:], 2000, verbose=0, return_dict=True)
+            of_seed[name] = [result["loss"], result["auc"]]
+        results.append(of_seed)
+    return {"results": results}
+
+
 class Pull(keras.Model):
     """A model whose gradient does not depend on its weights: what arrives of it can be told."""
 
@@ -572,23 +610,34 @@ def mistake_in_a_step() -> dict:
         except tf.errors.InvalidArgumentError as caught:
             error = str(caught)
         model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
-        iterations = int(model.optimizer.iterations.numpy())
-        (step,) = model.train_function._steps.values()
-        results.append(
-            {
-                "error": error,
-                "iterations": iterations,
-                "read": _values_read(step),
-                "parts": len(getattr(table.embeddings.value, "parts", [0])),
-            }
-        )
+        result = {"error": error, "iterations": int(model.optimizer.iterations.numpy())}
+        result["parts"] = len(getattr(table.embeddings.value, "parts", [0]))
+        result["read"] = _values_read(model)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,), dtype="int32"), Lookup()])
+            model.compile("sgd", "mse")
+        model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
+        result["read_by_lookup"] = _values_read(model)
+        result["trained"] = model.layers[0].table.numpy()[:, 0].tolist()
+        results.append(result)
     return {"results": results}
 
 
-def _values_read(step) -> list:
+class Lookup(keras.layers.Layer):
+    """What users write instead of an Embedding."""
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=(5, 1), initializer="zeros", name="table")
+
+    def call(self, x):
+        return tf.gather(self.table.value, x)
+
+
+def _values_read(model: keras.Model) -> list:
     """The shapes of the variables that a step reads as a whole, in the worker's part of it."""
-    graph = step._compute.graph
-    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+    (step,) = model.train_function._steps.values()
+    operations = step._compute.graph.get_operations()
+    reads = [op for op in operations if op.type == "ReadVariableOp"]
     return [op.outputs[0].shape.as_list() for op in reads]
 
 

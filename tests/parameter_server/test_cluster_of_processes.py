@@ -78,6 +78,19 @@ def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
         assert each["iterations"] >= 10
         # Rows are gathered where the table is: it is not read as a whole, nor is a part of it.
         assert [shape for shape in each["read"] if len(shape) == 2] == []
+        assert [shape for shape in each["read_by_lookup"] if len(shape) == 2] == []
+        assert [value != 0 for value in each["trained"]] == [False, False, False, True, False]
+
+
+def test_async_training_of_a_wide_model_is_as_good_as_one_device(run_case):
+    """A table of 20,000 rows in parts: AUC of 2,000 examples within 0.01, loss within 0.02."""
+    results = run_case("converges_on_clicks")["results"]
+    assert len(results) == 3  # seeds
+    for of_seed in results:
+        (loss, auc), (async_loss, async_auc) = of_seed["one_device"], of_seed["async"]
+        assert auc > 0.9, results
+        assert async_auc > auc - 0.01, results
+        assert async_loss < loss + 0.02, results
 
 
 def test_async_training_reaches_the_accuracy_of_one_device(run_case):

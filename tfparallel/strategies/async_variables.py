@@ -53,6 +53,12 @@ class HandedIn:
         seen = self._seen()
         return super()._dense_var_to_tensor(*args, **kwargs) if seen is None else seen  # type: ignore[misc]
 
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        seen = self._seen()
+        if seen is None:
+            return super().sparse_read(indices, name=name)  # type: ignore[misc]
+        return tf.gather(seen, indices, name=name)
+
     def _get_cross_replica(self) -> Any:
         self._settle()
         return super()._get_cross_replica()  # type: ignore[misc]

@@ -124,6 +124,7 @@ class Partitioned(RowsOnServers):
         part = self._current()
         if part is not None:
             return part.sparse_read(indices, name=name)
+        indices = tf.convert_to_tensor(indices)
         flat = tf.reshape(indices, [-1])
         with record.stop_recording():
             value = self._gathered(flat)
