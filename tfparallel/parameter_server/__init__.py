@@ -6,5 +6,13 @@ from tfparallel.parameter_server.evaluator import (
     evaluate_checkpoints,
     is_evaluator,
 )
+from tfparallel.parameter_server.recovery import ServerLost, WorkerLost
 
-__all__ = ["CheckpointsForEvaluator", "Timeouts", "evaluate_checkpoints", "is_evaluator"]
+__all__ = [
+    "CheckpointsForEvaluator",
+    "ServerLost",
+    "Timeouts",
+    "WorkerLost",
+    "evaluate_checkpoints",
+    "is_evaluator",
+]

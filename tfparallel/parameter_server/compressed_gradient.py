@@ -56,7 +56,7 @@ def checked_compressor(compression: Compressor | str | None) -> Compressor | Non
 
 
 @dataclass(frozen=True)
-class HandedIn:
+class Payload:
     """What is handed in for one gradient.
 
     Attributes:
@@ -69,7 +69,7 @@ class HandedIn:
     restore: Callable[[Sequence, Any, Any], Any]
 
 
-def as_it_is(gradient: Any) -> HandedIn:
+def as_it_is(gradient: Any) -> Payload:
     """A gradient that is not compressed."""
 
     def restore(tensors: Sequence, scale: Any, scale_now: Any) -> Any:
@@ -77,7 +77,7 @@ def as_it_is(gradient: Any) -> HandedIn:
             return tensors[0]
         return tensors[0] * tf.cast(scale_now / scale, tensors[0].dtype)
 
-    return HandedIn([gradient], restore)
+    return Payload([gradient], restore)
 
 
 class GradientsHandedIn:
@@ -94,7 +94,7 @@ class GradientsHandedIn:
 
     def hand_in(
         self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
-    ) -> HandedIn:
+    ) -> Payload:
         """What to hand in for the gradient of `variable`; called while a step is traced.
 
         Args:
@@ -131,7 +131,7 @@ class GradientsHandedIn:
 
     def _compressed(
         self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
-    ) -> HandedIn:
+    ) -> Payload:
         compressor, dtype = self._compressor, gradient.dtype
         state, slots = self._state(optimizer, variable.path, gradient.shape)
         value = tf.cast(gradient, tf.float32)
@@ -155,7 +155,7 @@ class GradientsHandedIn:
                 restored = restored * tf.cast(factor, tf.float32)
             return tf.cast(restored, dtype)
 
-        return HandedIn(list(payload), restore)
+        return Payload(list(payload), restore)
 
     def _state(self, optimizer: Any, path: str, shape: tf.TensorShape) -> tuple[dict, dict]:
         def initial_of(worker: int) -> dict[str, tf.Tensor]:

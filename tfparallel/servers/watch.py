@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tfparallel.servers.probe import is_answering
 
@@ -26,21 +26,34 @@ class Watch:
     Args:
         addresses: "host:port" by the name of the task.
         patience_s: how long a task may be silent.
+        is_wanted: whether there are calls that shall fail.
     """
 
-    def __init__(self, addresses: Mapping[str, str], patience_s: float):
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        patience_s: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ):
         self._addresses, self._patience_s = dict(addresses), patience_s
+        self._is_wanted = is_wanted
         thread = threading.Thread(target=self._watch, name="tfparallel watch", daemon=True)
         thread.start()
 
     def _watch(self) -> None:
-        answered_s = dict.fromkeys(self._addresses, time.monotonic())
+        silent_since_s: dict[str, float] = {}
         while True:
-            for name in answering(self._addresses):
-                answered_s[name] = time.monotonic()
-            until_s = time.monotonic() + _PERIOD_S
-            while time.monotonic() < until_s:
-                if time.monotonic() - min(answered_s.values()) > self._patience_s:
+            there = answering(self._addresses)
+            now_s = time.monotonic()
+            for name in self._addresses:
+                if name in there:
+                    silent_since_s.pop(name, None)
+                else:
+                    silent_since_s.setdefault(name, now_s)
+            # As of the answers: this process may itself be stopped for long, from here on.
+            is_lost = any(now_s - since_s > self._patience_s for since_s in silent_since_s.values())
+            for _ in range(round(_PERIOD_S / _CUT_PERIOD_S)):
+                if is_lost:
                     _cut_connections(self._addresses)
                 time.sleep(_CUT_PERIOD_S)
 

@@ -12,7 +12,7 @@ from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.compressed_gradient import (
     GradientsHandedIn,
-    HandedIn,
+    Payload,
     as_it_is,
 )
 from tfparallel.parameter_server.effects import Effects, current_effects
@@ -140,7 +140,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
     def _hand_in(
         self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
-    ) -> HandedIn:
+    ) -> Payload:
         if self._handed_in is None:
             return as_it_is(gradient)
         return self._handed_in.hand_in(effects, optimizer, variable, gradient, scale)

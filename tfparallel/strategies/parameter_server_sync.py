@@ -1,6 +1,7 @@
 """Parameter servers, with workers that share each batch and wait for one another."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -32,11 +33,22 @@ class SyncParameterServerExtended(ParameterServerExtended):
         self._recovery = Recovery(cluster, timeouts)
         addresses = task_names(cluster.tasks, "ps", "worker")
         if str(addresses) not in _watches:
-            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s)
+            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, lambda: bool(_epochs))
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
-        surround_epochs(call, self._recovery.of_all)
+        surround_epochs(call, self._watched)
         return super()._keras_dataset(dataset, call)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Within it, a task that is silent or gone ends what waits for it, with its name."""
+        epoch = object()
+        _epochs.add(epoch)
+        try:
+            with self._recovery.of_all():
+                yield
+        finally:
+            _epochs.discard(epoch)
 
     def _compute_devices(self) -> tuple[str, ...]:
         return tuple(device for worker in self._cluster.worker_devices() for device in worker)
@@ -53,3 +65,4 @@ class SyncParameterServerExtended(ParameterServerExtended):
 
 
 _watches: dict[str, Watch] = {}  # of this process, by what they watch
+_epochs: set[object] = set()  # under way; asynchronous ones can do without a silent worker
