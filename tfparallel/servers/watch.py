@@ -53,7 +53,7 @@ class Watch:
             # As of the answers: this process may itself be stopped for long, from here on.
             is_lost = any(now_s - since_s > self._patience_s for since_s in silent_since_s.values())
             for _ in range(round(_PERIOD_S / _CUT_PERIOD_S)):
-                if is_lost:
+                if is_lost and self._is_wanted():
                     _cut_connections(self._addresses)
                 time.sleep(_CUT_PERIOD_S)
 
