@@ -4,9 +4,12 @@
     python benchmarks/pipeline_architectures.py --models ResNet50 --stages 4 --microbatches 4
 
 Models of `keras.applications` and a U-Net, random weights, images of 32 x 32, three batches.
-BatchNorm is in inference mode, as microbatches would be normalised otherwise, and Dropout is off,
-as its masks differ by microbatch. Prints the largest differences of losses and of weights
-(numbers above 1: relative to them), and the seconds until the end of the first step.
+BatchNorm is in inference mode, as microbatches would be normalised otherwise, by the statistics of
+the first batch, so that gradients reach all layers. Dropout is off, as its masks differ by
+microbatch. Prints the largest differences of losses and of weights (numbers above 1: relative to
+them), how far training has moved the weights, and the seconds until the end of the first step.
+In single precision rounding decides on which side of a ReLU's kink a number is, and the gradient
+with it; `--float64` tells that from mistakes.
 """
 
 import argparse
@@ -39,35 +42,54 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--float64", action="store_true", help="in double precision")
     parser.add_argument("--rows", type=int, default=7, help="of a batch (default 7, uneven)")
     options = parser.parse_args()
+    if options.float64:
+        keras.config.set_floatx("float64")
     cpu = tf.config.list_physical_devices("CPU")[0]
     logical = [tf.config.LogicalDeviceConfiguration()] * options.stages
     tf.config.set_logical_device_configuration(cpu, logical)
     devices = [f"CPU:{i}" for i in range(options.stages)]
     for name in options.models:
-        alone, _ = train(name, tf.distribute.get_strategy(), options.rows)
+        start = normalised(name, options.rows)
+        alone, _ = train(name, start, tf.distribute.get_strategy(), options.rows)
         strategy = PipelineStrategy(devices, options.microbatches, options.schedule)
-        piped, first_s = train(name, strategy, options.rows)
+        piped, first_s = train(name, start, strategy, options.rows)
         losses, weights = (differences(a, b) for a, b in zip(alone, piped, strict=True))
-        print(f"{name:16} losses {losses:.1e}  weights {weights:.1e}  first step {first_s:.0f} s")
+        moved = [float(np.max(np.abs(a - b))) for a, b in zip(start, alone[1], strict=True)]
+        print(
+            f"{name:16} losses {losses:.1e}  weights {weights:.1e}  moved: median of tensors "
+            f"{np.median([m for m in moved if m]):.1e}, largest {max(moved):.1e}  "
+            f"first step {first_s:.0f} s",
+            flush=True,
+        )
 
 
-def train(name: str, strategy: tf.distribute.Strategy, rows: int) -> tuple[tuple, float]:
-    """Losses and weights after a few steps, and the time until the end of the first one."""
+def normalised(name: str, rows: int) -> list[np.ndarray]:
+    """Weights whose BatchNorm layers have the statistics of the first batch."""
     keras.utils.set_random_seed(1)
+    model = build(name)
+    for layer in model.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            layer.momentum = 0.0
+    model(data(model, rows)[0], training=True)
+    return model.get_weights()
+
+
+def train(
+    name: str, start: list, strategy: tf.distribute.Strategy, rows: int
+) -> tuple[tuple, float]:
+    """Losses and weights after a few steps, and the time until the end of the first one."""
     with strategy.scope():
-        model = u_net() if name == "UNet" else application(name)
+        model = build(name)
+        model.set_weights(start)
         for layer in model.layers:
             if isinstance(layer, layers.BatchNormalization):
                 layer.trainable = False
-            if isinstance(layer, layers.Dropout):
-                layer.rate = 0.0
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss=loss)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, SIDE, SIDE, 3)).astype("float32")
-    y = rng.integers(0, CLASSES, (rows, *model.output_shape[1:-1]))
+    x, y = data(model, rows)
     started = time.perf_counter()
     losses = [model.train_on_batch(x, y)]
     first_s = time.perf_counter() - started
@@ -75,11 +97,27 @@ def train(name: str, strategy: tf.distribute.Strategy, rows: int) -> tuple[tuple
     return ([np.asarray(losses)], model.get_weights()), first_s
 
 
+def build(name: str) -> keras.Model:
+    """A model without Dropout that gives scores."""
+    model = u_net() if name == "UNet" else application(name)
+    for layer in model.layers:
+        if isinstance(layer, layers.Dropout):
+            layer.rate = 0.0
+    return model
+
+
+def data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images, and classes of images or of pixels."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, SIDE, SIDE, 3)).astype(keras.config.floatx())
+    return x, rng.integers(0, CLASSES, (rows, *model.output_shape[1:-1]))
+
+
 def application(name: str) -> keras.Model:
     """A model of `keras.applications` that gives scores."""
-    build = getattr(keras.applications, name)
+    make = getattr(keras.applications, name)
     options = {"weights": None, "input_shape": (SIDE, SIDE, 3), "classes": CLASSES}
-    return build(**options, classifier_activation=None)
+    return make(**options, classifier_activation=None)
 
 
 def u_net() -> keras.Model:

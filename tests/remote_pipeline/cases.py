@@ -4,6 +4,7 @@ A case returns what its test looks at; it is printed as one line of JSON. The se
 from a process that has not started TensorFlow.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -186,6 +187,41 @@ def files_and_forward_passes() -> dict:
     }
 
 
+class Interrupt(keras.callbacks.Callback):
+    """Ends the training in the middle of its second epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Notes the epoch."""
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Raises."""
+        if self.epoch == 1:
+            raise InterruptedError
+
+
+@case
+def resumes() -> dict:
+    """A training that ended in its second epoch of three goes on, from its backup."""
+    make_cluster(2)
+    strategy = tfparallel.PipelineStrategy(num_microbatches=3)
+    folder = f"{os.environ['CASE_FOLDER']}/backup"
+    backup = tfparallel.callbacks.BackupAndRestore(folder, asynchronous=False)
+    options: dict = {"build": deep_model, "epochs": 3}
+    with contextlib.suppress(InterruptedError):
+        train(strategy, **options, callbacks=[backup, Interrupt()])
+    backup = tfparallel.callbacks.BackupAndRestore(folder)
+    epochs: list[int] = []
+    noting = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, _: epochs.append(epoch))
+    resumed = train(strategy, **options, callbacks=[backup, noting])
+    alone = train(None, **options)
+    pairs = zip(alone.model.get_weights(), resumed.model.get_weights(), strict=True)
+    return {
+        "epochs": epochs,
+        "difference": max(float(np.abs(a - b).max()) for a, b in pairs),
+    }
+
+
 class Slow(layers.Layer):
     """Sleeps in small pieces, where it is computed."""
 
@@ -219,8 +255,8 @@ def _loses_a_stage(lose: Callable[[ServerProcesses], None]) -> dict:
 
     def lose_soon() -> None:
         time.sleep(1.0)
-        lose(servers)
         lost_s.append(time.monotonic())
+        lose(servers)
 
     threading.Thread(target=lose_soon, daemon=True).start()
     try:

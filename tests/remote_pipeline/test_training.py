@@ -27,3 +27,9 @@ def test_forward_passes_and_files_work(run_case):
         assert result[what] < 1e-5, what
     assert result["unchanged"]
     assert "worker 0 CPU:0" in result["swimlane"]
+
+
+def test_training_resumes_from_its_backup(run_case):
+    result = run_case("resumes")
+    assert result["epochs"] == [1, 2]
+    assert result["difference"] < 1e-5

@@ -115,11 +115,11 @@ class StageCluster:
 
     @contextlib.contextmanager
     def reports_lost_stages(self) -> Iterator[None]:
-        """Within it, TensorFlow's error of a call to a lost task becomes `StageLost`."""
+        """Within it, TensorFlow's errors become `StageLost` where a task is not there."""
         try:
             yield
         except tf.errors.OpError as error:
-            if not speaks_of_lost_task(error) or not (lost := self._lost(error)):
+            if not (lost := self._lost(error)):
                 raise
             raise StageLost(
                 "Expected the processes of all stages to live as long as the training. Received: "
@@ -138,6 +138,8 @@ class StageCluster:
             named = re.search(r"remote target /job:(\w+)/replica:0/task:(\d+)", str(error))
             if named and speaks_of_new_task(error):
                 return f"a new process as {self._described((named[1], int(named[2])))}"
+            if not speaks_of_lost_task(error):
+                break
             time.sleep(_FIND_S / 10)
         return ""
 
