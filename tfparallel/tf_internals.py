@@ -282,11 +282,9 @@ def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGr
         return gradients_util._GradientsHelper(ys, xs, grad_ys=dys, src_graph=source)
 
 
-def function_of_graph(
-    name: str, graph: FuncGraph, is_inlined: bool = False
-) -> atomic_function.AtomicFunction:
-    """`graph` as a function, which TensorFlow copies into its callers only if `is_inlined`."""
-    attributes = {} if is_inlined else {"_noinline": attr_value_pb2.AttrValue(b=True)}
+def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
+    """`graph` as a function; no call of it is inlined."""
+    attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
     return atomic_function.from_func_graph(name, graph, attributes)
 
 
