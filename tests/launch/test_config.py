@@ -297,6 +297,17 @@ def test_partitioner_reaches_the_strategy(write, text, shape, parts):
     assert list(partition(tf.TensorShape(shape), tf.float32)) == parts
 
 
+@pytest.mark.parametrize("name", ["multi_worker_mirrored", "horovod", "parameter_server"])
+def test_compression_reaches_the_strategy(write, name):
+    section = f"strategy: {{name: {name}, compression: {{name: top_k, ratio: 0.2}}}}"
+    arguments = load_config(write(section)).strategy.arguments()
+    assert repr(arguments["compression"]) == "TopK(0.2)"
+    assert (
+        load_config(write(f"strategy: {{name: {name}}}")).strategy.arguments()["compression"]
+        is None
+    )
+
+
 def test_reading_a_config_does_not_import_tensorflow(write):
     code = (
         "import sys; from tfparallel.launch.config import load_config; "

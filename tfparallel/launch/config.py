@@ -85,22 +85,8 @@ class Communication(Section):
     timeout_seconds: float | None = Field(default=None, gt=0)
 
 
-class MultiWorkerMirrored(StrategySection):
-    """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
-
-    class_name = "MultiWorkerMirroredStrategy"
-    name: Literal["multi_worker_mirrored"]
-    communication: Communication = Communication()
-
-    def arguments(self) -> dict[str, Any]:
-        import tensorflow as tf
-
-        options = self.communication.model_dump()
-        return {"communication_options": tf.distribute.experimental.CommunicationOptions(**options)}
-
-
 class Compression(Section):
-    """How gradients cross ranks: `rank` is PowerSGD's, `ratio` is what top-k keeps."""
+    """How gradients cross processes: `rank` is PowerSGD's, `ratio` is what top-k keeps."""
 
     name: Literal["none", "fp16", "bf16", "power_sgd", "top_k", "adaptive"] = "none"
     rank: int = Field(default=4, ge=1)
@@ -119,6 +105,24 @@ class Compression(Section):
             "adaptive": compression.Adaptive,
         }
         return makers[self.name]()
+
+
+class MultiWorkerMirrored(StrategySection):
+    """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
+
+    class_name = "MultiWorkerMirroredStrategy"
+    name: Literal["multi_worker_mirrored"]
+    communication: Communication = Communication()
+    compression: Compression = Compression()
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        options = self.communication.model_dump()
+        return {
+            "communication_options": tf.distribute.experimental.CommunicationOptions(**options),
+            "compression": self.compression.compressor(),
+        }
 
 
 class Horovod(StrategySection):
@@ -174,6 +178,7 @@ class ParameterServer(StrategySection):
     mode: Literal["async", "sync"] = "async"
     max_staleness: int | None = Field(default=None, ge=0)
     partitioner: Partitioner | None = None
+    compression: Compression = Compression()  # of what asynchronous workers hand in
     insecure_network: bool = False
 
     def arguments(self) -> dict[str, Any]:
@@ -181,6 +186,7 @@ class ParameterServer(StrategySection):
             "mode": self.mode,
             "max_staleness": self.max_staleness,
             "variable_partitioner": self.partitioner and self.partitioner.partitioner(),
+            "compression": self.compression.compressor(),
             "insecure_network": self.insecure_network,
         }
 
