@@ -33,9 +33,13 @@ from rich.table import Table  # noqa: E402
 
 PROBLEM = "mlp10m"
 WARMUP_STEPS, TIMED_STEPS = 16, 8
-ADAPTIVE = "Adaptive(interval=100000)"  # all of its measuring is in the steps to warm up
+# All of its measuring is in the steps to warm up. The default bound of its error forbids PowerSGD in
+# these first steps; with the loose bound it may choose whatever the fixed choices are.
+ADAPTIVE = "Adaptive(interval=100000)"
+LOOSE = "Adaptive(max_error=0.99, interval=100000)"
 NONE, TAPE = "tfparallel Horovod none", "Horovod tape"
 ONE_BUCKET = "tfparallel Horovod none, no overlap"  # all gradients wait for the last one
+LOOSE_ADAPTIVE = "tfparallel Horovod Adaptive 0.99"
 POWER_SGD, TORCH_POWER_SGD = "tfparallel Horovod PowerSGD 4", "torch PowerSGD 4"
 
 
@@ -62,6 +66,7 @@ def all_contestants(torch_python: str | None) -> list[Contestant]:
         ours("Horovod PowerSGD 1", "PowerSGD(1)"),
         ours("Horovod top-k 1 %", "TopK(0.01)"),
         ours("Horovod Adaptive", ADAPTIVE),
+        ours(LOOSE_ADAPTIVE.removeprefix("tfparallel "), LOOSE),
         ours("MultiWorker none", None, "multi_worker"),
         ours("MultiWorker PowerSGD 4", "PowerSGD(4)", "multi_worker"),
         Contestant(TAPE, "", 2, arguments={"strategy": "none", "loop": "tape"}),
@@ -177,12 +182,12 @@ def _verdicts(mbit: int, results: dict[str, list[dict]]) -> Iterator[str]:
     if mbit <= 100:
         targets.append((POWER_SGD, NONE, 0.1))
     fixed = [name for name in results if name.startswith("tfparallel Horovod") and name != NONE]
-    fixed = [NONE, *(name for name in fixed if not name.endswith("Adaptive"))]
+    fixed = [NONE, *(name for name in fixed if "Adaptive" not in name)]
     medians = {n: statistics.median(t["step_s"] for t in results[n]) for n in fixed if n in results}
     for name in (ONE_BUCKET, "tfparallel Horovod top-k 1 %"):  # what Adaptive cannot choose
         medians.pop(name, None)
     if medians:
-        targets.append(("tfparallel Horovod Adaptive", min(medians, key=medians.get), 1.1))
+        targets.append((LOOSE_ADAPTIVE, min(medians, key=medians.get), 1.1))
     for ours, theirs, limit in targets:
         ratio = _ratio(results, ours, theirs)
         if ratio is not None:

@@ -196,7 +196,8 @@ class HorovodTape:
             with tf.GradientTape() as tape:
                 loss = loss_of(y, model(x, training=True))
             tape = hvd.DistributedGradientTape(tape)
-            gradients = tape.gradient(loss, model.trainable_variables)
+            # TensorFlow's variables: Horovod's tape knows none of Keras 3.
+            gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
             model.optimizer.apply(gradients, model.trainable_variables)
             return loss
 
