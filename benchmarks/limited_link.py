@@ -33,8 +33,8 @@ from rich.table import Table  # noqa: E402
 
 PROBLEM = "mlp10m"
 WARMUP_STEPS, TIMED_STEPS = 16, 8
-# All of its measuring is in the steps to warm up. The default bound of its error forbids PowerSGD in
-# these first steps; with the loose bound it may choose whatever the fixed choices are.
+# All of its measuring is in the steps to warm up. The default bound of its error forbids PowerSGD
+# in these first steps; with the loose bound it may choose whatever the fixed choices are.
 ADAPTIVE = "Adaptive(interval=100000)"
 LOOSE = "Adaptive(max_error=0.99, interval=100000)"
 NONE, TAPE = "tfparallel Horovod none", "Horovod tape"
