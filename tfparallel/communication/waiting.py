@@ -1,11 +1,10 @@
 """A worker that is about to wait for its peers says for whom."""
 
-import socket
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-_PROBE_TIMEOUT_S = 1.0
+from tfparallel.servers.probe import is_listening
 
 
 def report_absent_peers(rank: int, peers: Sequence[str]) -> None:
@@ -18,19 +17,10 @@ def report_absent_peers(rank: int, peers: Sequence[str]) -> None:
         rank: the rank of this worker, which is speaking.
         peers: the addresses, "host:port", of the other workers.
     """
-    absent = [address for address in peers if not _is_listening(address)]
+    absent = [address for address in peers if not is_listening(address)]
     if absent:
         tf.get_logger().warning(
             "[rank %d] waits for the other workers to start. Not reachable yet: %s.",
             rank,
             ", ".join(absent),
         )
-
-
-def _is_listening(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S):
-            return True
-    except OSError:
-        return False
