@@ -34,6 +34,7 @@ def _fixed_seed():
     keras.utils.set_random_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
 def pytest_collection_modifyitems(items):
     """What shares processes runs on one pytest worker: a strategy's cases, or a file's tests."""
     for item in items:

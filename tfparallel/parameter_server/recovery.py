@@ -149,6 +149,19 @@ class Recovery:
         silent = [name for name in names if self._silent_s[name] > limit_s]
         return ", ".join(f"{name} ({names[name]})" for name in silent)
 
+    @contextlib.contextmanager
+    def waiting_for_workers(self):
+        yield
+
+    def await_all_workers(self, error):
+        names = task_names(self._cluster.tasks, "ps", "worker")
+        while set(answering(names)) != set(names):
+            print("waiting for", set(names)-set(answering(names)), flush=True)
+            time.sleep(_POLL_S)
+        t=time.monotonic()
+        context.context().update_server_def(context.get_server_def())
+        print("updated", time.monotonic()-t, flush=True)
+
     def await_worker(self, worker: int) -> None:
         """Waits until `worker` listens and makes its devices known again."""
         while True:

@@ -21,6 +21,7 @@ from tfparallel.communication.horovod import (
     hvd,
     start,
 )
+from tfparallel.communication.horovod_reductions import REDUCTIONS, Facts, why_not
 from tfparallel.communication.stall_watch import StalledError, StallWatch
 from tfparallel.communication.tcp_store import StoreServer, TcpStore
 from tfparallel.strategies.base import KerasStrategy
@@ -35,7 +36,6 @@ from tfparallel.tf_internals import (
 )
 
 _SHUTDOWN_TIMEOUT_S = 5.0
-_REDUCTIONS = ("ring", "hierarchical", "adasum")
 
 
 class HorovodStrategy(KerasStrategy):
@@ -50,9 +50,9 @@ class HorovodStrategy(KerasStrategy):
     Args:
         compression: how gradients cross ranks: a compressor of `tfparallel.compression`, or its
             name ("fp16", "bf16"); None sends them as they are.
-        reduction: "ring"; "hierarchical" reduces within each host first (NCCL or MPI); "adasum"
-            combines gradients by Adasum (MPI) and is not equal to one device. Both need a Horovod
-            built for them.
+        reduction: "ring"; "hierarchical" reduces within each host first, on GPUs; "adasum"
+            combines gradients by Adasum, which is not equal to one device. Both need a Horovod
+            built for them, and ranks that MPI has started.
         bucket_bytes: gradients are reduced in groups of so many bytes, in the order in which the
             backward pass makes them; the first is under way while later ones are computed.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied after
@@ -84,19 +84,20 @@ class HorovodStrategy(KerasStrategy):
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = None if compression is None else as_compressor(compression)
-        if compressor is not None and reduction == "adasum":
+        if reduction == "adasum" and (compressor is not None or gradient_predivide_factor != 1.0):
             raise ValueError(
-                'reduction="adasum" combines whole gradients. Received: also compression='
-                f"{compression!r}. Take one of the two."
+                'reduction="adasum" combines whole gradients, whatever their scale. Received: also '
+                f"compression={compression!r}, gradient_predivide_factor="
+                f"{gradient_predivide_factor}. Take one or the other."
             )
         start(hierarchical=reduction == "hierarchical")
-        _check_reduction_is_built(reduction)
         process_set = process_set or hvd.global_process_set
         if not process_set.included():
             raise ValueError(
                 "Only the ranks of a process set may create its strategy. Received: process set of "
                 f"ranks {process_set.ranks}. (Rank {hvd.rank()} is speaking.)"
             )
+        _check_reduction_is_offered(reduction, process_set)
         options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
         is_adasum = reduction == "adasum"
         extended = HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options)
@@ -306,8 +307,8 @@ def _end_stalled_job(error: StalledError) -> None:
 def _check_options(
     reduction: str, bucket_bytes: int, predivide: float, stall_timeout_s: float | None
 ) -> None:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"Expected a reduction out of {_REDUCTIONS}. Received: {reduction!r}.")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"Expected a reduction out of {REDUCTIONS}. Received: {reduction!r}.")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1. Received: {bucket_bytes}.")
     if predivide <= 0:
@@ -316,18 +317,19 @@ def _check_options(
         raise ValueError(f"stall_timeout_s must be positive, or None. Received: {stall_timeout_s}.")
 
 
-def _check_reduction_is_built(reduction: str) -> None:
-    is_built = {
-        "ring": True,
-        "hierarchical": hvd.nccl_built() or hvd.mpi_built(),
-        "adasum": hvd.mpi_built(),
-    }
-    if not is_built[reduction]:
-        raise ValueError(
-            f'reduction="{reduction}" needs a Horovod built with MPI'
-            f"{' or NCCL' if reduction == 'hierarchical' else ''}. Received: one without. Rebuild "
-            "it: HOROVOD_WITH_MPI=1 python -m tfparallel.build_horovod."
-        )
+def _check_reduction_is_offered(reduction: str, process_set: Any) -> None:
+    facts = Facts(
+        mpi_built=hvd.mpi_built(),
+        nccl_built=bool(hvd.nccl_built()),
+        mpi_started=hvd.mpi_enabled(),
+        on_gpu=bool(tf.config.list_physical_devices("GPU")),
+        num_ranks=hvd.size(),
+        num_hosts=hvd.cross_size(),
+        all_ranks=process_set.size() == hvd.size(),
+    )
+    lack = why_not(reduction, facts)
+    if lack is not None:
+        raise ValueError(f'reduction="{reduction}" needs {lack} (Rank {hvd.rank()} is speaking.)')
 
 
 def _device_of_rank(local_rank: int) -> str:
