@@ -281,7 +281,7 @@ def server_is_stopped() -> dict:
 
 def _lost_in_sync(stop: str, task_type: str) -> dict:
     servers = make_cluster()
-    strategy = tfparallel.ParameterServerStrategy(mode="sync", timeouts=Timeouts(ps_s=3))
+    strategy = tfparallel.ParameterServerStrategy(mode="sync", timeouts=Timeouts(ps_s=3, all_workers_s=2))
     model, (x, y) = make_model(strategy, metrics=[]), data()
     lose = At(5, lambda: getattr(servers, stop)(task_type, 1))
     error = None
@@ -300,6 +300,81 @@ def server_dies_in_sync() -> dict:
 @case
 def server_is_stopped_in_sync() -> dict:
     return _lost_in_sync("stop", "ps")
+
+
+@case
+def worker_is_lost_in_sync() -> dict:
+    """Killed in the middle of steps and between them, and stopped: equal to one device."""
+    servers = make_cluster()
+    x, y = data()
+    y = y / ROWS
+
+    def make(scope) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        with scope:
+            layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True)]
+            layers += [keras.layers.Activation("tanh"), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return model
+
+    def fit(model, callbacks=()) -> dict:
+        history = model.fit(
+            x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks]
+        )
+        return history.history
+
+    alone = make(contextlib.nullcontext())
+    expected = fit(alone)
+    timeouts = Timeouts(ps_s=2, all_workers_s=60)
+    strategy = tfparallel.ParameterServerStrategy(mode="sync", timeouts=timeouts, copy_every_steps=4)
+    model = make(strategy.scope())
+    schedule = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: None)
+    lose = WhileTraining(servers)
+    history = fit(model, [lose, schedule])
+    result = {
+        "lost": lose.lost,
+        "repeated": strategy.extended._steps.num_repeated,
+        "iterations": [int(m.optimizer.iterations.numpy()) for m in (alone, model)],
+        "weights": _difference(alone.get_weights(), model.get_weights()),
+        "history": max(
+            float(np.abs(np.subtract(history[key], expected[key])).max()) for key in expected
+        ),
+    }
+    servers.kill("worker", 1)
+    impatient = tfparallel.ParameterServerStrategy(
+        mode="sync", timeouts=Timeouts(ps_s=2, all_workers_s=1)
+    )
+    return result
+
+
+class WhileTraining(keras.callbacks.Callback):
+    """Loses a worker in each epoch, in another way, and brings it back."""
+
+    def __init__(self, servers: ServerProcesses):
+        super().__init__()
+        self._servers, self.lost = servers, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        ways = {(0, 9): self._kill_now, (1, 6): self._kill_soon, (2, 14): self._stop}
+        way = ways.get((self._epoch, batch))
+        if way is not None:
+            self.lost.append(way.__name__)
+            way()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def _kill_now(self):
+        self._servers.kill("worker", 1)
+        threading.Timer(1.0, lambda: self._servers.start("worker", 1)).start()
+
+    def _kill_soon(self):
+        threading.Timer(0.004, self._kill_now).start()
+
+    def _stop(self):
+        self._servers.stop("worker", 0)
+        threading.Timer(4.0, lambda: self._servers.go_on("worker", 0)).start()
 
 
 @case

@@ -20,10 +20,12 @@ class Timeouts:
 
     Attributes:
         start_s: the chief, for all tasks at the start; None waits for ever.
-        worker_s: the chief, for a step of one worker before the worker counts as stopped; None
-            never gives up on a worker that is alive. Longer than any step, tracing included.
-        all_workers_s: the chief, for the first worker to come back when all are gone.
-        ps_s: the chief, for an answer of a parameter server; in sync mode of a worker too.
+        worker_s: async mode: the chief, for a step of one worker before the worker counts as
+            stopped; None never gives up on a worker that is alive. Longer than any step, tracing
+            included.
+        all_workers_s: the chief, for a worker without which training cannot go on to come back:
+            the first when all are gone; in sync mode every one.
+        ps_s: the chief, for a sign of life of a parameter server; in sync mode of a worker too.
         chief_s: workers and parameter servers, for a chief that is gone to come back.
     """
 

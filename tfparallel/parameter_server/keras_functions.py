@@ -25,7 +25,7 @@ class Fed:
     """A batch that the chief has read and sends along with the step."""
 
     def __init__(self, batch: Any):
-        self._batch = keras.tree.map_structure(_as_tensor, batch)
+        self._batch = as_tensors(batch)
         self.specs = (specs_of(self._batch),)
 
     def on(self, worker: int, device: str) -> Any:
@@ -37,6 +37,11 @@ class Fed:
     def batch(batch: Any) -> Any:
         """The batch itself."""
         return batch
+
+
+def as_tensors(batch: Any) -> Any:
+    """A batch as Keras hands it to its functions, in tensors."""
+    return keras.tree.map_structure(_as_tensor, batch)
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from tfparallel.tf_internals import context
 
 START_AGAIN = "Start the job again; with the backup callback it resumes. (The chief is speaking.)"
 _POLL_S = 0.5
-_ASK_EVERY_S, _MAX_SINCE_S = 1.0, 3.0
+_ASK_EVERY_S, _MAX_SINCE_S, _REPORT_S = 1.0, 3.0, 10.0
 
 
 class TaskLost(Exception):
@@ -31,7 +31,7 @@ class ServerLost(RuntimeError):
 
 
 class WorkerLost(RuntimeError):
-    """A worker is gone, and with it its part of every batch; only where workers share batches."""
+    """A worker is gone for good, with its part of every batch; only where workers share batches."""
 
 
 class Recovery:
@@ -71,6 +71,16 @@ class Recovery:
         except tf.errors.OpError as error:
             if speaks_of_lost_task(error):
                 self._raise_if_server_lost(error)
+            raise
+
+    @contextlib.contextmanager
+    def of_servers_alone(self) -> Iterator[None]:
+        """Within it, errors of servers that were started anew become `ServerLost`."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if speaks_of_new_task(error):
+                self._raise_for_servers(self._started_anew(error), "has lost its state", error)
             raise
 
     @contextlib.contextmanager
@@ -149,18 +159,50 @@ class Recovery:
         silent = [name for name in names if self._silent_s[name] > limit_s]
         return ", ".join(f"{name} ({names[name]})" for name in silent)
 
-    @contextlib.contextmanager
-    def waiting_for_workers(self):
-        yield
+    def await_all_workers(self, error: tf.errors.OpError) -> str:
+        """Waits until all workers answer, after `error`, and makes their devices known again.
 
-    def await_all_workers(self, error):
-        names = task_names(self._cluster.tasks, "ps", "worker")
-        while set(answering(names)) != set(names):
-            print("waiting for", set(names)-set(answering(names)), flush=True)
+        Returns:
+            The names of those that were missed.
+
+        Raises:
+            tf.errors.OpError: `error` itself, where it does not speak of a lost task.
+            ServerLost: a parameter server is gone, or silent for `Timeouts.ps_s`.
+            WorkerLost: a worker is gone for `Timeouts.all_workers_s`.
+        """
+        if not speaks_of_lost_task(error):
+            raise error
+        names, missed = task_names(self._cluster.tasks, "worker"), ""
+        start_s, report_s = time.monotonic(), 0.0
+        while True:
+            self._raise_if_server_gone(error)
+            there = answering(names)
+            if len(there) == len(names):
+                break
+            waited_s = time.monotonic() - start_s
+            missed = ", ".join(f"{n} ({names[n]})" for n in names if n not in there)
+            if silent := self.silent_servers(self._timeouts.ps_s):
+                raise self.server_silent(silent) from error
+            if waited_s > self._timeouts.all_workers_s:
+                raise WorkerLost(
+                    f"Expected all workers to be there within {self._timeouts.all_workers_s:g} s, "
+                    f"as they share each batch. Received: no answer from {missed}. {START_AGAIN}"
+                ) from error
+            if waited_s >= report_s:
+                report_s = waited_s + _REPORT_S
+                tf.get_logger().warning("chief waits for %s, which is gone or stopped.", missed)
             time.sleep(_POLL_S)
-        t=time.monotonic()
-        context.context().update_server_def(context.get_server_def())
-        print("updated", time.monotonic()-t, flush=True)
+        # What fails here fails in the next step, too.
+        with contextlib.suppress(tf.errors.OpError):
+            context.context().update_server_def(context.get_server_def())
+        return missed
+
+    def server_silent(self, silent: str) -> ServerLost:
+        """The error that says so; `silent` is what `silent_servers` gave."""
+        return ServerLost(
+            f"Expected every parameter server to answer within {self._timeouts.ps_s:g} s. "
+            f"Received: nothing from {silent}. {START_AGAIN}"
+        )
 
     def await_worker(self, worker: int) -> None:
         """Waits until `worker` listens and makes its devices known again."""

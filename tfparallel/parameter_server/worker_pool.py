@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
-from tfparallel.parameter_server.recovery import START_AGAIN, Recovery, ServerLost, TaskLost
+from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.staleness import StalenessBound
 from tfparallel.tf_internals import context, new_executor
@@ -301,10 +301,7 @@ class WorkerPool:
 
     def _hopeless(self, now_s: float, silent_servers: str) -> Exception | None:
         if silent_servers:
-            return ServerLost(
-                f"Expected every parameter server to answer within {self._timeouts.ps_s:g} s. "
-                f"Received: nothing from {silent_servers}. {START_AGAIN}"
-            )
+            return self._recovery.server_silent(silent_servers)
         if len(self._lost) == len(self._devices):
             since_s = now_s - max(self._lost.values())
             if since_s > self._timeouts.all_workers_s:

@@ -26,14 +26,14 @@ class Watch:
     Args:
         addresses: "host:port" by the name of the task.
         patience_s: how long a task may be silent.
-        is_wanted: whether there are calls that shall fail.
+        is_wanted: whether there are calls that shall fail, as the tasks of these names are silent.
     """
 
     def __init__(
         self,
         addresses: Mapping[str, str],
         patience_s: float,
-        is_wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[list[str]], bool] = lambda silent: True,
     ):
         self._addresses, self._patience_s = dict(addresses), patience_s
         self._is_wanted = is_wanted
@@ -51,9 +51,11 @@ class Watch:
                 else:
                     silent_since_s.setdefault(name, now_s)
             # As of the answers: this process may itself be stopped for long, from here on.
-            is_lost = any(now_s - since_s > self._patience_s for since_s in silent_since_s.values())
+            lost = [
+                n for n, since_s in silent_since_s.items() if now_s - since_s > self._patience_s
+            ]
             for _ in range(round(_PERIOD_S / _CUT_PERIOD_S)):
-                if is_lost and self._is_wanted():
+                if lost and self._is_wanted(lost):
                     _cut_connections(self._addresses)
                 time.sleep(_CUT_PERIOD_S)
 

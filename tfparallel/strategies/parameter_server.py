@@ -37,6 +37,10 @@ class ParameterServerStrategy(KerasStrategy):
         max_staleness: "async" only. How many updates may be applied between the moment that a
             worker reads the weights and the moment that its own update is applied; None sets no
             bound.
+        copy_every_steps: "sync" only. Parameter servers keep a second copy of all that training
+            changes, and make it anew after so many steps. When a worker is lost, training waits
+            until it is back, goes back to the copy and repeats the steps since. None keeps none:
+            the loss of a worker then ends `fit`.
         compression: "async" only. How workers hand gradients in: one of `Cast`, `TopK`, `QSGD`,
             `TernGrad` and `SignSGD` of `tfparallel.compression`, or its name; None hands them in
             as they are.
@@ -60,8 +64,9 @@ class ParameterServerStrategy(KerasStrategy):
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
         compression: Compressor | str | None = None,
+        copy_every_steps: int | None = 8,
     ):
-        _check_arguments(mode, max_staleness, variable_partitioner, compression)
+        _check_arguments(mode, max_staleness, variable_partitioner, compression, copy_every_steps)
         compressor = checked_compressor(compression)
         if cluster_resolver is None and (config := read_tf_config()) is not None:
             cluster_resolver = config.cluster_resolver()
@@ -77,7 +82,9 @@ class ParameterServerStrategy(KerasStrategy):
         cluster.connect(timeouts)
         extended: ParameterServerExtended
         if mode == "sync":
-            extended = SyncParameterServerExtended(self, cluster, variable_partitioner, timeouts)
+            extended = SyncParameterServerExtended(
+                self, cluster, variable_partitioner, timeouts, copy_every_steps
+            )
         else:
             extended = AsyncParameterServerExtended(
                 self, cluster, variable_partitioner, max_staleness, timeouts, compressor
@@ -101,7 +108,11 @@ def _has_gpu() -> bool:
 
 
 def _check_arguments(
-    mode: str, max_staleness: int | None, partitioner: object, compression: object
+    mode: str,
+    max_staleness: int | None,
+    partitioner: object,
+    compression: object,
+    copy_every_steps: object = 8,
 ) -> None:
     if mode not in ("async", "sync"):
         raise ValueError(f'`mode` must be "async" or "sync". Received: {mode!r}.')
@@ -124,4 +135,10 @@ def _check_arguments(
         raise ValueError(
             "variable_partitioner must be a function of shape and dtype, or None. Received: "
             f"{partitioner!r}."
+        )
+    if copy_every_steps is not None and (
+        not isinstance(copy_every_steps, int) or copy_every_steps < 1
+    ):
+        raise ValueError(
+            f"copy_every_steps must be an integer from 1, or None. Received: {copy_every_steps!r}."
         )

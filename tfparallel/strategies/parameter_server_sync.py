@@ -8,8 +8,11 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.recovery import Recovery
+from tfparallel.parameter_server.repeated_steps import RepeatedSteps
+from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
 from tfparallel.servers.probe import task_names
 from tfparallel.servers.watch import Watch
+from tfparallel.strategies.keras_step import run_predict_step
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
 from tfparallel.tf_internals import (
     DistributedValues,
@@ -28,27 +31,63 @@ class SyncParameterServerExtended(ParameterServerExtended):
         cluster: ParameterServerCluster,
         partitioner: Callable | None,
         timeouts: Timeouts,
+        copy_every_steps: int | None,
     ):
         super().__init__(container_strategy, cluster, partitioner)
         self._recovery = Recovery(cluster, timeouts)
         addresses = task_names(cluster.tasks, "ps", "worker")
         if str(addresses) not in _watches:
-            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, lambda: bool(_epochs))
+            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, _somebody_waits_for)
+        self._steps: RepeatedSteps | None = None
+        if copy_every_steps is not None:
+            self._steps = RepeatedSteps(
+                cluster.ps_devices, self._recovery, copy_every_steps, _waiting_for_all
+            )
+
+    def _changed_elsewhere(self) -> None:
+        """A variable was assigned between steps."""
+        if self._steps is not None:
+            self._steps.changed_elsewhere()
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         surround_epochs(call, self._watched)
+        model: Any = call.model
+        if self._steps is not None and not (model.run_eagerly or model.jit_compile):
+            self._set_functions(model, self._steps)
         return super()._keras_dataset(dataset, call)
+
+    def _set_functions(self, model: Any, steps: RepeatedSteps) -> None:
+        """Keras uses the functions that it finds at a model, and compiles none of its own."""
+        strategy = self._container_strategy()
+
+        def train(batch: Any) -> Any:
+            return strategy.run(model.train_step, (batch,))
+
+        def test(batch: Any) -> Any:
+            return strategy.run(model.test_step, (batch,))
+
+        def predict(batch: Any) -> Any:
+            if self._num_replicas_in_sync == 1:
+                return strategy.run(model.predict_step, (batch,))
+            return run_predict_step(strategy, model.predict_step, batch)
+
+        chief = self._cluster.chief_device
+        for name, step, function_class in (
+            ("train_function", train, SharedStep),
+            ("test_function", test, SharedStep),
+            ("predict_function", predict, SharedPredictStep),
+        ):
+            known = getattr(model, name)
+            if not (isinstance(known, SharedStep) and known.steps is steps):
+                setattr(model, name, function_class(steps, model, step, chief))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Within it, a task that is silent or gone ends what waits for it, with its name."""
-        epoch = object()
-        _epochs.add(epoch)
-        try:
-            with self._recovery.of_all():
-                yield
-        finally:
-            _epochs.discard(epoch)
+        self._changed_elsewhere()  # whatever happened between two epochs
+        waiting = _waiting_for_all if self._steps is None else _waiting_for_servers
+        with waiting(), self._recovery.of_all():
+            yield
 
     def _compute_devices(self) -> tuple[str, ...]:
         return tuple(device for worker in self._cluster.worker_devices() for device in worker)
@@ -65,4 +104,27 @@ class SyncParameterServerExtended(ParameterServerExtended):
 
 
 _watches: dict[str, Watch] = {}  # of this process, by what they watch
-_epochs: set[object] = set()  # under way; asynchronous ones can do without a silent worker
+_calls: dict[str, list] = {"all": [], "servers": []}  # under way, by whom they wait for
+
+
+@contextlib.contextmanager
+def _waiting(for_whom: str) -> Iterator[None]:
+    _calls[for_whom].append(None)
+    try:
+        yield
+    finally:
+        _calls[for_whom].pop()
+
+
+def _waiting_for_all() -> contextlib.AbstractContextManager:
+    return _waiting("all")
+
+
+def _waiting_for_servers() -> contextlib.AbstractContextManager:
+    return _waiting("servers")
+
+
+def _somebody_waits_for(silent: list[str]) -> bool:
+    """Asynchronous training, for one, can do without a silent worker."""
+    is_server_silent = any(name.startswith("ps ") for name in silent)
+    return bool(_calls["all"] or (_calls["servers"] and is_server_silent))

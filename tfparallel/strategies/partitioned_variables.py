@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.partition import split_rows
 from tfparallel.strategies.async_variables import HandedIn
-from tfparallel.strategies.server_variables import RowsOnServers, WholeInCheckpoints
+from tfparallel.strategies.server_variables import RowsOnServers, TellsOfChanges, WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable
 from tfparallel.tf_internals import record, variable_accessed
 
@@ -192,7 +192,7 @@ class Partitioned(RowsOnServers):
         return self
 
 
-class CentralPartitionedVariable(WholeInCheckpoints, Partitioned, CentralVariable):
+class CentralPartitionedVariable(TellsOfChanges, WholeInCheckpoints, Partitioned, CentralVariable):
     """Under `mode="sync"`: replica 0 assigns for all."""
 
 

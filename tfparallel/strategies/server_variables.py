@@ -50,13 +50,33 @@ class RowsOnServers:
             return variable.sparse_read(indices, name=name)
 
 
-class ServerVariable(WholeInCheckpoints, RowsOnServers, CentralVariable):
+class TellsOfChanges:
+    """A variable whose strategy wants to know when it is assigned between steps."""
+
+    distribute_strategy: Any
+
+    def assign(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tell("assign", *args, **kwargs)
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tell("assign_add", *args, **kwargs)
+
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tell("assign_sub", *args, **kwargs)
+
+    def _tell(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            self.distribute_strategy.extended._changed_elsewhere()
+        return getattr(super(), name)(*args, **kwargs)
+
+
+class ServerVariable(TellsOfChanges, WholeInCheckpoints, RowsOnServers, CentralVariable):
     """One copy, on a parameter server."""
 
 
-class ServerStatistics(WholeInCheckpoints, ReplicatedVariable):
+class ServerStatistics(TellsOfChanges, WholeInCheckpoints, ReplicatedVariable):
     """A copy for each replica, on a parameter server."""
 
 
-class ServerMetric(WholeInCheckpoints, MetricVariable):
+class ServerMetric(TellsOfChanges, WholeInCheckpoints, MetricVariable):
     """A copy for each replica, on a parameter server, reduced when read."""

@@ -47,6 +47,8 @@ def test_buckets_follow_one_another(ready, durations, finish):
         ([0, 7], [[10, 5, 1]] * 2, [HALF, COARSE]),
         # Nothing hides.
         ([0, 0], [[10, 5, 1]] * 2, [COARSE, COARSE]),
+        # Nor is float16 good enough where it is nothing beside an exact step.
+        ([0, 0], [[5, 0.2, 0.01]] * 2, [COARSE, COARSE]),
     ],
 )
 def test_levels_are_as_exact_as_hides(ready, durations, levels):

@@ -9,11 +9,10 @@ from tests.helpers import ODD_BATCH, ODD_ROWS
 
 metrics = keras.metrics
 METRICS = {
-    "binary": lambda: [
-        metrics.AUC(num_thresholds=20),
+    "binary": lambda: [metrics.AUC(num_thresholds=20), metrics.F1Score(threshold=0.5)],
+    "thresholds": lambda: [
         metrics.Precision(),
         metrics.Recall(),
-        metrics.F1Score(threshold=0.5),
         metrics.BinaryAccuracy(),
         metrics.BinaryIoU(),
     ],
@@ -32,14 +31,15 @@ METRICS = {
 }
 
 
-def _train(run: Run, model: str) -> dict:
+def _train(run: Run, name: str) -> dict:
     """As metrics, as weighted metrics and in validation."""
+    model = "binary" if name == "thresholds" else name
 
     def options():
         return {
             "loss": "mse" if model == "values" else _LOSSES[model](),
-            "metrics": METRICS[model](),
-            "weighted_metrics": METRICS[model]()[:2],
+            "metrics": METRICS[name](),
+            "weighted_metrics": METRICS[name]()[:1],
         }
 
     weights = np.random.default_rng(3).uniform(0, 2, ODD_ROWS).astype("float32")

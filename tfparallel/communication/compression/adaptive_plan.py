@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MEASURED_STEPS = 3  # of each level; the fastest counts
-_TOLERANCE = 0.03  # of a step: so much longer may it be for a more exact gradient
+_TOLERANCE = 0.03  # of the fastest step: so much longer may it be for a more exact gradient
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
 
@@ -44,7 +44,7 @@ def choose_levels(
         durations_s: `[bucket, level]`.
         errors: `[bucket, level]`; level 0 has none.
         max_error: the largest error that is allowed.
-        step_s: how long a whole step takes, at the least.
+        step_s: how long a whole step takes, at the least, with level 0 for all.
     """
     buckets = range(len(ready_s))
     allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
@@ -53,6 +53,8 @@ def choose_levels(
     def finish(levels: list[int]) -> float:
         return finish_time_s(ready_s, [durations_s[k, levels[k]] for k in buckets])
 
+    # What a step takes besides: until the first bucket is ready, and after the last is reduced.
+    rest_s = max(0.0, step_s - finish([0 for _ in buckets]))
     limit = finish(levels) + _TOLERANCE * step_s
     for k in buckets:
         for level in sorted(allowed[k], key=lambda level: errors[k, level]):
