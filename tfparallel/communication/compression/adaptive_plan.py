@@ -55,7 +55,7 @@ def choose_levels(
 
     # What a step takes besides: until the first bucket is ready, and after the last is reduced.
     rest_s = max(0.0, step_s - finish([0 for _ in buckets]))
-    limit = finish(levels) + _TOLERANCE * step_s
+    limit = finish(levels) + _TOLERANCE * (finish(levels) + rest_s)
     for k in buckets:
         for level in sorted(allowed[k], key=lambda level: errors[k, level]):
             changed = [*levels[:k], int(level), *levels[k + 1 :]]
