@@ -1,42 +1,46 @@
-"""Which reductions are refused, and in which words: a table."""
+"""Which reductions are refused, and in which words: tables."""
 
 import dataclasses
 
 import pytest
 
-from tfparallel.communication.horovod_reductions import Facts, why_not
+from tfparallel.communication.horovod_reductions import Job, lack_of_build, lack_of_job
 
-GPU_CLUSTER = Facts(
-    mpi_built=True,
-    nccl_built=True,
-    mpi_started=True,
-    on_gpu=True,
-    num_ranks=8,
-    num_hosts=2,
-    all_ranks=True,
-)
-CPU_CLUSTER = dataclasses.replace(GPU_CLUSTER, nccl_built=False, on_gpu=False)
-GLOO = dataclasses.replace(CPU_CLUSTER, mpi_built=False, mpi_started=False)
+GPUS = Job(mpi_started=True, nccl_built=True, on_gpu=True, num_ranks=8, num_hosts=2, all_ranks=True)
+CPUS = dataclasses.replace(GPUS, nccl_built=False, on_gpu=False)
 
 
 @pytest.mark.parametrize(
-    ("reduction", "facts", "changes", "lack"),
+    ("reduction", "mpi_built", "nccl_built", "lack"),
     [
-        ("ring", GLOO, {}, None),
-        ("hierarchical", GPU_CLUSTER, {}, None),
-        ("hierarchical", CPU_CLUSTER, {}, "NCCL and MPI. Received: one built with ['MPI']"),
-        ("hierarchical", GPU_CLUSTER, {"mpi_built": False}, "HOROVOD_GPU_OPERATIONS=NCCL"),
-        ("hierarchical", GPU_CLUSTER, {"mpi_started": False}, "horovodrun --mpi"),
-        ("hierarchical", GPU_CLUSTER, {"on_gpu": False}, "ranks on CPUs"),
-        ("adasum", CPU_CLUSTER, {}, None),
-        ("adasum", GLOO, {}, "one built with ['Gloo']. Rebuild it: HOROVOD_WITH_MPI=1"),
-        ("adasum", CPU_CLUSTER, {"mpi_started": False}, "horovodrun --mpi"),
-        ("adasum", CPU_CLUSTER, {"all_ranks": False}, "a process set"),
-        ("adasum", CPU_CLUSTER, {"num_ranks": 6}, "a power of two ranks"),
-        ("adasum", GPU_CLUSTER, {"num_ranks": 6}, None),  # of 2 hosts
-        ("adasum", GPU_CLUSTER, {"num_ranks": 6, "num_hosts": 3}, "a power of two hosts"),
+        ("ring", False, False, None),
+        ("hierarchical", True, True, None),
+        ("hierarchical", True, False, "NCCL and MPI. Received: one built with MPI."),
+        ("hierarchical", False, True, "Rebuild it: HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_WITH_MPI=1"),
+        ("adasum", True, False, None),
+        ("adasum", False, False, "one built with Gloo. Rebuild it: HOROVOD_WITH_MPI=1"),
     ],
 )
-def test_what_horovod_would_ignore_or_fail_in_is_refused(reduction, facts, changes, lack):
-    received = why_not(reduction, dataclasses.replace(facts, **changes))
+def test_what_horovod_was_not_built_for_is_refused(reduction, mpi_built, nccl_built, lack):
+    received = lack_of_build(reduction, mpi_built, nccl_built)
+    assert received is None if lack is None else lack in received
+
+
+@pytest.mark.parametrize(
+    ("reduction", "job", "changes", "lack"),
+    [
+        ("ring", CPUS, {"mpi_started": False}, None),
+        ("hierarchical", GPUS, {}, None),
+        ("hierarchical", GPUS, {"mpi_started": False}, "horovodrun --mpi"),
+        ("hierarchical", GPUS, {"on_gpu": False}, "ranks on CPUs"),
+        ("adasum", CPUS, {}, None),
+        ("adasum", CPUS, {"mpi_started": False}, "horovodrun --mpi"),
+        ("adasum", CPUS, {"all_ranks": False}, "a process set"),
+        ("adasum", CPUS, {"num_ranks": 6}, "a power of two ranks"),
+        ("adasum", GPUS, {"num_ranks": 6}, None),  # of 2 hosts
+        ("adasum", GPUS, {"num_ranks": 6, "num_hosts": 3}, "a power of two hosts"),
+    ],
+)
+def test_what_this_job_cannot_do_is_refused(reduction, job, changes, lack):
+    received = lack_of_job(reduction, dataclasses.replace(job, **changes))
     assert received is None if lack is None else lack in received

@@ -21,7 +21,7 @@ from tfparallel.communication.horovod import (
     hvd,
     start,
 )
-from tfparallel.communication.horovod_reductions import REDUCTIONS, Facts, why_not
+from tfparallel.communication.horovod_reductions import REDUCTIONS, Job, lack_of_build, lack_of_job
 from tfparallel.communication.stall_watch import StalledError, StallWatch
 from tfparallel.communication.tcp_store import StoreServer, TcpStore
 from tfparallel.strategies.base import KerasStrategy
@@ -90,6 +90,7 @@ class HorovodStrategy(KerasStrategy):
                 f"compression={compression!r}, gradient_predivide_factor="
                 f"{gradient_predivide_factor}. Take one or the other."
             )
+        _refuse(reduction, lack_of_build(reduction, hvd.mpi_built(), bool(hvd.nccl_built())))
         start(hierarchical=reduction == "hierarchical")
         process_set = process_set or hvd.global_process_set
         if not process_set.included():
@@ -97,7 +98,7 @@ class HorovodStrategy(KerasStrategy):
                 "Only the ranks of a process set may create its strategy. Received: process set of "
                 f"ranks {process_set.ranks}. (Rank {hvd.rank()} is speaking.)"
             )
-        _check_reduction_is_offered(reduction, process_set)
+        _refuse(reduction, lack_of_job(reduction, _job(process_set)))
         options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
         is_adasum = reduction == "adasum"
         extended = HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options)
@@ -317,19 +318,20 @@ def _check_options(
         raise ValueError(f"stall_timeout_s must be positive, or None. Received: {stall_timeout_s}.")
 
 
-def _check_reduction_is_offered(reduction: str, process_set: Any) -> None:
-    facts = Facts(
-        mpi_built=hvd.mpi_built(),
-        nccl_built=bool(hvd.nccl_built()),
+def _job(process_set: Any) -> Job:
+    return Job(
         mpi_started=hvd.mpi_enabled(),
+        nccl_built=bool(hvd.nccl_built()),
         on_gpu=bool(tf.config.list_physical_devices("GPU")),
         num_ranks=hvd.size(),
         num_hosts=hvd.cross_size(),
         all_ranks=process_set.size() == hvd.size(),
     )
-    lack = why_not(reduction, facts)
+
+
+def _refuse(reduction: str, lack: str | None) -> None:
     if lack is not None:
-        raise ValueError(f'reduction="{reduction}" needs {lack} (Rank {hvd.rank()} is speaking.)')
+        raise ValueError(f'reduction="{reduction}" needs {lack}')
 
 
 def _device_of_rank(local_rank: int) -> str:
