@@ -33,23 +33,23 @@ def test_options_of_the_user_are_kept_and_have_wheels_of_their_own():
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize("tool", ["cmake", "g++"])
-def test_a_missing_tool_is_named_with_the_command_that_installs_it(tmp_path, tool):
+@pytest.mark.parametrize(("tool", "package"), [("g++", "g++"), ("mpicxx", "libopenmpi-dev")])
+def test_a_missing_tool_is_named_with_the_command_that_installs_it(tmp_path, tool, package):
     """In the first line, before anything is downloaded; nothing stays behind."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for each in {"cmake", "g++", "make"} - {tool}:
+    for each in {"cmake", "g++", "make", "mpicxx", "mpirun"} - {tool}:
         (folder / each).symlink_to("/bin/true")
     command = [sys.executable, "-m", "tfparallel.build_horovod", "--cache", tmp_path / "cache"]
     finished = subprocess.run(
         command,
-        env={**os.environ, "PATH": str(folder)},
+        env={**os.environ, "PATH": str(folder), "HOROVOD_WITH_MPI": "1"},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert finished.returncode == 1
-    expected = f'{tool} missing: install with "apt-get install {tool}".'
+    expected = f'{package} missing: install with "apt-get install {package}".'
     assert finished.stderr.splitlines()[-1] == expected
     assert not (tmp_path / "cache").exists()

@@ -30,6 +30,7 @@ SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef
 # What Horovod itself needs to be built and to run; the `horovod` extra of setup.py installs it.
 REQUIREMENTS = ("cloudpickle", "packaging", "psutil", "setuptools", "wheel", "yaml")
 _TOOLS = {"cmake": "cmake", "g++": "g++", "make": "make"}  # command: Debian package
+_MPI_TOOLS = {"mpicxx": "libopenmpi-dev", "mpirun": "openmpi-bin"}
 _BUILD_OPTIONS = (
     *("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU", "HOROVOD_NCCL", "HOROVOD_CUDA"),
     *("HOROVOD_ROCM", "HOROVOD_ALLOW", "HOROVOD_BUILD"),
@@ -70,10 +71,10 @@ def build_and_install(cache: Path, rebuild: bool = False) -> None:
     folder = cache / cache_key(tensorflow, build_options)
     wheel = None if rebuild else next(folder.glob("horovod-*.whl"), None)
     if wheel is None:
-        _require_tools()
+        _require_tools(with_mpi=build_options.get("HOROVOD_WITH_MPI") == "1")
         print(
             f"Building Horovod {VERSION} for TensorFlow {tensorflow}, Python "
-            f"{platform.python_version()}: about two minutes on two cores.",
+            f"{platform.python_version()}: two to six minutes on two cores.",
             flush=True,
         )
         begin = time.monotonic()
@@ -219,8 +220,9 @@ def _require_packages() -> None:
         )
 
 
-def _require_tools() -> None:
-    missing = [package for command, package in _TOOLS.items() if shutil.which(command) is None]
+def _require_tools(with_mpi: bool) -> None:
+    tools = {**_TOOLS, **_MPI_TOOLS} if with_mpi else _TOOLS
+    missing = [package for command, package in tools.items() if shutil.which(command) is None]
     if missing:
         raise BuildError(
             f'{", ".join(missing)} missing: install with "apt-get install {" ".join(missing)}".'
