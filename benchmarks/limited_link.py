@@ -108,6 +108,8 @@ def run_link(mbit: int, chosen: list[Contestant], rounds: int) -> dict[str, list
                     adapts = "Adaptive" in contestant.name  # and measures in the first call
                     steps = STEPS if adapts or mbit >= SLOW_MBIT else SLOW_STEPS
                     results[contestant.name].append(_turn(running, hosts[0], *steps))
+                    for line in running.ask("decisions")[0] if adapts else []:
+                        _log(f"  {line}")
                 _log(f"  {results[contestant.name][-1]}")
     return results
 

@@ -275,6 +275,11 @@ class TensorFlowContestant:
         """Trains `warmup + steps` steps; see `protocol.timed_steps`."""
         return self.training.timed_steps(steps, warmup)
 
+    def decisions(self) -> list[str]:
+        """What adaptive compression has decided, in words."""
+        reports = self._strategy.compression_report()
+        return [line for report in reports for line in report.decisions]
+
     def _scope(self):
         return self._strategy.scope() if self._strategy else contextlib.nullcontext()
 
