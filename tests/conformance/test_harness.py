@@ -82,3 +82,10 @@ def test_a_failed_case_shows_the_workers_traceback(tmp_path_factory):
             workers.results()
     finally:
         workers.close()
+
+
+def test_what_shares_processes_stays_on_one_pytest_worker(request, worker_id):
+    """pytest-xdist says so by a suffix; without groups every pool would be up twice."""
+    if worker_id == "master":
+        pytest.skip("pytest runs in one process")
+    assert request.node.nodeid.endswith("@test_harness.py")
