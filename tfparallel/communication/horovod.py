@@ -33,6 +33,7 @@ __all__ = [
     "State",
     "all_gather",
     "all_reduce_sum",
+    "all_to_all",
     "broadcast",
     "hvd",
     "run_elastic",
@@ -106,6 +107,13 @@ def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
+def all_to_all(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """`[ranks, ...]`: row j goes to rank j, row i came from rank i."""
+    sent = _unknown(_as_bytes(rows))
+    received = hvd.alltoall(sent, process_set=process_set, **_named())
+    return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
+
+
 def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
@@ -141,9 +149,9 @@ def _named() -> dict[str, Any]:
         return {}  # Horovod counts them
     graph = tf.compat.v1.get_default_graph()
     number = _numbers[graph] = _numbers.get(graph, -1) + 1
-    depth = 0
-    while (graph := getattr(graph, "outer_graph", None)) is not None:
-        depth += 1
+    depth, outer = 0, getattr(graph, "outer_graph", None)
+    while outer is not None:
+        depth, outer = depth + 1, getattr(outer, "outer_graph", None)
     return {"name": f"tfparallel_{depth}_{number}", "ignore_name_scope": True}
 
 

@@ -15,6 +15,7 @@ from tfparallel.communication.compression import (
     Compressor,
     GradientCompression,
     Transport,
+    sum_halves,
 )
 from tfparallel.strategies.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.strategies.workers import WorkersExtended
@@ -28,6 +29,11 @@ class CompressedGradients(WorkersExtended):
 
     _compressor: Compressor | None = None
     _transport: Transport
+    _host_has_all_to_all = False
+
+    def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """`[workers, ...]`: row j goes to worker j, row i came from worker i."""
+        raise NotImplementedError
 
     def _compress_gradients(self, compressor: Compressor | None, transport: Transport) -> None:
         """Compresses from now on; called when the strategy is built."""
@@ -91,21 +97,47 @@ class WorkersTransport:
         self._extended = weakref.proxy(extended)
 
     def all_reduce_sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """In one collective for each dtype."""
-        if self.world_size != 2:
-            return self._extended._sum_list_across_workers(tensors)
-        # Between two workers, gathering sends the same bytes. NumPy adds 16-bit floats at a
-        # thirtieth of TensorFlow's speed.
-        narrow = [i for i, each in enumerate(tensors) if each.dtype.size == 2]
-        wide = [each for i, each in enumerate(tensors) if i not in narrow]
-        sums = iter(self._extended._sum_list_across_workers(wide) if wide else [])
-        results = [None if i in narrow else next(sums) for i in range(len(tensors))]
-        payloads = [tf.reshape(tf.bitcast(tensors[i], tf.uint8), [-1]) for i in narrow]
-        for i, gathered in zip(narrow, self.all_gather(payloads), strict=True):
-            parts = tf.reshape(gathered, [2, *tensors[i].shape, 2])
-            first, second = tf.unstack(tf.bitcast(parts, tensors[i].dtype))
-            results[i] = first + second
-        return results
+        """In one collective for each dtype, or two."""
+        # Hosts' libraries add 16-bit floats at a thirtieth of TensorFlow's speed, or not at all.
+        narrow = [i for i, each in enumerate(tensors) if each.dtype in (tf.float16, tf.bfloat16)]
+        wide = [i for i in range(len(tensors)) if i not in narrow]
+        results: dict[int, tf.Tensor] = {}
+        for chosen, sum_all in ((wide, self._sum_wide), (narrow, self._sum_narrow)):
+            sums = sum_all([tensors[i] for i in chosen]) if chosen else []
+            results.update(zip(chosen, sums, strict=True))
+        return [results[i] for i in range(len(tensors))]
+
+    def _sum_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self._extended._sum_list_across_workers(tensors)
+
+    def _sum_narrow(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Moves bytes, and adds them in TensorFlow."""
+        if self.world_size == 2:  # gathering sends the same bytes as a ring
+            return self._sum_of_both(tensors)
+        if not self._extended._host_has_all_to_all:
+            return self._sum_wide(tensors)
+        sums: list = [None] * len(tensors)
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            chosen = [i for i, each in enumerate(tensors) if each.dtype == dtype]
+            total = sum_halves(
+                tf.concat([tf.reshape(tensors[i], [-1]) for i in chosen], 0),
+                self.world_size,
+                self._extended._host_all_to_all,
+                lambda part: self.all_gather([part])[0],
+            )
+            parts = tf.split(total, [tensors[i].shape.num_elements() for i in chosen])
+            for i, part in zip(chosen, parts, strict=True):
+                sums[i] = tf.reshape(part, tensors[i].shape)
+        return sums
+
+    def _sum_of_both(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        payloads = [tf.reshape(tf.bitcast(each, tf.uint8), [-1]) for each in tensors]
+        sums = []
+        for tensor, gathered in zip(tensors, self.all_gather(payloads), strict=True):
+            parts = tf.reshape(gathered, [2, *tensor.shape, 2])
+            first, second = tf.unstack(tf.bitcast(parts, tensor.dtype))
+            sums.append(first + second)
+        return sums
 
     def all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """In one collective."""

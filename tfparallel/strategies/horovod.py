@@ -17,6 +17,7 @@ from tfparallel.communication.horovod import (
     HorovodAllReduce,
     all_gather,
     all_reduce_sum,
+    all_to_all,
     broadcast,
     hvd,
     start,
@@ -126,6 +127,8 @@ class HorovodStrategy(KerasStrategy):
 
 class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     """One local replica; everything that crosses ranks goes through Horovod."""
+
+    _host_has_all_to_all = True
 
     def __init__(
         self, strategy: Any, process_set: Any, adasum: bool, sparse_as_dense: bool, options: dict
@@ -273,6 +276,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
         with self._in_order() as sent:
             sent.append(all_gather(rows, self._process_set))
+        return sent[0]
+
+    def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_to_all(rows, self._process_set))
         return sent[0]
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, Variable
-from tfparallel.compression import GradientCompression, PowerSGD, TopK, sum_bfloat16
+from tfparallel.compression import GradientCompression, PowerSGD, TopK, sum_halves
 
 
 def test_gradients_of_every_kind():
@@ -135,10 +135,12 @@ def test_gradients_of_unknown_variables_are_refused():
         compression.reduce([None, None], None)
 
 
-@pytest.mark.parametrize("size", [1, 6, 7])
-def test_bfloat16_is_added_where_the_library_cannot(size):
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, tf.bfloat16), (6, tf.bfloat16), (7, tf.bfloat16), (7, tf.float16)]
+)
+def test_halves_are_added_where_the_library_cannot(size, dtype):
     rng = np.random.default_rng(0)
-    parts = [tf.cast(rng.normal(size=size), tf.bfloat16) for _ in range(3)]
+    parts = [tf.cast(rng.normal(size=size), dtype) for _ in range(3)]
 
     def reduce(transport):
         def all_gather(part):
@@ -147,9 +149,9 @@ def test_bfloat16_is_added_where_the_library_cannot(size):
         def all_to_all(parts):
             return all_gather(parts)[:, transport.rank]
 
-        return sum_bfloat16(parts[transport.rank], 3, all_to_all, all_gather)
+        return sum_halves(parts[transport.rank], 3, all_to_all, all_gather)
 
     total = sum(np.asarray(part, "float32") for part in parts)
     for received in Meeting(3).run(reduce):
-        assert received.dtype == tf.bfloat16
-        np.testing.assert_array_equal(received, tf.cast(total, tf.bfloat16))
+        assert received.dtype == dtype
+        np.testing.assert_array_equal(received, tf.cast(total, dtype))

@@ -11,7 +11,7 @@ from tfparallel.communication.compression.random_k import RandomK
 from tfparallel.communication.compression.report import CompressionReport, VariableReport
 from tfparallel.communication.compression.sign_sgd import SignSGD
 from tfparallel.communication.compression.top_k import TopK
-from tfparallel.communication.compression.transport import Transport, sum_bfloat16
+from tfparallel.communication.compression.transport import Transport, sum_halves
 
 __all__ = [
     "QSGD",
@@ -28,5 +28,5 @@ __all__ = [
     "Transport",
     "VariableReport",
     "as_compressor",
-    "sum_bfloat16",
+    "sum_halves",
 ]

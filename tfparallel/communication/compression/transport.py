@@ -26,7 +26,7 @@ class Transport(Protocol):
         """Sums over all ranks, the same bits on each.
 
         Takes float16, bfloat16, float32, float64 and the integers, of any static shape, empty ones
-        included. A library that cannot add bfloat16 may use `sum_bfloat16`.
+        included. A library that cannot add 16-bit floats, or slowly, may use `sum_halves`.
         """
 
     def all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -112,30 +112,30 @@ def _answer(collective: Callable, requests: dict[int, Sum | Gather]) -> dict[int
     return {i: [next(received) for _ in request.tensors] for i, request in requests.items()}
 
 
-def sum_bfloat16(
+def sum_halves(
     tensor: tf.Tensor,
     world_size: int,
     all_to_all: Callable[[tf.Tensor], tf.Tensor],
     all_gather: Callable[[tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """The sum of bfloat16 tensors, for a library that can move their bytes but not add them.
+    """The sum of 16-bit floats, for a library that moves their bytes but does not add them.
 
     Every rank adds one part in float32, and rounds it once. On the wire are the bytes of a ring
     all-reduce: `2 (N - 1) / N` times those of the tensor.
 
     Args:
-        tensor: bfloat16, of static shape.
+        tensor: float16 or bfloat16, of static shape.
         world_size: the number of ranks, N.
-        all_to_all: uint8 `[N, part]` to `[N, part]`: row j goes to rank j, row i came from rank i.
-        all_gather: uint8 `[part]` to `[N, part]`.
+        all_to_all: uint8 `[N, bytes]` to `[N, bytes]`: row j goes to rank j, row i came from i.
+        all_gather: uint8 `[bytes]` to `[N, bytes]`.
     """
-    size = tensor.shape.num_elements()
+    size, dtype = tensor.shape.num_elements(), tensor.dtype
     part = -(-size // world_size)
     flat = tf.pad(tf.reshape(tensor, [-1]), [[0, part * world_size - size]])
     mine = tf.bitcast(tf.reshape(flat, [world_size, part]), tf.uint8)
     received = all_to_all(tf.reshape(mine, [world_size, 2 * part]))
-    parts = tf.bitcast(tf.reshape(received, [world_size, part, 2]), tf.bfloat16)
-    total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
+    parts = tf.bitcast(tf.reshape(received, [world_size, part, 2]), dtype)
+    total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), dtype)
     gathered = all_gather(tf.reshape(tf.bitcast(total, tf.uint8), [2 * part]))
-    totals = tf.bitcast(tf.reshape(gathered, [world_size * part, 2]), tf.bfloat16)
+    totals = tf.bitcast(tf.reshape(gathered, [world_size * part, 2]), dtype)
     return tf.reshape(totals[:size], tensor.shape)
