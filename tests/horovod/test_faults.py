@@ -9,44 +9,52 @@ pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horo
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("killed", ["Process 1 exit with status code 137"]),
-        (
-            "stopped",
-            ["reduction 4 (gradients of", "middle/kernel", "rank 1 (on host", "does not run"],
-        ),
-        ("busy", ["rank 1 (on host", "runs, but has come to reduction 3 only", "Rank 0 is spea"]),
-        (
-            "other model",
-            ["rank 0: middle/kernel float32[6, 5]", "rank 1: middle/kernel float32[6,"],
-        ),
-    ],
-)
-def test_a_rank_that_holds_up_the_others_is_named(what, told):
-    status, output = horovodrun("training", what)
+def test_ranks_that_hold_up_the_others_are_named():
+    status, output = horovodrun("training", "hold up", num_ranks=3)
     assert status != 0
+    told = [
+        "reduction 4 (gradients of",
+        "middle/kernel",
+        "rank 1 (on host",
+        "does not run",
+        "rank 2 (on host",
+        "runs, but has come to reduction 3 only",
+        "Rank 0 is speaking",
+    ]
     assert not [text for text in told if text not in output], output
     assert "trained" not in output
 
 
-@pytest.mark.timeout(300)
-def test_all_train_on_from_what_rank_0_has(tmp_path):
-    status, output = horovodrun("training", "restored on rank 0", tmp_path)
+@pytest.fixture(scope="module")
+def process_sets(tmp_path_factory):
+    """What three ranks have said and trained: 0 and 1 together, 2 by itself."""
+    folder = tmp_path_factory.mktemp("process_sets")
+    status, output = horovodrun("training", "in process sets", folder, num_ranks=3)
     assert status == 0, output
-    weights = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(2)]
-    for first, second in zip(*weights, strict=True):
+    return output, [list(np.load(folder / f"{rank}.npz").values()) for rank in range(3)]
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_process_set_train_together_from_what_its_rank_0_has(process_sets):
+    output, weights = process_sets
+    for first, second, alone in zip(*weights, strict=True):
         np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, alone, atol=1e-5)
     assert np.allclose(weights[1][0], 1.0, atol=0.9)  # rank 0 began with ones
     assert "Ranks [1] have other weights" in output
 
 
 @pytest.mark.timeout(300)
-def test_ranks_of_a_process_set_train_together(tmp_path):
-    status, output = horovodrun("training", "process sets", tmp_path, num_ranks=3)
-    assert status == 0, output
-    weights = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(3)]
-    for first, second, alone in zip(*weights, strict=True):
-        np.testing.assert_array_equal(first, second)
-        np.testing.assert_allclose(first, alone, atol=1e-5)
+def test_what_ranks_cannot_do_together_is_told_at_once(process_sets):
+    output, _ = process_sets
+    other_models = "rank 0: middle/kernel float32[6, 5]; rank 1: middle/kernel float32[6, 6]"
+    for rank in (0, 1):
+        assert output.count(f"{other_models}. (Rank {rank} is speaking.)") == 1, output
+    assert output.count('reduction="adasum" needs') == 3, output
+
+
+@pytest.mark.timeout(300)
+def test_16_bit_floats_travel_as_such_between_three_ranks(process_sets):
+    output, _ = process_sets
+    of_halves = 2 * ["HorovodAllgather"] + ["HorovodAllreduce"] + 2 * ["HorovodAlltoall"]
+    assert output.count(" ".join(of_halves)) == 3, output
