@@ -52,6 +52,18 @@ def test_chief_ends_with_an_error_that_names_the_lost_server(run_case, name):
     assert result["status"] == 0  # the chief's process ends
 
 
+def test_sync_training_waits_for_lost_workers_and_applies_each_step_once(run_case):
+    """Killed, killed in the middle of a step, and stopped."""
+    result = run_case("worker_is_lost_in_sync")
+    assert result["lost"] == ["_kill_now", "_kill_soon", "_stop"]
+    assert result["log"].count("chief waits for worker 1") >= 2
+    assert result["log"].count("chief waits for worker 0") >= 1
+    assert result["repeated"] >= 3
+    assert result["iterations"] == [87, 87]
+    assert result["weights"] < 1e-5
+    assert result["history"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "error", "task"),
     [

@@ -160,7 +160,7 @@ class Recovery:
         return ", ".join(f"{name} ({names[name]})" for name in silent)
 
     def await_all_workers(self, error: tf.errors.OpError) -> str:
-        """Waits until all workers answer, after `error`, and makes their devices known again.
+        """Waits until all tasks answer, after `error`, and makes the workers' devices known again.
 
         Returns:
             The names of those that were missed.
@@ -172,18 +172,20 @@ class Recovery:
         """
         if not speaks_of_lost_task(error):
             raise error
-        names, missed = task_names(self._cluster.tasks, "worker"), ""
-        start_s, report_s = time.monotonic(), 0.0
+        tasks = task_names(self._cluster.tasks, "ps", "worker")
+        start_s, report_s, missed = time.monotonic(), 0.0, ""
         while True:
             self._raise_if_server_gone(error)
-            there = answering(names)
-            if len(there) == len(names):
-                break
-            waited_s = time.monotonic() - start_s
-            missed = ", ".join(f"{n} ({names[n]})" for n in names if n not in there)
             if silent := self.silent_servers(self._timeouts.ps_s):
                 raise self.server_silent(silent) from error
-            if waited_s > self._timeouts.all_workers_s:
+            there = answering(tasks)
+            if len(there) == len(tasks):
+                break
+            absent = [name for name in tasks if name not in there]
+            missed = ", ".join(f"{name} ({tasks[name]})" for name in absent)
+            waited_s = time.monotonic() - start_s
+            are_workers = all(name.startswith("worker") for name in absent)
+            if are_workers and waited_s > self._timeouts.all_workers_s:
                 raise WorkerLost(
                     f"Expected all workers to be there within {self._timeouts.all_workers_s:g} s, "
                     f"as they share each batch. Received: no answer from {missed}. {START_AGAIN}"
