@@ -47,12 +47,16 @@ class SharedStep:
                 raise StopIteration
             if batch is None:
                 break
-            outputs = self._run(batch)
+            outputs = self._run(batch, getattr(iterator, "element_spec", None))
         return outputs
 
-    def _run(self, batch: Any) -> Any:
+    def _run(self, batch: Any, specs: Any = None) -> Any:
+        """Runs the step on a batch; `specs` are those of the dataset that it is from.
+
+        What is known of shapes matters: Keras weighs a batch by its rows where it knows them.
+        """
         batch = as_tensors(batch)
-        specs = keras.tree.map_structure(_spec, batch)
+        specs = keras.tree.map_structure(_spec, batch if specs is None else specs)
         if str(specs) not in self._known:
             generation = tf.TensorSpec((), tf.int64)
             self.steps.cover(self._function.get_concrete_function(generation, specs).graph)
@@ -76,4 +80,6 @@ class SharedPredictStep(SharedStep):
 
 
 def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
+    if leaf is None or isinstance(leaf, tf.OptionalSpec):
+        return None
+    return leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
