@@ -57,4 +57,7 @@ def test_partitioned_training_equals_one_device_and_is_saved_whole(run_case):
         assert max(each["differences"]) < 1e-5, each
         assert max(each["slots"]) < 1e-5, each
         assert each["predictions"] < 1e-5
+        assert max(each["exported"]) < 1e-5, each  # predictions and loss of the SavedModel
+        assert [50, 4] in each["exported_shapes"]
+        assert not [part for part in each["parts"] if part in each["exported_shapes"]]
     assert result["checkpoint"] == [4, 2, 0.0]

@@ -13,8 +13,11 @@ weights nor slots move. One that looks at the whole (`Adafactor`, `Lamb`, `Muon`
 """
 
 import contextlib
+import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import keras
@@ -24,7 +27,7 @@ from tfparallel.parameter_server.partition import split_rows
 from tfparallel.strategies.async_variables import HandedIn
 from tfparallel.strategies.server_variables import RowsOnServers, TellsOfChanges, WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import record, variable_accessed
+from tfparallel.tf_internals import ResourceVariable, context, record, variable_accessed
 
 _optimizers = keras.optimizers
 _ELEMENTWISE = {
@@ -40,12 +43,23 @@ _ELEMENTWISE = {
     _optimizers.Lion,
 }
 _thread = threading.local()
+_pieces: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the graphs that read them
 
 
 def is_elementwise(optimizer: Any) -> bool:
     """Whether an update of some rows needs nothing of the others; unknown classes may."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return type(inner) in _ELEMENTWISE
+
+
+def _is_exporting() -> bool:
+    """Whether Keras traces a function for `Model.export`: files hold tables in one piece."""
+    frame: FrameType | None = None if tf.executing_eagerly() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("keras.src.export."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
@@ -71,9 +85,12 @@ class Partitioned(RowsOnServers):
     """
 
     trainable: bool
+    distribute_strategy: Any
+    name: str
 
     def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
+        self._piece: weakref.ref | None = None
         self.parts = tuple(parts)
         ends = [sum(p.shape[0] for p in parts[: i + 1]) for i in range(len(parts))]
         self.rows = list(zip([0, *ends], ends, strict=False))
@@ -101,9 +118,47 @@ class Partitioned(RowsOnServers):
             record.record_operation("ReadParts", [value], [handle], lambda gradient: [gradient])
         return value
 
+    def in_one_piece(self) -> tf.Variable:
+        """A copy on the chief, which an exported function has in place of the parts.
+
+        It lives as long as the function that reads it.
+        """
+        piece = self._piece() if self._piece is not None else None
+        chief, name = self.distribute_strategy.extended._host_device, self.name.split(":")[0]
+        with tf.init_scope(), context.eager_mode(), tf.device(chief):
+            # Not `read_value`, for which the function that is traced would own the parts, too.
+            reads = [
+                tf.raw_ops.ReadVariableOp(resource=p.handle, dtype=p.dtype) for p in self.parts
+            ]
+            whole = tf.concat(reads, 0)
+            if piece is None:
+                piece = ResourceVariable(whole, trainable=self.trainable, name=name)
+                self._piece = weakref.ref(piece)
+            else:
+                piece.assign(whole)
+        return piece
+
+    def _exported(self) -> tf.Variable:
+        """`in_one_piece()`, for the function that is being traced."""
+        piece, graph = self.in_one_piece(), tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None) is not None:
+            _pieces.setdefault(graph, []).append(piece)
+            graph = graph.outer_graph
+        return piece
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
+    ) -> list:
+        piece = self.in_one_piece()
+        resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+        object_map[self], tensor_map[self] = object_map[piece], tensor_map[piece.handle]
+        return [*resources, self]
+
     def value(self) -> tf.Tensor:
         part = self._current()
-        return self.whole() if part is None else part.read_value()
+        if part is None:
+            return self._exported().read_value() if _is_exporting() else self.whole()
+        return part.read_value()
 
     read_value = value
 
@@ -124,6 +179,8 @@ class Partitioned(RowsOnServers):
         part = self._current()
         if part is not None:
             return part.sparse_read(indices, name=name)
+        if _is_exporting():
+            return self._exported().sparse_read(indices, name=name)
         indices = tf.convert_to_tensor(indices)
         flat = tf.reshape(indices, [-1])
         with record.stop_recording():
@@ -203,3 +260,7 @@ class AsyncPartitionedVariable(  # type: ignore[misc]
 
     def _server_value(self) -> tf.Tensor:
         return self.whole()
+
+    def in_one_piece(self) -> tf.Variable:
+        self._settle()
+        return super().in_one_piece()
