@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -681,6 +682,39 @@ def compression() -> dict:
             "reported": [[r.bytes_sent, r.bytes_uncompressed] for r in reports],
         }
     return results
+
+
+@case
+def compressed_with_backup() -> dict:
+    """Killed in the middle of an epoch, or resumed and compared with what was not interrupted."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 8)).astype("float32")
+    y = np.tanh(x @ rng.normal(size=(8, 4))).astype("float32")
+    is_killed = "CASE_KILL" in os.environ
+    kill = At(5, lambda: os.kill(os.getpid(), signal.SIGKILL)) if is_killed else None
+    backup = tfparallel.callbacks.BackupAndRestore(
+        os.environ["CASE_FOLDER"] + "/compressed", save_freq=3
+    )
+    partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    weights = []
+    for callbacks in ([backup, *([kill] if kill else [])], []):
+        keras.utils.set_random_seed(0)
+        strategy = tfparallel.ParameterServerStrategy(
+            compression=tfparallel.compression.TopK(0.1), variable_partitioner=partitioner
+        )
+        with strategy.scope():
+            layers = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4)]
+            model = keras.Sequential([keras.Input((8,)), *layers])
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=callbacks, **options)
+        weights.append(model.get_weights())
+    memory = strategy.extended.compression_of(model.optimizer).state()
+    return {
+        "difference": _difference(*weights),
+        "left_out": max(float(np.abs(array).max()) for array in memory.values()),
+        "names": sorted(memory),
+    }
 
 
 @case

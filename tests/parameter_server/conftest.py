@@ -77,8 +77,8 @@ def make_servers(spawner: Spawner) -> Iterator[Callable[..., ServerProcesses]]:
     """Starts the servers of a cluster; they end with the test."""
     made: list[ServerProcesses] = []
 
-    def make_servers(**variables: str) -> ServerProcesses:
-        made.append(ServerProcesses(2, 2, spawner, **variables))
+    def make_servers(num_workers: int = 2, num_ps: int = 2, **variables: str) -> ServerProcesses:
+        made.append(ServerProcesses(num_workers, num_ps, spawner, **variables))
         return made[-1]
 
     yield make_servers

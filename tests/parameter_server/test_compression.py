@@ -2,11 +2,12 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.parameter_server.compressed_gradient import checked_compressor
+from tfparallel.parameter_server.compressed_gradient import CompressionMemory, checked_compressor
 from tfparallel.parameter_server.worker_state import Slot, WorkerStates
 from tfparallel.strategies.parameter_server import _check_arguments
 
@@ -50,6 +51,17 @@ def test_what_is_left_out_is_kept_by_each_worker_and_arrives_later(run_case):
         assert each["scale"] > 2.0**10 if "True" in name else each["scale"] == 1
 
 
+def test_killed_and_resumed_equals_uninterrupted(make_servers, start_chief):
+    """One worker, so that the order of updates is fixed; a variable in parts, and residuals."""
+    servers = make_servers(num_workers=1)
+    killed = start_chief("compressed_with_backup", servers, CASE_KILL="1")
+    assert killed.process.wait(60) == -9
+    result = start_chief("compressed_with_backup", servers).result()
+    assert result["difference"] < 1e-6
+    assert result["left_out"] > 1e-3
+    assert result["names"] == ["0/0/residual", "0/2/residual"]  # of kernels; biases go as they are
+
+
 @pytest.mark.parametrize("compression", ["powersgd", "randomk", "adaptive"])
 def test_refuses_compressors_that_need_workers_in_step(compression):
     with pytest.raises(ValueError, match="Cast, TopK, QSGD, TernGrad, SignSGD.*Received"):
@@ -86,6 +98,23 @@ def test_workers_remember_each_its_own_and_a_lost_one_nothing():
     assert [run(1, counts=False), run(1)] == [21, 21]  # one that was given to another worker
     generations[0] += 1
     assert [run(0), run(1)] == [10, 31]
+
+
+def test_residuals_of_workers_that_are_no_more_go_to_others():
+    """Their sum is what gradients lack; what is of another compressor is refused."""
+    optimizer = tf.keras.optimizers.SGD()
+    optimizer.build([tf.keras.Variable(np.zeros((2, 3), "float32"))])
+    states = WorkerStates(lambda worker: 0)
+    memory = CompressionMemory(tfparallel.compression.TopK(), states, optimizer, 2, lambda w: True)
+    saved = {f"{worker}/0/residual": np.full((2, 3), 10.0**worker) for worker in range(4)}
+    memory.set_state([saved], 1)
+    restored = memory.state()
+    assert {name: value[0, 0] for name, value in restored.items()} == {
+        "0/0/residual": 101.0,
+        "1/0/residual": 1010.0,
+    }
+    with pytest.raises(ValueError, match=r"0/counter of shape \(2,\)"):
+        memory.set_state([{"0/0/counter": np.zeros(2)}], 1)
 
 
 def test_what_workers_remember_goes_with_its_owner():

@@ -121,6 +121,8 @@ def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 
 
 def _copies(variable: keras.Variable) -> Sequence[Any]:
+    if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
+        return (variable._value,)
     return getattr(variable._value, "values", (variable._value,))
 
 

@@ -10,10 +10,11 @@ may be applied under another loss scale than the next one is computed with.
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.communication.compression import (
@@ -30,6 +31,7 @@ from tfparallel.communication.compression import (
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Slot, WorkerStates
+from tfparallel.servers.lost import speaks_of_lost_task
 
 _ALONE = Ranks(0, 1)
 # Those whose payload says all: RandomK's places, PowerSGD's rounds and Adaptive's plan are things
@@ -121,6 +123,12 @@ class GradientsHandedIn:
         name = repr(self._compressor)
         return [CompressionReport(name, list(rows.values()), []) for rows in self._rows.values()]
 
+    def memory_of(
+        self, optimizer: Any, num_workers: int, is_there: Callable[[int], bool]
+    ) -> "CompressionMemory":
+        """What workers remember of an optimizer's gradients."""
+        return CompressionMemory(self._compressor, self._states, optimizer, num_workers, is_there)
+
     def _row(self, variable: Any, is_compressed: bool) -> VariableReport:
         shape = tuple(variable.shape)
         dense = 4 * tf.TensorShape(shape).num_elements()
@@ -133,7 +141,8 @@ class GradientsHandedIn:
         self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
     ) -> Payload:
         compressor, dtype = self._compressor, gradient.dtype
-        state, slots = self._state(optimizer, variable.path, gradient.shape)
+        position = [id(v) for v in optimizer._trainable_variables].index(id(variable))
+        state, slots = self._state(optimizer, position, gradient.shape)
         value = tf.cast(gradient, tf.float32)
         is_unscaled = scale is not None and "residual" in state
         if is_unscaled:
@@ -157,9 +166,9 @@ class GradientsHandedIn:
 
         return Payload(list(payload), restore)
 
-    def _state(self, optimizer: Any, path: str, shape: tf.TensorShape) -> tuple[dict, dict]:
+    def _state(self, optimizer: Any, position: int, shape: tf.TensorShape) -> tuple[dict, dict]:
         def initial_of(worker: int) -> dict[str, tf.Tensor]:
-            seed = zlib.crc32(f"{path} {tuple(shape)} {worker}".encode())  # rounds by itself
+            seed = zlib.crc32(f"{position} {tuple(shape)} {worker}".encode())  # rounds by itself
             return self._compressor.initial_state(shape, seed)
 
         state, slots = {}, {}
@@ -170,6 +179,69 @@ class GradientsHandedIn:
             def initial(worker: int, key: str = key) -> tf.Tensor:
                 return initial_of(worker)[key]
 
-            slots[key] = Slot(weakref.ref(optimizer), f"{path}/{key}", initial)
+            slots[key] = Slot(weakref.ref(optimizer), f"{position}/{key}", initial)
             state[key] = self._states.read(slots[key], tf.TensorSpec(*like))
         return state, slots
+
+
+@dataclass(frozen=True)
+class CompressionMemory:
+    """What all workers remember of the gradients of one optimizer, for backups.
+
+    Attributes:
+        compressor: whose memory it is.
+        states: of the workers.
+        optimizer: built.
+        num_workers: how many there are now.
+        is_there: whether a worker, by number, answers.
+    """
+
+    compressor: Compressor
+    states: WorkerStates
+    optimizer: Any
+    num_workers: int
+    is_there: Callable[[int], bool]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Arrays by "worker/position of the variable/name"; called between steps.
+
+        What a worker that does not answer remembers is lost with it.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        for worker, of_name in self.states.of_owner(self.optimizer).items():
+            try:
+                if self.is_there(worker):
+                    of_worker = {f"{worker}/{name}": np.asarray(v) for name, v in of_name.items()}
+                    arrays.update(of_worker)
+            except tf.errors.OpError as error:
+                if not speaks_of_lost_task(error):
+                    raise
+        return arrays
+
+    def set_state(self, states: Sequence[Mapping[str, np.ndarray]], num_processes: int) -> None:
+        """Sets what `state` returned on the chief, of as many workers or others.
+
+        The residuals of workers that are no more go to others: their sum is what gradients lack.
+
+        Raises:
+            ValueError: if it is of another compressor or model.
+        """
+        del num_processes
+        values: dict[int, dict[str, np.ndarray]] = {}
+        for path, array in states[0].items():
+            worker, name = path.split("/", 1)
+            self._check(name, array)
+            of_worker = values.setdefault(int(worker) % self.num_workers, {})
+            is_residual = name.endswith("/residual")
+            of_worker[name] = (
+                of_worker[name] + array if name in of_worker and is_residual else array
+            )
+        self.states.restore(self.optimizer, values)
+
+    def _check(self, name: str, array: np.ndarray) -> None:
+        position, key = name.split("/")
+        variables = self.optimizer._trainable_variables
+        shape = tuple(variables[int(position)].shape) if int(position) < len(variables) else None
+        known = self.compressor.initial_state(shape, 0) if shape else {}
+        if key not in known or tuple(known[key].shape) != array.shape:
+            raise ValueError(f"which remembers {name} of shape {array.shape}")

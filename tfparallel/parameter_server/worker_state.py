@@ -8,7 +8,7 @@ worker that was lost starts with nothing.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class WorkerStates:
     def __init__(self, generation: Callable[[int], int]):
         self._generation = generation
         self._values: dict[int, tuple[int, dict]] = {}  # by worker, with its generation
+        self._restored: dict[tuple, Any] = {}  # first values, by worker and key
         self._thread = threading.local()
 
     @contextlib.contextmanager
@@ -62,7 +63,8 @@ class WorkerStates:
         worker = self._thread.worker
         values = self._values_of(worker)
         if slot.key not in values:
-            first = slot.initial(worker)
+            restored = self._restored.pop((worker, slot.key), None)
+            first = slot.initial(worker) if restored is None else tf.constant(restored)
             with tf.device(self._thread.device):
                 values[slot.key] = tf.identity(first)
         return values[slot.key]
@@ -74,6 +76,30 @@ class WorkerStates:
             values.update({slot.key: t for slot, t in zip(slots, tensors, strict=True)})
             for key in [key for key in values if key[0]() is None]:
                 del values[key]
+
+    def of_owner(self, owner: Any) -> dict[int, dict[str, Any]]:
+        """What workers remember of `owner`: by worker and name, on the workers or the chief."""
+        found: dict[int, dict[str, Any]] = {}
+        for (worker, (reference, name)), value in self._restored.items():
+            if reference() is owner:
+                found.setdefault(worker, {})[name] = value
+        for worker in self._values:
+            for (reference, name), value in self._values_of(worker).items():
+                if reference() is owner:
+                    found.setdefault(worker, {})[name] = value
+        return found
+
+    def restore(self, owner: Any, values: Mapping[int, Mapping[str, Any]]) -> None:
+        """From now on, workers remember these arrays of `owner`; between steps."""
+        reference = weakref.ref(owner)
+        for _, of_worker in self._values.values():
+            for key in [key for key in of_worker if key[0] == reference]:
+                del of_worker[key]
+        for key in [key for key in self._restored if key[1][0] == reference]:
+            del self._restored[key]
+        for worker, of_name in values.items():
+            for name, value in of_name.items():
+                self._restored[worker, (reference, name)] = value
 
     def _values_of(self, worker: int) -> dict:
         generation = self._generation(worker)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.compressed_gradient import (
+    CompressionMemory,
     GradientsHandedIn,
     Payload,
     as_it_is,
@@ -26,6 +27,7 @@ from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
 from tfparallel.parameter_server.worker_state import WorkerStates
+from tfparallel.servers.probe import is_answering
 from tfparallel.strategies.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
 from tfparallel.strategies.partitioned_variables import AsyncPartitionedVariable
@@ -148,6 +150,15 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     def compression_report(self) -> list[CompressionReport]:
         """What a worker hands in in one step, for each optimizer that has trained."""
         return self._handed_in.report() if self._handed_in else []
+
+    def compression_of(self, optimizer: Any) -> CompressionMemory | None:
+        """What workers remember of a built optimizer's gradients; None where none is compressed."""
+        if self._handed_in is None:
+            return None
+        addresses = self._cluster.tasks["worker"]
+        return self._handed_in.memory_of(
+            optimizer, len(addresses), lambda worker: is_answering(addresses[worker])
+        )
 
     # ---- how a batch is split --------------------------------------------------------------------
 
