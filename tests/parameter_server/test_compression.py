@@ -7,7 +7,12 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.parameter_server.compressed_gradient import CompressionMemory, checked_compressor
+from tfparallel.parameter_server.compressed_gradient import (
+    CompressionMemory,
+    GradientsHandedIn,
+    checked_compressor,
+)
+from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Slot, WorkerStates
 from tfparallel.strategies.parameter_server import _check_arguments
 
@@ -115,6 +120,23 @@ def test_residuals_of_workers_that_are_no_more_go_to_others():
     }
     with pytest.raises(ValueError, match=r"0/counter of shape \(2,\)"):
         memory.set_state([{"0/0/counter": np.zeros(2)}], 1)
+
+
+def test_rows_of_tables_are_handed_in_as_they_are():
+    """Also under a loss scale that has changed on the way."""
+    optimizer = tf.keras.optimizers.SGD()
+    table = tf.keras.Variable(np.zeros((1000, 4), "float32"), name="table")
+    rows = tf.IndexedSlices(tf.fill([2, 4], 3.0), tf.constant([7, 900]), tf.constant([1000, 4]))
+    states = WorkerStates(lambda worker: 0)
+    handed_in = GradientsHandedIn(tfparallel.compression.TopK(), states)
+    payload = handed_in.hand_in(Effects(), optimizer, table, rows, tf.constant(8.0))
+    assert payload.tensors == [rows]
+    (report,) = handed_in.report()
+    assert [row.sent_as for row in report.variables] == ["rows"]
+    for scale_now, expected in ((8.0, 3.0), (16.0, 6.0)):
+        restored = payload.restore(payload.tensors, tf.constant(8.0), tf.constant(scale_now))
+        assert restored.indices.numpy().tolist() == [7, 900]
+        assert restored.values.numpy().tolist() == [[expected] * 4] * 2
 
 
 def test_what_workers_remember_goes_with_its_owner():

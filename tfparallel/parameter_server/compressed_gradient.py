@@ -75,9 +75,13 @@ def as_it_is(gradient: Any) -> Payload:
     """A gradient that is not compressed."""
 
     def restore(tensors: Sequence, scale: Any, scale_now: Any) -> Any:
+        (arrived,) = tensors
         if scale is None:
-            return tensors[0]
-        return tensors[0] * tf.cast(scale_now / scale, tensors[0].dtype)
+            return arrived
+        factor = tf.cast(scale_now / scale, arrived.dtype)
+        if isinstance(arrived, tf.IndexedSlices):
+            return tf.IndexedSlices(arrived.values * factor, arrived.indices, arrived.dense_shape)
+        return arrived * factor
 
     return Payload([gradient], restore)
 
@@ -99,6 +103,8 @@ class GradientsHandedIn:
     ) -> Payload:
         """What to hand in for the gradient of `variable`; called while a step is traced.
 
+        Rows of a table (`IndexedSlices`) go as they are: few of many, as top-k would choose them.
+
         Args:
             effects: of the step; take the new residual.
             optimizer: whose update it is.
@@ -113,7 +119,9 @@ class GradientsHandedIn:
             and self._compressor.applies_to(gradient.shape)
         )
         rows = self._rows.setdefault(optimizer, {})
-        rows[variable.path] = self._row(variable, is_compressed)
+        is_rows = isinstance(gradient, tf.IndexedSlices)
+        sent_as = repr(self._compressor) if is_compressed else "rows" if is_rows else "uncompressed"
+        rows[variable.path] = self._row(variable, sent_as)
         if not is_compressed:
             return as_it_is(gradient)
         return self._compressed(effects, optimizer, variable, gradient, scale)
@@ -129,13 +137,12 @@ class GradientsHandedIn:
         """What workers remember of an optimizer's gradients."""
         return CompressionMemory(self._compressor, self._states, optimizer, num_workers, is_there)
 
-    def _row(self, variable: Any, is_compressed: bool) -> VariableReport:
+    def _row(self, variable: Any, sent_as: str) -> VariableReport:
         shape = tuple(variable.shape)
-        dense = 4 * tf.TensorShape(shape).num_elements()
-        if not is_compressed:
-            return VariableReport(variable.path, shape, "uncompressed", dense, dense)
-        sent = self._compressor.payload_bytes(shape)
-        return VariableReport(variable.path, shape, repr(self._compressor), sent, dense)
+        sent = dense = 4 * tf.TensorShape(shape).num_elements()
+        if sent_as == repr(self._compressor):
+            sent = self._compressor.payload_bytes(shape)
+        return VariableReport(variable.path, shape, sent_as, sent, dense)
 
     def _compressed(
         self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
