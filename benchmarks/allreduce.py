@@ -76,7 +76,7 @@ def print_times(times: dict[str, dict[int, list[float]]]) -> None:
         for size, seconds in by_size.items():
             pairs = zip(seconds, times[OURS][size], strict=True)
             ratio = statistics.median(a / b for a, b in pairs)
-            cells.append(f"{size / statistics.median(seconds) / 1e6:.0f} ({ratio:.2f})")
+            cells.append(f"{size / statistics.median(seconds) / 1e6:.3g} ({ratio:.2f})")
         table.add_row(name, *cells)
     Console(width=None if Console().is_terminal else 120).print(table)
 
