@@ -511,7 +511,25 @@ def partitioned() -> dict:
                 ),
             }
         )
-    return {"results": results, "checkpoint": _checkpoint_of_variable(strategy, fewer, folder)}
+    return {
+        "results": results,
+        "checkpoint": _checkpoint_of_variable(strategy, fewer, folder),
+        "mixed_bfloat16": _mixed_bfloat16(x, y, kinds["fixed"]),
+    }
+
+
+def _mixed_bfloat16(x, y, partitioner) -> float:
+    """How far sync training is from one device."""
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    strategy = tfparallel.ParameterServerStrategy(mode="sync", variable_partitioner=partitioner)
+    weights = []
+    for each in (None, strategy):
+        model = _wide_model(each, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+        before = model.get_weights()
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert _difference(before, weights[0]) > 0.1
+    return _difference(*weights)
 
 
 def _read_checkpoint(path: str, strategy, optimizer) -> keras.Model:
@@ -690,14 +708,19 @@ def compressed_with_backup() -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
     y = np.tanh(x @ rng.normal(size=(8, 4))).astype("float32")
+    folder = os.environ["CASE_FOLDER"]
+    backup = tfparallel.callbacks.BackupAndRestore(f"{folder}/compressed", save_freq=3)
+
+    def save_and_die():
+        model.save(f"{folder}/model.keras")
+        tf.train.Checkpoint(model=model).write(f"{folder}/checkpoint")
+        np.savez(f"{folder}/weights.npz", *model.get_weights())
+        os.kill(os.getpid(), signal.SIGKILL)
+
     is_killed = "CASE_KILL" in os.environ
-    kill = At(5, lambda: os.kill(os.getpid(), signal.SIGKILL)) if is_killed else None
-    backup = tfparallel.callbacks.BackupAndRestore(
-        os.environ["CASE_FOLDER"] + "/compressed", save_freq=3
-    )
     partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
     weights = []
-    for callbacks in ([backup, *([kill] if kill else [])], []):
+    for callbacks in ([backup, At(5, save_and_die if is_killed else lambda: None)], []):
         keras.utils.set_random_seed(0)
         strategy = tfparallel.ParameterServerStrategy(
             compression=tfparallel.compression.TopK(0.1), variable_partitioner=partitioner
@@ -710,8 +733,15 @@ def compressed_with_backup() -> dict:
         model.fit(x, y, callbacks=callbacks, **options)
         weights.append(model.get_weights())
     memory = strategy.extended.compression_of(model.optimizer).state()
+    at_death = np.load(f"{folder}/weights.npz")
+    expected = [at_death[name] for name in at_death.files]
+    with strategy.scope():
+        loaded = keras.models.load_model(f"{folder}/model.keras")
+    tf.train.Checkpoint(model=model).read(f"{folder}/checkpoint").expect_partial()
     return {
         "difference": _difference(*weights),
+        "loaded": [_difference(expected, each.get_weights()) for each in (loaded, model)],
+        "devices": len({part.device for part in model.layers[0].kernel.value.parts}),
         "left_out": max(float(np.abs(array).max()) for array in memory.values()),
         "names": sorted(memory),
     }

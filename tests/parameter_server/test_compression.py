@@ -56,13 +56,16 @@ def test_what_is_left_out_is_kept_by_each_worker_and_arrives_later(run_case):
         assert each["scale"] > 2.0**10 if "True" in name else each["scale"] == 1
 
 
-def test_killed_and_resumed_equals_uninterrupted(make_servers, start_chief):
+def test_killed_and_resumed_with_fewer_servers_equals_uninterrupted(make_servers, start_chief):
     """One worker, so that the order of updates is fixed; a variable in parts, and residuals."""
-    servers = make_servers(num_workers=1)
-    killed = start_chief("compressed_with_backup", servers, CASE_KILL="1")
+    two = make_servers(num_workers=1, num_ps=2)
+    killed = start_chief("compressed_with_backup", two, CASE_KILL="1")
+    one = make_servers(num_workers=1, num_ps=1)
     assert killed.process.wait(60) == -9
-    result = start_chief("compressed_with_backup", servers).result()
+    result = start_chief("compressed_with_backup", one).result()
     assert result["difference"] < 1e-6
+    assert result["loaded"] == [0.0, 0.0]  # a Keras file, and a checkpoint of TensorFlow
+    assert result["devices"] == 1
     assert result["left_out"] > 1e-3
     assert result["names"] == ["0/0/residual", "0/2/residual"]  # of kernels; biases go as they are
 

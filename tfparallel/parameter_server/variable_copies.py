@@ -37,6 +37,7 @@ class VariableCopies:
     def __init__(self, fence: Fence):
         self._fence = fence
         self._copies: dict[int, tuple[tf.Tensor, tf.Variable]] = {}
+        self._take = self._restore = _nothing
 
     def cover(self, handles: Iterable[tf.Tensor]) -> bool:
         """Copies these variables from the next `take` on; returns whether any is new."""
@@ -66,6 +67,10 @@ class VariableCopies:
             self._fence.guard(tf.compat.v1.get_default_graph(), generation)
 
         return guarded
+
+
+def _nothing(generation: tf.Tensor) -> None:
+    del generation
 
 
 def _take(handle: tf.Tensor, copy: tf.Variable) -> None:
