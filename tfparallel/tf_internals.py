@@ -119,6 +119,7 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteFunction",
     "ReplicaContext",
     "ResourceVariable",
     "SaveSpec",
@@ -127,7 +128,6 @@ __all__ = [
     "SyncOnReadVariable",
     "TPUExtended",
     "TrainerCall",
-    "call_on",
     "calling_trainer",
     "context",
     "device_util",
@@ -288,40 +288,65 @@ def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunc
     return atomic_function.from_func_graph(name, graph, attributes)
 
 
-def call_on(device: str, function: atomic_function.AtomicFunction, arguments: Sequence) -> list:
-    """Adds a call of `function` on `device`, a full name, to the graph under construction.
+class RemoteFunction:
+    """A function, to be called on devices by their names.
 
     `RemoteCall` and not `PartitionedCall`: a function called by the latter shares its caller's
     cancellation, so that an error in it cancels the caller before the caller has heard of it, and
     the caller reports "RecvAsync is cancelled" instead of the error.
+
+    A pipeline calls a function for every microbatch: what its calls share is worked out once.
     """
-    graph = ops.get_default_graph()
-    graph._add_function_recursive(function)
-    arguments = [tf.convert_to_tensor(argument) for argument in arguments]
-    dtypes = [output.dtype for output in function.function_type.flat_outputs]
-    name = attr_value_pb2.NameAttrList(name=function.name)
-    with tf.device(device):
-        operation = graph.create_op(
-            "RemoteCall",
-            [tf.constant(device), *arguments],
-            dtypes,
-            name=function.name.decode(),
-            attrs={
-                "f": attr_value_pb2.AttrValue(func=name),
-                "Tin": _type_list([argument.dtype for argument in arguments]),
-                "Tout": _type_list(dtypes),
-            },
-        )
-    # As TensorFlow does for its own calls: those that only read a variable need no order.
-    read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph(function.graph)
-    read_only = [1 + index for index in read_only]  # behind the name of the device
-    ops.set_int_list_attr(
-        operation, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, read_only
-    )
-    for output, like in zip(operation.outputs, function.graph.outputs, strict=True):
-        output.set_shape(like.shape)
-        handle_data_util.copy_handle_data(like, output)
-    return list(operation.outputs)
+
+    def __init__(self, function: atomic_function.AtomicFunction):
+        self._function = function
+        self._dtypes = [output.dtype for output in function.function_type.flat_outputs]
+        self._name = function.name.decode()
+        graph = function.graph
+        # As TensorFlow does for its own calls: those that only read a variable need no order.
+        indices = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
+        read_only = [1 + index for index in indices]  # behind the name of the device
+        name = attr_value_pb2.NameAttrList(name=function.name)
+        integers = attr_value_pb2.AttrValue.ListValue(i=read_only)
+        self._attributes = {
+            "f": attr_value_pb2.AttrValue(func=name),
+            "Tin": _type_list([tensor.dtype for tensor in graph.inputs]),
+            "Tout": _type_list(self._dtypes),
+            auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR: attr_value_pb2.AttrValue(
+                list=integers
+            ),
+        }
+
+    def __call__(self, device: str, arguments: Sequence) -> list:
+        """Adds a call on `device`, a full name, to the graph under construction."""
+        graph = ops.get_default_graph()
+        graph._add_function_recursive(self._function)
+        arguments = [x if isinstance(x, tf.Tensor) else tf.convert_to_tensor(x) for x in arguments]
+        with tf.device(device):
+            operation = graph._create_op_internal(
+                "RemoteCall",
+                [_device_name_in(graph, device), *arguments],
+                self._dtypes,
+                name=self._name,
+                attrs=self._attributes,
+            )
+        for output, like in zip(operation.outputs, self._function.graph.outputs, strict=True):
+            if like.shape.rank is not None:
+                output.set_shape(like.shape)
+            if like.dtype in (tf.resource, tf.variant):
+                handle_data_util.copy_handle_data(like, output)
+        return list(operation.outputs)
+
+
+def _device_name_in(graph: ops.Graph, device: str) -> tf.Tensor:
+    """A constant of `graph` on the device that it names."""
+    names = getattr(graph, "_tfparallel_device_names", None)
+    if names is None:
+        names = graph._tfparallel_device_names = {}
+    if device not in names:
+        with graph.as_default(), tf.device(device), tf.control_dependencies(None):
+            names[device] = tf.constant(device)
+    return names[device]
 
 
 def _type_list(dtypes: Iterable) -> attr_value_pb2.AttrValue:

@@ -62,13 +62,26 @@ class Executor:
         self._functions: dict[Hashable, Any] = {}
         self._calls: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
         self._action_of: dict[tf.Operation, Action] = {}
+        self._sums: dict[int, list[tf.Operation]] = collections.defaultdict(list)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the schedule has."""
+        return self._schedule.num_stages
 
     def device_of(self, stage: int) -> str:
         """The name of the device of `stage`."""
         return self._device_names[self._schedule.device_of[stage]]
 
     def call(
-        self, stage: int, microbatch: int, key: Hashable, function: Callable, inputs: list
+        self,
+        stage: int,
+        microbatch: int,
+        key: Hashable,
+        function: Callable,
+        inputs: list,
+        *,
+        is_shared: bool = True,
     ) -> list:
         """Calls `function(*inputs)` as a part of what `stage` does for `microbatch`.
 
@@ -81,6 +94,8 @@ class Executor:
                 shapes; later calls use the trace of the first function.
             function: takes tensors, returns a list of tensors.
             inputs: tensors.
+            is_shared: whether `function` takes nothing else of its microbatch. If that is not sure
+                it is called as it is, in no particular order, where it takes tensors of the step.
         """
         with tf.device(self.device_of(stage)):
             if tf.executing_eagerly():
@@ -88,6 +103,8 @@ class Executor:
             if (stage, key) not in self._traced:
                 self._traced[stage, key] = _traced_once(stage, function)
             concrete = self._traced[stage, key].get_concrete_function(*inputs)
+            if not is_shared and any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
+                return function(*inputs)
             for variable in concrete.graph.variables:
                 variable_accessed(variable)
             arguments = [*inputs, *concrete.captured_inputs]
@@ -171,7 +188,7 @@ class Executor:
             ValueError: if the step cannot be done in that order.
         """
         backward = [op for op, action in self._action_of.items() if action.kind != "forward"]
-        run_independently(graph, backward)
+        run_independently(graph, [*backward, *itertools.chain(*self._sums.values())])
         for order in self._schedule.orders:
             calls = [self._calls[action] for action in order if action in self._calls]
             for before, after in itertools.pairwise(calls):
@@ -214,6 +231,7 @@ class Executor:
         for operation, action in self._action_of.items():
             calls[action.stage].append(operation)
         for stage, operations in calls.items():
+            operations += self._sums[stage]
             with graph.as_default(), tf.device(self.device_of(stage)):
                 name = f"tfparallel_{unique_number()}"
                 reference = tf.raw_ops.TemporaryVariable(shape=[], dtype=tf.float32, var_name=name)
@@ -227,6 +245,10 @@ class Executor:
         order = self._schedule.orders[self._schedule.device_of[stage]]
         kinds = ("backward", "backward_weight")
         return [a.microbatch for a in order if a.stage == stage and a.kind in kinds]
+
+    def note_sum(self, stage: int, operation: tf.Operation) -> None:
+        """Tells of a call on `stage` that adds up its gradients, as soon as they are there."""
+        self._sums[stage].append(operation)
 
     def stage_of_gradient(self, gradients: Iterable) -> int:
         """The stage that has made these gradients of one variable, the last one if none has.

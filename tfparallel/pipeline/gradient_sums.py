@@ -1,7 +1,7 @@
 """The gradients of all microbatches, summed where their stage is.
 
 A sum grows with every backward pass, so that a stage holds two copies of its gradients and not one
-for each microbatch.
+for each microbatch. The additions of a stage are a function, traced once and called for each.
 """
 
 import collections
@@ -11,6 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.graph_copy import GraphFunction
+from tfparallel.tf_internals import FuncGraph
 
 
 def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Sequence) -> list:
@@ -32,23 +34,50 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
         else:
             by_stage[stage].append(i)
     for stage, at in by_stage.items():
-        add = tf.function(_add, autograph=False, experimental_attributes={"_noinline": True})
+        additions = _Additions(stage, executor.device_of(stage))
         total: list = []
-        with tf.device(executor.device_of(stage)):
-            for microbatch in executor.backward_order(stage):
-                own = [gradients[microbatch][i] for i in at]
-                total = add(total, own, rows[microbatch])
+        for microbatch in executor.backward_order(stage):
+            own = [tf.convert_to_tensor(gradients[microbatch][i]) for i in at]
+            total = additions.add(total, own, rows[microbatch])
+            if additions.last_call is not None:
+                executor.note_sum(stage, additions.last_call)
         for i, tensor in zip(at, total, strict=True):
             sums[i] = tensor
     return sums
 
 
-def _add(total: list, gradients: list, rows: Any) -> list:
-    if not (isinstance(rows, int) and rows > 0):
-        has_rows = tf.greater(rows, 0)
-        gradients = [tf.where(has_rows, gradient, 0) for gradient in gradients]
-    pairs = zip(total, gradients, strict=True) if total else ()
-    return [before + gradient for before, gradient in pairs] or gradients
+class _Additions:
+    """Additions of a stage's gradients to what earlier microbatches add up to."""
+
+    def __init__(self, stage: int, device: str):
+        self._name, self._device = f"tfparallel_sum_{stage}", device
+        self._functions: dict[tuple, GraphFunction] = {}
+        self.last_call: tf.Operation | None = None
+
+    def add(self, total: list, own: list, rows: Any) -> list:
+        """The sums: `own` as it is, where there is no `total` yet and there are rows."""
+        unknown = [] if isinstance(rows, int) and rows > 0 else [tf.convert_to_tensor(rows)]
+        if not total and not unknown:
+            return own
+        key = (bool(total), bool(unknown))
+        if key not in self._functions:
+            self._functions[key] = self._function(total, own, unknown)
+        sums = self._functions[key](self._device, [*total, *own, *unknown])
+        self.last_call = sums[0].op
+        return sums
+
+    def _function(self, total: list, own: list, rows: list) -> GraphFunction:
+        graph = FuncGraph(self._name)
+        with graph.as_default():
+            before, gradients, given = (
+                [tf.compat.v1.placeholder(x.dtype, x.shape) for x in tensors]
+                for tensors in (total, own, rows)
+            )
+            inputs = [*before, *gradients, *given]
+            for has_rows in [tf.greater(number, 0) for number in given]:
+                gradients = [tf.where(has_rows, gradient, 0) for gradient in gradients]
+            sums = [a + b for a, b in zip(before, gradients, strict=True)] if total else gradients
+        return GraphFunction(self._name, graph, inputs, sums)
 
 
 def _concat(slices: Sequence) -> tf.IndexedSlices:

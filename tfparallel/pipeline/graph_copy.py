@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfparallel.tf_internals import (
     FuncGraph,
-    call_on,
+    RemoteFunction,
     function_of_graph,
     record,
     unique_number,
@@ -112,6 +112,7 @@ class GraphFunction:
         calls = [op for op in around.get_operations() if op.type == "StatefulPartitionedCall"]
         around.control_outputs.extend(calls)
         self._function = _define(name, around, around_inputs, around_outputs)
+        self._remote = RemoteFunction(self._function)
 
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         """Calls it on `device`, without any record on gradient tapes.
@@ -123,7 +124,7 @@ class GraphFunction:
             with tf.device(device):
                 return list(self._function.call_flat(*arguments))
         with record.stop_recording():
-            return call_on(device, self._function, arguments)
+            return self._remote(device, arguments)
 
 
 def _define(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:

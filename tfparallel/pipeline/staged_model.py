@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.rematerialization import Rematerialization
+from tfparallel.pipeline.staged_losses import shadow_losses
 from tfparallel.pipeline.stages import Part, Stages, functional_graph
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
@@ -53,11 +54,17 @@ def staged(
     else:
         for part, stage in zip(stages.parts, stages.stage_of, strict=True):
             shadow(part.operation, "call", functools.partial(_call_layer, calls, stage, part))
+
+    def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
+        return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, False)
+
+    put_back = shadow_losses(model, call_on_last, shadow)
     try:
         yield
     finally:
+        put_back()
         for attributes, name in shadows:
-            attributes.pop(name)
+            attributes.pop(name, None)
 
 
 class _Calls:
@@ -72,11 +79,18 @@ class _Calls:
     ):
         self._executor, self.current_microbatch = executor, current_microbatch
         self._deferred, self._rematerialization = deferred, rematerialization
+        self.last_stage = executor.num_stages - 1
         self._thread = threading.local()
         self._results: dict[Any, _Result] = {}
 
     def call(
-        self, stage: int, name: Any, layers: Sequence, function: Callable, inputs: list
+        self,
+        stage: int,
+        name: Any,
+        layers: Sequence,
+        function: Callable,
+        inputs: list,
+        is_shared: bool = True,
     ) -> Any:
         """`function(inputs)` on `stage`, or on a later stage if this microbatch is there already.
 
@@ -85,6 +99,7 @@ class _Calls:
             layers: that it calls; losses that they add are carried out of the stage's function.
             function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
             inputs: tensors.
+            is_shared: as in `Executor.call`.
         """
         seen = vars(self._thread)
         counts = seen.setdefault("counts", collections.Counter())
@@ -103,8 +118,9 @@ class _Calls:
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self.current_microbatch()
+        arguments = [*inputs, *_present(masks)]
         flat = self._executor.call(
-            stage, microbatch, key, flat_function, [*inputs, *_present(masks)]
+            stage, microbatch, key, flat_function, arguments, is_shared=is_shared
         )
         result = self._results[key]
         end = len(flat) - len(result.statistics)
@@ -216,20 +232,38 @@ def _call_layer(
     calls: _Calls, stage: int, part: Part, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """`layer.call` of a subclassed model's layer."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with calls.traced(stage, part.name):
+            return original(*args, **kwargs)
+
+    return _call_nest(calls, stage, part.name, [part.operation], traced, args, kwargs)
+
+
+def _call_nest(
+    calls: _Calls,
+    stage: int,
+    name: Any,
+    layers: Sequence,
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    is_shared: bool = True,
+) -> Any:
+    """`function(*args, **kwargs)`, of nests of tensors, on `stage`."""
     flat = keras.tree.flatten((args, kwargs))
     at = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
     if calls.current_microbatch() is None or not at:
-        return original(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    def function(inputs: list) -> Any:
+    def of_tensors(inputs: list) -> Any:
         filled = list(flat)
         for i, value in zip(at, inputs, strict=True):
             filled[i] = value
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
-        with calls.traced(stage, part.name):
-            return original(*own_args, **own_kwargs)
+        return function(*own_args, **own_kwargs)
 
-    return calls.call(stage, part.name, [part.operation], function, [flat[i] for i in at])
+    return calls.call(stage, name, layers, of_tensors, [flat[i] for i in at], is_shared)
 
 
 def _call_with_masks(

@@ -231,6 +231,12 @@ class PipelineExtended(LocalExtended):
         context = distribute_lib.get_replica_context()
         return context.merge_call(merge, args=(gradients, step.rows))
 
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        """Replica 0 updates for all: what the others would compute to that end is left out."""
+        if self._executor is not None and values_util.get_current_replica_id_as_int() != 0:
+            return None
+        return super()._apply_reduced(apply, gradients, variables)
+
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:

@@ -1,0 +1,78 @@
+"""Losses and metrics traced once, and called for every microbatch as a part of the last stage.
+
+Operation by operation they would be most of what a microbatch adds to the step's graph.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.tf_internals import record
+
+Shadow = Callable[[Any, str, Callable], None]  # of an instance's method, by a hook that takes it
+
+
+def shadow_losses(model: keras.Model, call: Callable, shadow: Shadow) -> Callable[[], None]:
+    """Lets `model`'s losses, and the metrics that Keras updates itself, go through `call`.
+
+    Args:
+        model: compiled, or not.
+        call: takes a name, a function and its positional arguments, on the last stage.
+        shadow: puts a hook before a method of an instance.
+
+    Returns:
+        What puts the losses back.
+    """
+    graph = tf.compat.v1.get_default_graph()
+
+    def in_step(name: Any, function: Callable, *arguments: Any) -> Any:
+        # Within a branch, or a layer, operations belong to another graph.
+        if tf.compat.v1.get_default_graph() is not graph:
+            return function(*arguments)
+        return call(name, function, arguments)
+
+    tracker, metrics = getattr(model, "_loss_tracker", None), model._compile_metrics
+    for metric in [each for each in (tracker, metrics) if each is not None]:
+        shadow(metric, "update_state", functools.partial(_update, in_step, id(metric)))
+    compile_loss: Any = getattr(model, "_compile_loss", None)
+    losses = getattr(compile_loss, "_flat_losses", None)
+    if not losses:
+        return lambda: None
+    compile_loss._flat_losses = _through(in_step, losses)
+    return functools.partial(setattr, compile_loss, "_flat_losses", losses)
+
+
+def _through(in_step: Callable, losses: Sequence) -> list:
+    staged = []
+    for i, entry in enumerate(losses):
+        # Keeps what others ask a loss for, its reduction above all.
+        staged.append(entry._replace(loss=_StagedLoss(entry.loss, in_step, ("loss", i))))
+    return staged
+
+
+class _StagedLoss:
+    """A loss that is called through a step; all else is asked of the loss itself."""
+
+    def __init__(self, loss: Any, in_step: Callable, name: Any):
+        self._loss, self._in_step, self._name = loss, in_step, name
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return self._in_step(self._name, self._loss, y_true, y_pred, sample_weight)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+
+def _update(in_step: Callable, key: int, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Metric.update_state`, of which no gradient is taken."""
+    names = list(kwargs)
+
+    def update(*arguments: Any) -> None:
+        positional = arguments[: len(args)]
+        original(*positional, **dict(zip(names, arguments[len(args) :], strict=True)))
+
+    with record.stop_recording():
+        in_step(("metric", key, len(args), *names), update, *args, *kwargs.values())
