@@ -27,16 +27,20 @@ def test_ranks_that_hold_up_the_others_are_named():
 
 @pytest.fixture(scope="module")
 def process_sets(tmp_path_factory):
-    """What three ranks have said and trained: 0 and 1 together, 2 by itself."""
+    """What three ranks have said, and a function of what they have trained, by name."""
     folder = tmp_path_factory.mktemp("process_sets")
     status, output = horovodrun("training", "in process sets", folder, num_ranks=3)
     assert status == 0, output
-    return output, [list(np.load(folder / f"{rank}.npz").values()) for rank in range(3)]
+
+    def weights(name):
+        return [list(np.load(folder / f"{name}{rank}.npz").values()) for rank in range(3)]
+
+    return output, weights
 
 
 @pytest.mark.timeout(300)
 def test_ranks_of_a_process_set_train_together_from_what_its_rank_0_has(process_sets):
-    output, weights = process_sets
+    output, weights = process_sets[0], process_sets[1]("")
     for first, second, alone in zip(*weights, strict=True):
         np.testing.assert_array_equal(first, second)
         np.testing.assert_allclose(first, alone, atol=1e-5)
@@ -58,3 +62,14 @@ def test_16_bit_floats_travel_as_such_between_three_ranks(process_sets):
     output, _ = process_sets
     of_halves = 2 * ["HorovodAllgather"] + ["HorovodAllreduce"] + 2 * ["HorovodAlltoall"]
     assert output.count(" ".join(of_halves)) == 3, output
+
+
+@pytest.mark.timeout(300)
+def test_compressed_training_is_equal_on_all_ranks(process_sets):
+    _, weights = process_sets
+    for name in ("fp16-", "power_sgd-"):
+        for copies in zip(*weights(name), strict=True):
+            np.testing.assert_array_equal(copies[0], copies[1])
+            np.testing.assert_array_equal(copies[0], copies[2])
+    for of_three, of_one in zip(weights("fp16-")[0], weights("")[2], strict=True):
+        np.testing.assert_allclose(of_three, of_one, atol=5e-3)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfparallel
 from tests.helpers import momentum_sgd, tiny_compile_options, tiny_data
 from tfparallel.communication.agreement import DisagreementError
+from tfparallel.compression import PowerSGD
 
 
 class AfterThreeBatches(keras.callbacks.Callback):
@@ -26,8 +27,9 @@ class AfterThreeBatches(keras.callbacks.Callback):
             self._action()
 
 
-def fit(strategy, units=5, restored=False, callbacks=()):
+def fit(strategy, units=5, restored=False, callbacks=(), steps_per_execution=1):
     """A trained model; `restored` begins with ones instead of random weights."""
+    keras.backend.clear_session()  # names begin anew, whatever a rank has built before
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = [
@@ -36,7 +38,9 @@ def fit(strategy, units=5, restored=False, callbacks=()):
             keras.layers.Dense(3),
         ]
         model = keras.Sequential(layers)
-        model.compile(momentum_sgd(), **tiny_compile_options())
+        model.compile(
+            momentum_sgd(), **tiny_compile_options(), steps_per_execution=steps_per_execution
+        )
     if restored:
         model.set_weights([np.ones_like(w) for w in model.get_weights()])
     x, y = tiny_data(64)
@@ -75,8 +79,8 @@ def sums_of_halves(strategy):
 def in_process_sets(folder):
     """Ranks 0 and 1 train together from what rank 0 has restored, and rank 2 by itself.
 
-    Then ranks 0 and 1 build different models, all ask for a reduction that needs MPI, and all add
-    numbers of 16 bits.
+    Then ranks 0 and 1 build different models, all ask for a reduction that needs MPI, and all three
+    train with compression.
     """
     sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2])]
     hvd.init(process_sets=sets)
@@ -92,6 +96,10 @@ def in_process_sets(folder):
     except ValueError as error:
         print(error, flush=True)
     print(*sums_of_halves(tfparallel.HorovodStrategy(compression="bf16")), flush=True)
+    for name, compression in (("fp16", "fp16"), ("power_sgd", PowerSGD(2))):
+        strategy = tfparallel.HorovodStrategy(compression=compression)
+        model = fit(strategy, restored=True, steps_per_execution=4)
+        np.savez(f"{folder}/{name}-{hvd.rank()}.npz", *model.get_weights())
     hvd.allreduce(tf.zeros(1), name="end")  # a rank that ends takes all of Horovod with it
 
 

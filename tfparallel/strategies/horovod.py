@@ -143,6 +143,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
         self._reduced: list[str] = []  # paths of the variables whose gradients met last
         self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
+        self._waits_for_last = True
         self._num_workers, self._id_in_cluster = process_set.size(), process_set.rank()
         self._is_chief = self._id_in_cluster == 0
         common = {
@@ -258,7 +259,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def _sum_across_ranks(self, gradients: list) -> list:
         if self._compressor is not None:
-            return super()._sum_gradients(gradients)
+            with self._at_once_if(not self._compressor.has_branches):
+                return super()._sum_gradients(gradients)
         step = current_replica_step()
         if self._adasum and step is not None:  # it combines means over rows, not shares of them
             gradients = [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in gradients]
@@ -287,15 +289,31 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _in_order(self) -> Iterator[list[tf.Tensor]]:
         """Puts a collective, which the caller appends to the list, after the one before.
 
-        Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name.
-        Gradients are: those of an iteration need the weights of the one before.
+        Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name,
+        nor those of branches. Gradients are: those of an iteration need the weights of the one
+        before.
         """
         collectives: list[tf.Tensor] = []
         with tf.device(self._host_device):
+            if not self._waits_for_last:
+                yield collectives
+                return
             with tf.control_dependencies([self._order.assign_add(1.0)]):
                 yield collectives
             with tf.control_dependencies(collectives):
                 self._order.assign_add(1.0)
+
+    @contextlib.contextmanager
+    def _at_once_if(self, at_once: bool) -> Iterator[None]:
+        """Collectives traced in it reach Horovod when what they send is there, as gradients may.
+
+        Horovod has agreed on the next one then when the last is done.
+        """
+        self._waits_for_last = not at_once
+        try:
+            yield
+        finally:
+            self._waits_for_last = True
 
 
 def _tensors_of(gradients: list) -> list[tf.Tensor]:

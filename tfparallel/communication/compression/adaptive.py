@@ -38,6 +38,8 @@ class Adaptive(PowerSGD):
         interval: steps between two decisions.
     """
 
+    has_branches = True
+
     def __init__(
         self, max_error: float = 0.8, ranks: Sequence[int] = (4, 2, 1), interval: int = 500
     ):

@@ -30,10 +30,12 @@ class Compressor(abc.ABC):
             all-reduce them. Other payloads are all-gathered, and each rank adds what they stand
             for: a rank then sends `N - 1` payloads instead of `2 (N - 1) / N`.
         has_error_feedback: what compression left out is added to the next gradient.
+        has_branches: collectives are in branches of the graph, of which one runs.
     """
 
     is_linear = False
     has_error_feedback = False
+    has_branches = False
 
     def applies_to(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape is compressed; the others are sent as they are."""
