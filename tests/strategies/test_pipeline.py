@@ -3,10 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tests.conformance.models import MODELS
-from tests.helpers import assert_same_training, train
+from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel import PipelineStrategy
 from tfparallel.pipeline.schedule import Schedule
 
@@ -38,6 +39,48 @@ def test_models_train_as_on_one_device_under_gpipe(name):
     options = {"build": case.build, "compile_options": case.compile_options, "data": case.data}
     strategy = PipelineStrategy(CPUS[:2], 4, "gpipe")
     assert_same_training(train(None, **options), train(strategy, **options))
+
+
+def test_a_loss_of_more_than_the_outputs_is_that_of_each_microbatch():
+    """Losses are traced once for all microbatches: not one that takes what a layer has left."""
+    left = {}
+
+    @keras.saving.register_keras_serializable(package="tests")
+    class Leaves(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.scores = layers.Dense(5), layers.Dense(3)
+
+        def call(self, x):
+            left["hidden"] = self.hidden(x)
+            return self.scores(left["hidden"])
+
+    def loss(y_true, y_pred):
+        y_true = keras.ops.one_hot(keras.ops.reshape(y_true, (-1,)), 3)
+        own = keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+        return own + keras.ops.mean(left["hidden"] ** 2, axis=-1)
+
+    options = {"build": Leaves, "compile_options": lambda: {"loss": loss}}
+    strategy = PipelineStrategy(CPUS[:2], 3)
+    assert_same_training(train(None, **options), train(strategy, **options))
+
+
+def test_a_microbatch_adds_few_operations_to_the_step():
+    """Its calls, which are traced once, and slices of the batch: not its losses and metrics."""
+
+    def num_operations(num_microbatches):
+        strategy = PipelineStrategy(CPUS[:2], num_microbatches, partition=[["down*"], ["[!d]*"]])
+        with strategy.scope():
+            model = deep_model()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("adam", loss, metrics=["accuracy"])
+            x, y = (tf.constant(array) for array in tiny_data(16))
+            model._symbolic_build(data_batch=(x, y, None))
+            step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)))
+            return len(step.get_concrete_function((x, y)).graph.get_operations())
+
+    few, many = num_operations(2), num_operations(4)
+    assert (many - few) / 2 <= 45
 
 
 def test_variables_and_slots_live_once_on_the_device_of_their_stage():

@@ -60,6 +60,7 @@ class Executor:
         self._fetches: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
         self._traced: dict[Hashable, Any] = {}
         self._functions: dict[Hashable, Any] = {}
+        self._trainable: dict[Any, Sequence] = {}
         self._calls: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
         self._action_of: dict[tf.Operation, Action] = {}
         self._sums: dict[int, list[tf.Operation]] = collections.defaultdict(list)
@@ -105,7 +106,7 @@ class Executor:
             concrete = self._traced[stage, key].get_concrete_function(*inputs)
             if not is_shared and any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
                 return function(*inputs)
-            for variable in concrete.graph.variables:
+            for variable in self._watched_variables(concrete):
                 variable_accessed(variable)
             arguments = [*inputs, *concrete.captured_inputs]
             action = Action(stage, microbatch, "forward")
@@ -175,6 +176,14 @@ class Executor:
             fetched = [tf.identity(x, "fetch") for x in stash[: function.num_activations]]
         self._fetches[action] += [x.op for x in fetched]
         return [*fetched, *stash[function.num_activations :]]
+
+    def _watched_variables(self, concrete: Any) -> Sequence:
+        """Variables that tapes must hear of, and the step's graph at the first call."""
+        if concrete in self._trainable:
+            return self._trainable[concrete]
+        variables = concrete.graph.variables
+        self._trainable[concrete] = [x for x in variables if x.trainable]
+        return variables
 
     def _once(self, key: Hashable, build: Callable, *arguments: Any) -> Any:
         if key not in self._functions:
