@@ -5,8 +5,8 @@ import pytest
 EACH_ONCE = [1.0]
 
 
-def test_counters_are_exact_and_every_example_is_used_once(run_case):
-    result = run_case("counters")
+def test_counters_are_exact_every_example_is_used_once_and_staleness_is_bounded(run_case):
+    result = run_case("counters_and_staleness")
     for iterations, loss_count, seen in result["results"]:
         assert iterations and loss_count, result["results"]
         assert seen == EACH_ONCE
@@ -14,9 +14,6 @@ def test_counters_are_exact_and_every_example_is_used_once(run_case):
     assert all(count > 0 for count in result["steps_of_worker"])
     assert min(result["loads"]) > 0
 
-
-def test_staleness_stays_in_its_bound(run_case):
-    result = run_case("staleness")
     largest = result["largest"]
     assert largest["0"] == 0
     assert largest["1"] == 1
@@ -26,14 +23,15 @@ def test_staleness_stays_in_its_bound(run_case):
     assert result["at_once"] == []
 
 
-@pytest.mark.parametrize("name", ["worker_dies_and_comes_back", "worker_is_stopped"])
-def test_training_goes_on_without_a_worker_and_nothing_counts_twice(run_case, name):
-    result = run_case(name)
-    for part in ("first", "then"):
-        assert result[part]["iterations"] == result[part]["expected"]
-        assert result[part]["seen"] == EACH_ONCE
-    before, after = result["first"]["steps_of_worker"], result["then"]["steps_of_worker"]
-    assert after[1] > before[1], "The worker never came back."
+def test_training_goes_on_without_a_worker_and_nothing_counts_twice(run_case):
+    result = run_case("worker_is_lost")
+    for name in ("killed", "stopped"):
+        first, then = result[name]["first"], result[name]["then"]
+        for part in (first, then):
+            assert part["iterations"] == part["expected"]
+            assert part["seen"] == EACH_ONCE
+        assert then["steps_of_worker"][1] > first["steps_of_worker"][1], "It never came back."
+    assert "is lost" in result["log"] and "has been silent for 4 s" in result["log"]
     assert "worker 1 (127.0.0.1:" in result["log"]
 
 
@@ -62,6 +60,8 @@ def test_sync_training_waits_for_lost_workers_and_applies_each_step_once(run_cas
     assert result["iterations"] == [87, 87]
     assert result["weights"] < 1e-5
     assert result["history"] < 1e-5
+    assert result["error"].startswith("WorkerLost: "), result["error"]  # lost for good
+    assert f"worker 1 ({result['address']})" in result["error"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,6 @@ def test_sync_training_waits_for_lost_workers_and_applies_each_step_once(run_cas
     [
         ("server_dies_in_sync", "ServerLost", "ps 1"),
         ("server_is_stopped_in_sync", "ServerLost", "ps 1"),
-        ("worker_dies_in_sync", "WorkerLost", "worker 1"),
     ],
 )
 def test_sync_training_ends_with_an_error_that_names_the_lost_task(run_case, name, error, task):
@@ -94,19 +93,14 @@ def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
         assert [value != 0 for value in each["trained"]] == [False, False, False, True, False]
 
 
-def test_async_training_of_a_wide_model_is_as_good_as_one_device(run_case):
-    """A table of 20,000 rows in parts: AUC of 2,000 examples within 0.01, loss within 0.02."""
-    results = run_case("converges_on_clicks")["results"]
-    assert len(results) == 3  # seeds
-    for of_seed in results:
-        (loss, auc), (async_loss, async_auc) = of_seed["one_device"], of_seed["async"]
-        assert auc > 0.9, results
-        assert async_auc > auc - 0.01, results
-        assert async_loss < loss + 0.02, results
-
-
-def test_async_training_reaches_the_accuracy_of_one_device(run_case):
-    """Within 2 percent of 1,000 test digits."""
+def test_async_training_is_as_good_as_one_device(run_case):
+    """1,000 digits within 2 percent; a table in parts: AUC within 0.01 and loss within 0.02."""
     result = run_case("converges")
-    assert result["one_device"] > 0.85
-    assert result["async"] == pytest.approx(result["one_device"], abs=0.02)
+    assert result["mnist"]["one_device"] > 0.85
+    assert result["mnist"]["async"] == pytest.approx(result["mnist"]["one_device"], abs=0.02)
+    assert len(result["clicks"]) == 3  # seeds
+    for of_seed in result["clicks"]:
+        (loss, auc), (async_loss, async_auc) = of_seed["one_device"], of_seed["async"]
+        assert auc > 0.9, result
+        assert async_auc > auc - 0.01, result
+        assert async_loss < loss + 0.02, result
