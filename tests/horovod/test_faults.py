@@ -67,9 +67,8 @@ def test_16_bit_floats_travel_as_such_between_three_ranks(process_sets):
 @pytest.mark.timeout(300)
 def test_compressed_training_is_equal_on_all_ranks(process_sets):
     _, weights = process_sets
-    for name in ("fp16-", "power_sgd-"):
-        for copies in zip(*weights(name), strict=True):
-            np.testing.assert_array_equal(copies[0], copies[1])
-            np.testing.assert_array_equal(copies[0], copies[2])
-    for of_three, of_one in zip(weights("fp16-")[0], weights("")[2], strict=True):
-        np.testing.assert_allclose(of_three, of_one, atol=5e-3)
+    for *copies, of_one in zip(*weights("compressed"), weights("")[2], strict=True):
+        np.testing.assert_array_equal(copies[0], copies[1])
+        np.testing.assert_array_equal(copies[0], copies[2])
+        # Beginning with ones, all units of a layer are alike: rank 1 is exact.
+        np.testing.assert_allclose(copies[0], of_one, atol=1e-5)
