@@ -97,7 +97,8 @@ class StageFunction:
         """
         leaves = self._gradients.leaves(range(len(self._watched)))
         call = self._pass("backward", leaves)
-        values, _ = call(device, self._given(arguments, stash, output_gradients), [])
+        given = self._given(stash, output_gradients)
+        values, _ = call(device, given, self._handles_of(arguments), [])
         return self._filled(values, len(arguments)), _first_operations(backward=values)
 
     def backward_halves(
@@ -112,15 +113,19 @@ class StageFunction:
         of_inputs = gradients.leaves(i for i, own in enumerate(is_input) if own)
         of_weights = gradients.leaves(i for i, own in enumerate(is_input) if not own)
         left = gradients.made_on_the_way(of_inputs, of_weights)
-        given = self._given(arguments, stash, output_gradients)
-        first, left_over = self._pass("backward_input", of_inputs, returns=left)(device, given, [])
-        second, _ = self._pass("backward_weight", of_weights, takes=left)(device, given, left_over)
+        given, handles = self._given(stash, output_gradients), self._handles_of(arguments)
+        of_input = self._pass("backward_input", of_inputs, returns=left)
+        first, left_over = of_input(device, given, handles, [])
+        of_weight = self._pass("backward_weight", of_weights, takes=left)
+        second, _ = of_weight(device, given, handles, left_over)
         calls = _first_operations(backward_input=first, backward_weight=second)
         return self._filled({**second, **first}, len(arguments)), calls
 
-    def _given(self, arguments: Sequence, stash: Sequence, output_gradients: Sequence) -> list:
-        dys = [tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable]
-        return [*dys, *stash, *(arguments[i] for i in self._handles)]
+    def _given(self, stash: Sequence, output_gradients: Sequence) -> list:
+        return [*(tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable), *stash]
+
+    def _handles_of(self, arguments: Sequence) -> list:
+        return [arguments[i] for i in self._handles]
 
     def _filled(self, values: Mapping[int, tf.Tensor], num_arguments: int) -> list:
         gradients: list = [None] * num_arguments
@@ -161,23 +166,30 @@ class StageFunction:
             outputs = copy.tensors(leaves)
             outputs += Stash(returns).pack(copy.tensors(returns))
             others = self._gradients.captured_elsewhere
-            inputs = [*dys, *packed, *handles, *taken, *map(graph.capture, others)]
+            used = [i for i, handle in enumerate(handles) if handle.consumers()]  # most are not
+            inputs = [*dys, *packed, *(handles[i] for i in used), *taken]
+            inputs += map(graph.capture, others)
         if not outputs:
-            return _Pass(None, [], others)
-        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, others)
+            return _Pass(None, [], [], others)
+        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
 
 
 class _Pass:
-    """A function of a pass, of what is given, what is left over, and what it captures."""
+    """A function of a pass, of what is given, some handles, what is left over, and captures."""
 
-    def __init__(self, function: GraphFunction | None, leaves: Sequence, others: Sequence):
-        self._function, self._leaves, self._others = function, leaves, others
+    def __init__(
+        self, function: GraphFunction | None, leaves: Sequence, used: Sequence, others: Sequence
+    ):
+        self._function, self._leaves, self._used, self._others = function, leaves, used, others
 
-    def __call__(self, device: str, given: Sequence, left: Sequence) -> tuple[dict, list]:
+    def __call__(
+        self, device: str, given: Sequence, handles: Sequence, left: Sequence
+    ) -> tuple[dict, list]:
         """The values of the leaves by their `id`, and what is left over for another pass."""
         if self._function is None:
             return {}, []
-        flat = self._function(device, [*given, *left, *self._others])
+        used = [handles[i] for i in self._used]
+        flat = self._function(device, [*given, *used, *left, *self._others])
         values = dict(zip(map(id, self._leaves), flat, strict=False))
         return values, flat[len(self._leaves) :]
 
