@@ -2,13 +2,16 @@ r"""What a slow worker costs, and what it costs when the chief sends every batch
 
     tfparallel launch --standalone --workers 3 --ps 2 benchmarks/parameter_server.py
 
-Prints one line of JSON for each measurement; about two minutes. In the first part a worker's step
+Prints one line of JSON for each measurement; about three minutes. In the first part a worker's step
 is a sleep, ten times as long on worker 0: cores do not matter. "workers" is the throughput in steps
 of a fast worker that does nothing else: 2.1 is what there is, as two fast workers and a tenth make.
 In sync mode a step takes a third of the batch on each worker, and waits for the slow one.
 
 In the second part the same batches are trained on from arrays, which are shipped to workers once,
 and from a generator, which only the chief can read.
+
+In the third part a network of 1.1 million weights is trained by Adam in sync mode: without copies
+to go back to when a worker is lost, with copies every 8 steps, and after every step.
 """
 
 import json
@@ -26,6 +29,7 @@ flags.DEFINE_float("sleep_s", 0.5, "A fast worker's step.")
 flags.DEFINE_integer("async_steps", 60, "Steps to measure.")
 flags.DEFINE_integer("sync_steps", 4, "Steps to measure.")
 flags.DEFINE_integer("feed_steps", 100, "Steps to measure.")
+flags.DEFINE_integer("copy_steps", 64, "Steps to measure.")
 
 SLOWER = 10
 
@@ -82,6 +86,16 @@ def main(_):
         seconds[source] = seconds_per_step(model, x, 256, source == "generator")
         report(source=source, ms_per_step=round(1000 * seconds[source], 1))
     report(source="generator / arrays", ratio=round(seconds["generator"] / seconds["arrays"], 2))
+
+    for every in (None, 8, 1, None, 8, 1):
+        strategy = tfparallel.ParameterServerStrategy(mode="sync", copy_every_steps=every)
+        with strategy.scope():
+            layers = [keras.layers.Dense(1400, "relu"), keras.layers.Dense(10)]
+            model = keras.Sequential([keras.Input((784,)), *layers])
+            model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(FLAGS.copy_steps * 96, 784)).astype("float32")
+        milliseconds = 1000 * seconds_per_step(model, x, 96)
+        report(copy_every_steps=every, ms_per_step=round(milliseconds, 1))
 
 
 def seconds_per_step(

@@ -337,7 +337,7 @@ def worker_is_lost_in_sync() -> dict:
     history = fit(model, [lose])
     return {
         "lost": lose.lost,
-        "repeated": strategy.extended._steps.num_repeated,
+        "repeated": model.train_function.steps.num_repeated,
         "iterations": [int(m.optimizer.iterations.numpy()) for m in (alone, model)],
         "weights": _difference(alone.get_weights(), model.get_weights()),
         "history": max(

@@ -15,7 +15,7 @@ operations runs any more (`MutexLock`; `tf.CriticalSection` is made of it).
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,13 +31,16 @@ class Fence:
 
     Attributes:
         generation: int64 scalar, an argument of every guarded function.
+        taken_by: who called guarded functions last; a reference that keeps nobody alive.
     """
+
+    taken_by: Callable[[], Any]
 
     def __init__(self, devices: Sequence[str]):
         self._devices = devices
         self._locks: list[tf.Tensor] = []
         self._generations: list[tf.Variable] = []
-        self.generation = tf.constant(0, tf.int64)
+        self.generation, self.taken_by = tf.constant(0, tf.int64), _nobody
         for device in devices:
             with tf.init_scope(), tf.device(device):
                 name = f"tfparallel_{uuid.uuid4()}"  # an earlier chief's may be held still
@@ -87,3 +90,7 @@ class Fence:
                     raised = self._generations[i].assign(generation, read_value=False)
                 with tf.control_dependencies([raised]):
                     tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+def _nobody() -> None:
+    return None

@@ -159,11 +159,8 @@ class Recovery:
         silent = [name for name in names if self._silent_s[name] > limit_s]
         return ", ".join(f"{name} ({names[name]})" for name in silent)
 
-    def await_all_workers(self, error: tf.errors.OpError) -> str:
+    def await_all_workers(self, error: tf.errors.OpError) -> None:
         """Waits until all tasks answer, after `error`, and makes the workers' devices known again.
-
-        Returns:
-            The names of those that were missed.
 
         Raises:
             tf.errors.OpError: `error` itself, where it does not speak of a lost task.
@@ -173,7 +170,7 @@ class Recovery:
         if not speaks_of_lost_task(error):
             raise error
         tasks = task_names(self._cluster.tasks, "ps", "worker")
-        start_s, report_s, missed = time.monotonic(), 0.0, ""
+        start_s, report_s = time.monotonic(), 0.0
         while True:
             self._raise_if_server_gone(error)
             if silent := self.silent_servers(self._timeouts.ps_s):
@@ -197,7 +194,6 @@ class Recovery:
         # What fails here fails in the next step, too.
         with contextlib.suppress(tf.errors.OpError):
             context.context().update_server_def(context.get_server_def())
-        return missed
 
     def server_silent(self, silent: str) -> ServerLost:
         """The error that says so; `silent` is what `silent_servers` gave."""

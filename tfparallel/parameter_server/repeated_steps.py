@@ -12,6 +12,7 @@ again, with the same rows and seeds. What comes of it is what would have come of
 import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,17 +22,17 @@ from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.variable_copies import VariableCopies, changed_by
 
-# Of calls that fail although all tasks are there: until the watch has seen a task that went on, it
-# cuts connections.
+# Of one step. Some may fail although all tasks are there: until the watch has seen a task that went
+# on, it cuts connections.
 _TRIES = 10
 _PAUSE_S = 0.5
 
 
 class RepeatedSteps:
-    """Runs steps, again if need be.
+    """Runs the steps of one model, again if need be. Its copies live as long as it does.
 
     Args:
-        devices: of the parameter servers.
+        fence: of the parameter servers, for all models.
         recovery: knows who is gone.
         copy_every_steps: after how many steps copies are made anew.
         waiting: gives a context for calls that wait for all workers.
@@ -39,15 +40,14 @@ class RepeatedSteps:
 
     def __init__(
         self,
-        devices: tuple[str, ...],
+        fence: Fence,
         recovery: Recovery,
         copy_every_steps: int,
         waiting: Callable[[], contextlib.AbstractContextManager],
     ):
         self._recovery, self._copy_every_steps = recovery, copy_every_steps
         self._waiting = waiting
-        self._fence = Fence(devices)
-        self._copies = VariableCopies(self._fence)
+        self._fence, self._copies = fence, VariableCopies(fence)
         self._since: list[tuple[Callable, Any]] = []  # steps that the copies do not have
         self._are_old = True
         self.num_repeated = 0
@@ -78,6 +78,8 @@ class RepeatedSteps:
             ServerLost, WorkerLost: where the step cannot be done again.
         """
         copies = self._copies
+        if self._fence.taken_by() is not self:  # another model's steps may have changed ours
+            self._fence.taken_by, self._are_old = weakref.ref(self), True
         if self._are_old or len(self._since) >= self._copy_every_steps:
             self._until_done(copies.take, copies.take, lambda: None)
             self._since, self._are_old = [], False
@@ -104,7 +106,6 @@ class RepeatedSteps:
             call, again: of which the first that succeeds gives what is returned.
             prepare: needs the servers alone.
         """
-        tries = 0
         for attempt in itertools.count():
             try:
                 with self._waiting():
@@ -115,8 +116,7 @@ class RepeatedSteps:
                         prepare()
                     return again()
             except tf.errors.OpError as error:
-                is_missed = self._recovery.await_all_workers(error)
-                tries = 0 if is_missed else tries + 1
-                if tries == _TRIES:
+                self._recovery.await_all_workers(error)
+                if attempt == _TRIES:
                     raise
                 time.sleep(_PAUSE_S)

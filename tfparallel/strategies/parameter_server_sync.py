@@ -1,12 +1,14 @@
 """Parameter servers, with workers that share each batch and wait for one another."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
 from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
@@ -38,23 +40,31 @@ class SyncParameterServerExtended(ParameterServerExtended):
         addresses = task_names(cluster.tasks, "ps", "worker")
         if str(addresses) not in _watches:
             _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, _somebody_waits_for)
-        self._steps: RepeatedSteps | None = None
-        if copy_every_steps is not None:
-            self._steps = RepeatedSteps(
-                cluster.ps_devices, self._recovery, copy_every_steps, _waiting_for_all
-            )
+        self._copy_every_steps = copy_every_steps
+        self._fence = Fence(cluster.ps_devices) if copy_every_steps is not None else None
+        self._steps: weakref.WeakSet[RepeatedSteps] = weakref.WeakSet()  # of each model
 
     def _changed_elsewhere(self) -> None:
         """A variable was assigned between steps."""
-        if self._steps is not None:
-            self._steps.changed_elsewhere()
+        for steps in self._steps:
+            steps.changed_elsewhere()
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         surround_epochs(call, self._watched)
         model: Any = call.model
-        if self._steps is not None and not (model.run_eagerly or model.jit_compile):
-            self._set_functions(model, self._steps)
+        if not (self._fence is None or model.run_eagerly or model.jit_compile):
+            self._set_functions(model, self._steps_of(model, self._fence))
         return super()._keras_dataset(dataset, call)
+
+    def _steps_of(self, model: Any, fence: Fence) -> RepeatedSteps:
+        functions = (model.train_function, model.test_function, model.predict_function)
+        for function in functions:
+            if isinstance(function, SharedStep) and function.steps in self._steps:
+                return function.steps
+        assert self._copy_every_steps is not None
+        steps = RepeatedSteps(fence, self._recovery, self._copy_every_steps, _waiting_for_all)
+        self._steps.add(steps)
+        return steps
 
     def _set_functions(self, model: Any, steps: RepeatedSteps) -> None:
         """Keras uses the functions that it finds at a model, and compiles none of its own."""
@@ -85,7 +95,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
     def _watched(self) -> Iterator[None]:
         """Within it, a task that is silent or gone ends what waits for it, with its name."""
         self._changed_elsewhere()  # whatever happened between two epochs
-        waiting = _waiting_for_all if self._steps is None else _waiting_for_servers
+        waiting = _waiting_for_all if self._fence is None else _waiting_for_servers
         with waiting(), self._recovery.of_all():
             yield
 
