@@ -41,10 +41,10 @@ SLOW_MBIT = 300
 # All of its measuring is in the steps to warm up. The default bound of its error forbids PowerSGD
 # in these first steps; with the loose bound it may choose whatever the fixed choices are.
 ADAPTIVE = "Adaptive(interval=100000)"
-LOOSE = "Adaptive(max_error=0.99, interval=100000)"
+LOOSE = "Adaptive(max_error=0.999, interval=100000)"
 NONE, TAPE = "tfparallel Horovod none", "Horovod tape"
 ONE_BUCKET = "tfparallel Horovod none, no overlap"  # all gradients wait for the last one
-LOOSE_ADAPTIVE = "tfparallel Horovod Adaptive 0.99"
+LOOSE_ADAPTIVE = "tfparallel Horovod Adaptive 0.999"
 POWER_SGD, TORCH_POWER_SGD = "tfparallel Horovod PowerSGD 4", "torch PowerSGD 4"
 
 
