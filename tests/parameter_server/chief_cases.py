@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -491,21 +492,10 @@ def partitioned() -> dict:
         path = checkpoint.write(f"{folder}/checkpoint")
         read = [_read_checkpoint(path, s, optimizers[optimizer]) for s in (None, fewer)]
         states = [each.optimizer.variables for each in (alone, model, loaded, elsewhere, *read)]
-        model.export(f"{folder}/{mode}", verbose=False)
-        served = keras.layers.TFSMLayer(f"{folder}/{mode}", call_endpoint="serve")
-        served = keras.Sequential([keras.Input((3,), dtype="int32"), served])
-        served.compile(loss="mse")
         results.append(
             {
                 "run": [mode, kind, optimizer],
-                "exported": [
-                    _difference([alone(x)], [served.predict(x, verbose=0)]),
-                    abs(_mse(alone(x), y) - served.evaluate(x, y, verbose=0)),
-                ],
-                "exported_shapes": [
-                    shape
-                    for _, shape in tf.train.list_variables(f"{folder}/{mode}/variables/variables")
-                ],
+                "exported": [] if optimizer == "adafactor" else _exported(model, alone, x, y),
                 "parts": [list(part.shape) for part in table.parts],
                 "parts_elsewhere": len(elsewhere.layers[0].embeddings.value.parts),
                 "servers": len({part.device for part in table.parts}),
@@ -536,6 +526,21 @@ def _mixed_bfloat16(x, y, partitioner) -> float:
         weights.append(model.get_weights())
     assert _difference(before, weights[0]) > 0.1
     return _difference(*weights)
+
+
+def _exported(model: keras.Model, alone: keras.Model, x, y) -> list:
+    """What a SavedModel's predictions and loss are off by, and the shapes that it holds."""
+    with tempfile.TemporaryDirectory() as path:
+        model.export(path, verbose=False)
+        served = keras.layers.TFSMLayer(path, call_endpoint="serve")
+        served = keras.Sequential([keras.Input((3,), dtype="int32"), served])
+        served.compile(loss="mse")
+        off = max(
+            _difference([alone(x)], [served.predict(x, verbose=0)]),
+            abs(_mse(alone(x), y) - served.evaluate(x, y, verbose=0)),
+        )
+        shapes = [shape for _, shape in tf.train.list_variables(f"{path}/variables/variables")]
+    return [off, shapes]
 
 
 def _read_checkpoint(path: str, strategy, optimizer) -> keras.Model:
@@ -714,7 +719,7 @@ def compression() -> dict:
         with strategy.scope():
             model = build()
             model.compile(keras.optimizers.SGD(0.1), "mse")
-        model.fit(x, y, batch_size=32, epochs=8, verbose=0)
+        model.fit(x, y, batch_size=32, epochs=4, verbose=0)
         alone = build()  # is not traced: compressing is what is looked at, not evaluating
         alone.set_weights(model.get_weights())
         (step,) = model.train_function._steps.values()
