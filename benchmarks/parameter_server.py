@@ -25,6 +25,7 @@ from absl import app, flags
 import tfparallel
 
 FLAGS = flags.FLAGS
+flags.DEFINE_list("parts", ["slow_worker", "feeding", "copies"], "What to measure.")
 flags.DEFINE_float("sleep_s", 0.5, "A fast worker's step.")
 flags.DEFINE_integer("async_steps", 60, "Steps to measure.")
 flags.DEFINE_integer("sync_steps", 4, "Steps to measure.")
@@ -61,6 +62,13 @@ class Sleep(keras.layers.Layer):
 
 def main(_):
     """Runs on the chief; workers and parameter servers serve inside of the constructor."""
+    parts = {"slow_worker": slow_worker, "feeding": feeding, "copies": copies}
+    for part in FLAGS.parts:
+        parts[part]()
+
+
+def slow_worker() -> None:
+    """The first part."""
     results = {}
     for mode in ("async", "sync"):
         strategy = tfparallel.ParameterServerStrategy(mode=mode)
@@ -69,13 +77,16 @@ def main(_):
                 [keras.Input((4,)), Sleep(FLAGS.sleep_s), keras.layers.Dense(1)]
             )
             model.compile("sgd", "mse")
-        parts = 1 if mode == "async" else 3  # of a batch, one for each worker
+        shares = 1 if mode == "async" else 3  # of a batch, one for each worker
         steps = FLAGS.async_steps if mode == "async" else FLAGS.sync_steps
-        seconds = seconds_per_step(model, np.ones((steps * parts, 4), "float32"), parts)
-        results[mode] = parts * FLAGS.sleep_s / seconds
+        seconds = seconds_per_step(model, np.ones((steps * shares, 4), "float32"), shares)
+        results[mode] = shares * FLAGS.sleep_s / seconds
         report(slow_worker=mode, workers=round(results[mode], 2))
     report(slow_worker="async / sync", ratio=round(results["async"] / results["sync"], 1))
 
+
+def feeding() -> None:
+    """The second part."""
     seconds = {}
     for source in ("arrays", "generator"):
         strategy = tfparallel.ParameterServerStrategy()
@@ -87,6 +98,9 @@ def main(_):
         report(source=source, ms_per_step=round(1000 * seconds[source], 1))
     report(source="generator / arrays", ratio=round(seconds["generator"] / seconds["arrays"], 2))
 
+
+def copies() -> None:
+    """The third part, twice."""
     for every in (None, 8, 1, None, 8, 1):
         strategy = tfparallel.ParameterServerStrategy(mode="sync", copy_every_steps=every)
         with strategy.scope():
