@@ -17,8 +17,9 @@ def horovodrun(
     # An elastic job's ranks get only a few of the launcher's variables.
     path = f"PYTHONPATH={REPOSITORY}"
     program = ["env", path, sys.executable, "-m", f"tests.horovod.{module}"]
+    transport = [] if "--mpi" in options else ["--gloo"]  # one built with both would take MPI
     finished = subprocess.run(
-        [launcher, "-np", str(num_ranks), *options, *program, *map(str, arguments)],
+        [launcher, *transport, "-np", str(num_ranks), *options, *program, *map(str, arguments)],
         env=os.environ,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
