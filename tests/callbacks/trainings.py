@@ -194,10 +194,12 @@ def parameter_server(backup_dir, results, kill_at, mode="sync", num_workers=2):
     """
     from tests.parameter_server.cluster import SERVERS, ServerProcesses
     from tests.parameter_server.spawner import Spawner
+    from tfparallel.parameter_server import Timeouts
 
     servers = ServerProcesses(num_workers, 1, Spawner(SERVERS, by_fork=True))
     os.environ.update(servers.environment("chief", 0))
-    strategy = tfparallel.ParameterServerStrategy(mode=mode)
+    timeouts = Timeouts(all_workers_s=1)  # a worker that is killed is not started again
+    strategy = tfparallel.ParameterServerStrategy(mode=mode, timeouts=timeouts)
     x, y = tiny_data(ROWS)
     whose, _, kill_at = kill_at.rpartition(" ")
     callbacks = []
