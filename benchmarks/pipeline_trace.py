@@ -5,7 +5,8 @@
 
 MobileNetV2 on two stages, the same 32 images of 32 x 32 in every case; each line is a process of
 its own, in turns. Layers are measured before the clock starts. Seconds are those of the
-first training step, and of the fourth; operations are those of the step and of its functions.
+first training step, of processors in it, and of the fourth step; operations are those of the step
+and of its functions.
 """
 
 import argparse
@@ -42,18 +43,17 @@ def main() -> None:
             if run.returncode:
                 sys.exit(run.stderr[-2000:])
             own.append(json.loads(run.stdout.splitlines()[-1]))
-    print("microbatches   first step, s   operations   fourth step, s")
-    first = None
+    print("microbatches    first step, s     processor, s       operations   fourth step, s")
+    first: list = []
     for m, own in results.items():
-        first_s, operations, later_s = (statistics.median(x) for x in zip(*own, strict=True))
-        first = first or (first_s, operations)
-        ratios = f"{first_s:10.1f} {first_s / first[0]:5.2f}"
-        ratios += f"{operations:9.0f} {operations / first[1]:5.2f}"
-        print(f"{m:12}{ratios}{later_s:14.2f}", flush=True)
+        *values, later_s = (statistics.median(x) for x in zip(*own, strict=True))
+        first = first or values
+        columns = [f"{x:10.1f} {x / x0:5.2f}" for x, x0 in zip(values, first, strict=True)]
+        print(f"{m:12} {' '.join(columns)}{later_s:17.2f}", flush=True)
 
 
-def measure(num_microbatches: int) -> tuple[float, int, float]:
-    """Seconds of the first step, operations, and seconds of the fourth step."""
+def measure(num_microbatches: int) -> tuple[float, float, int, float]:
+    """Seconds of the first step, of processors in it, operations, and seconds of the fourth."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
     import numpy as np
@@ -71,16 +71,17 @@ def measure(num_microbatches: int) -> tuple[float, int, float]:
     strategy.stages(model)
     x = np.random.default_rng(0).random((ROWS, 32, 32, 3), "float32")
     y = np.zeros(ROWS, "int32")
-    times_s = []
+    times_s, processor_s = [], []
     for _ in range(4):
-        started = time.perf_counter()
+        started, started_processor = time.perf_counter(), time.process_time()
         model.train_on_batch(x, y)
         times_s.append(time.perf_counter() - started)
+        processor_s.append(time.process_time() - started_processor)
     with strategy.scope():  # once more, to look at the graph
         step = tf.function(lambda *batch: strategy.run(model.train_step, args=(batch,)))
         graph = step.get_concrete_function(tf.constant(x), tf.constant(y)).graph.as_graph_def()
     functions = sum(len(function.node_def) for function in graph.library.function)
-    return times_s[0], len(graph.node) + functions, times_s[3]
+    return times_s[0], processor_s[0], len(graph.node) + functions, times_s[3]
 
 
 if __name__ == "__main__":

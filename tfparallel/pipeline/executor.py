@@ -117,7 +117,7 @@ class Executor:
             else:
                 name = f"tfparallel_stage_{stage}"
                 function = self._once((concrete, "inference"), inference_function, name, concrete)
-                outputs = function(self.device_of(stage), arguments)
+                outputs = function(self.device_of(stage), arguments)[: len(concrete.outputs)]
         if outputs:
             self._add(action, outputs[0].op)
         return outputs
@@ -196,8 +196,12 @@ class Executor:
         Raises:
             ValueError: if the step cannot be done in that order.
         """
-        backward = [op for op, action in self._action_of.items() if action.kind != "forward"]
-        run_independently(graph, [*backward, *itertools.chain(*self._sums.values())])
+        unordered = [
+            op
+            for op, action in self._action_of.items()
+            if action.kind != "forward" or all(x.dtype != tf.resource for x in op.inputs)
+        ]
+        run_independently(graph, [*unordered, *itertools.chain(*self._sums.values())])
         for order in self._schedule.orders:
             calls = [self._calls[action] for action in order if action in self._calls]
             for before, after in itertools.pairwise(calls):

@@ -199,8 +199,17 @@ def _first_operations(**values: Mapping[int, tf.Tensor]) -> dict[str, tf.Operati
 
 
 def inference_function(name: str, concrete: Any) -> GraphFunction:
-    """A traced computation as a function that keeps nothing for gradients."""
-    return GraphFunction(name, concrete.graph, concrete.graph.inputs, concrete.graph.outputs)
+    """A traced computation as a function that keeps nothing for gradients.
+
+    It returns what the computation does, or one number where that is nothing: a call needs a
+    result.
+    """
+    graph: FuncGraph = concrete.graph
+    outputs = list(graph.outputs)
+    with graph.as_default():
+        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0)])
+    graph.outputs = outputs  # the graph is the computation's
+    return function
 
 
 class _Gradients:
