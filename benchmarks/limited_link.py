@@ -92,11 +92,13 @@ def all_contestants(torch_python: str | None) -> list[Contestant]:
     return chosen
 
 
-def run_link(mbit: int, chosen: list[Contestant], rounds: int) -> dict[str, list[dict]]:
+def run_link(
+    mbit: int, chosen: list[Contestant], rounds: int, tcp: str | None
+) -> dict[str, list[dict]]:
     """Every contestant's turns on one link: `{name: [{"step_s", "bytes", "loss"}, ...]}`."""
     results: dict[str, list[dict]] = {contestant.name: [] for contestant in chosen}
     ports = itertools.count(20000)
-    with network.two_hosts(mbit) as hosts, tempfile.TemporaryDirectory() as folder:
+    with network.two_hosts(mbit, tcp) as hosts, tempfile.TemporaryDirectory() as folder:
         weights = f"{folder}/weights.npz"
         for turn in range(rounds):
             for contestant in chosen:
@@ -218,6 +220,9 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="contestants with one of these in their name")
+    parser.add_argument(
+        "--tcp", help="congestion control, such as cubic; this machine's if not given"
+    )
     parser.add_argument("--torch-python", help="interpreter that can import torch")
     parser.add_argument("--json", help="also write all numbers to this file")
     options = parser.parse_args()
@@ -228,7 +233,7 @@ def main() -> None:
     chosen = all_contestants(options.torch_python)
     if options.only:
         chosen = [c for c in chosen if any(part in c.name for part in options.only)]
-    links = {mbit: run_link(mbit, chosen, options.rounds) for mbit in options.mbit}
+    links = {mbit: run_link(mbit, chosen, options.rounds, options.tcp) for mbit in options.mbit}
     for mbit, results in links.items():
         print_link(mbit, results)
     if options.json:

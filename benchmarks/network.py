@@ -49,8 +49,13 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts(mbit_per_s: int) -> Iterator[list[Host]]:
-    """Two namespaces that reach each other at `mbit_per_s` in each direction; removed on exit."""
+def two_hosts(mbit_per_s: int, tcp: str | None = None) -> Iterator[list[Host]]:
+    """Two namespaces that reach each other at `mbit_per_s` in each direction; removed on exit.
+
+    Args:
+        mbit_per_s: the rate of the link.
+        tcp: its congestion control, "cubic" or "bbr" for example; None takes this machine's.
+    """
     number = os.getpid()
     hosts = [Host(f"tfparallel-{number}-{i}", f"10.77.0.{i + 1}", f"veth{i}") for i in range(2)]
     with contextlib.ExitStack() as stack:
@@ -70,6 +75,9 @@ def two_hosts(mbit_per_s: int) -> Iterator[list[Host]]:
                 f"burst {max(256, mbit_per_s)}kbit latency 50ms",
             ):
                 _run(*host.prefix, *command.split())
+            if tcp is not None:  # not by sysctl, which containers may not set
+                route = f"ip route replace 10.77.0.0/24 dev {host.interface} congctl {tcp}"
+                _run(*host.prefix, *route.split())
         yield hosts
 
 
