@@ -179,6 +179,7 @@ class ParameterServer(StrategySection):
     max_staleness: int | None = Field(default=None, ge=0)
     partitioner: Partitioner | None = None
     compression: Compression = Compression()  # of what asynchronous workers hand in
+    copy_every_steps: int | None = Field(default=8, ge=1)
     insecure_network: bool = False
 
     def arguments(self) -> dict[str, Any]:
@@ -187,6 +188,7 @@ class ParameterServer(StrategySection):
             "max_staleness": self.max_staleness,
             "variable_partitioner": self.partitioner and self.partitioner.partitioner(),
             "compression": self.compression.compressor(),
+            "copy_every_steps": self.copy_every_steps,
             "insecure_network": self.insecure_network,
         }
 
