@@ -130,6 +130,7 @@ __all__ = [
     "TrainerCall",
     "calling_trainer",
     "context",
+    "dataset_as_graph",
     "device_util",
     "distribute_lib",
     "distribute_utils",
@@ -141,6 +142,7 @@ __all__ = [
     "has_one_tape",
     "is_keras_step",
     "is_predict_step",
+    "is_in_symbolic_build",
     "is_symbolic_build",
     "in_stateless_scope",
     "is_called_by_trainer",
@@ -150,7 +152,6 @@ __all__ = [
     "owner_of_new_variable",
     "record",
     "run_independently",
-    "serialized_dataset",
     "set_keras_mask",
     "surround_epochs",
     "unique_number",
@@ -247,6 +248,14 @@ def is_symbolic_build(frame: FrameType | None) -> bool:
     """Whether `frame` is Keras building a model from the shapes of its first batch."""
     build = keras_trainer.TensorFlowTrainer._maybe_symbolic_build
     return frame is not None and frame.f_code is build.__code__
+
+
+def is_in_symbolic_build() -> bool:
+    """Whether Keras, building a model from the shapes of its first batch, is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_symbolic_build(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_called_by_trainer(frame: FrameType | None) -> bool:
@@ -359,31 +368,14 @@ def unique_number() -> int:
     return ops.uid()
 
 
-def serialized_dataset(dataset: tf.data.Dataset) -> tf.Tensor | None:
-    """A dataset's graph as a scalar string, or None where it holds Python or unseeded randomness.
+def dataset_as_graph(dataset: tf.data.Dataset, largest_bytes: int) -> tf.compat.v1.GraphDef | None:
+    """A dataset's graph, or None where it holds Python or unseeded randomness, or is too large.
 
-    TensorFlow offers this for its own distribution of datasets only. What it does not notice is a
-    shuffle without a seed, whose two seeds are zero.
+    TensorFlow offers this for its own distribution of datasets only.
     """
     policy = tf.data.experimental.ExternalStatePolicy.FAIL
     try:
-        serialized = dataset._as_serialized_graph(external_state_policy=policy)
+        serialized = dataset._as_serialized_graph(external_state_policy=policy).numpy()
     except tf.errors.OpError:  # a generator, `py_function`, random operations, lookup tables
         return None
-    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
-    functions = (node for function in graph.library.function for node in function.node_def)
-    zeros = {
-        node.name
-        for node in graph.node
-        if node.op == "Const"
-        and node.attr["dtype"].type == tf.int64.as_datatype_enum
-        and not tf.make_ndarray(node.attr["value"].tensor).any()
-    }
-    for node in (*graph.node, *functions):
-        seeds = {"ShuffleDatasetV3": node.input[2:4], "ShuffleDatasetV2": node.input[2:3]}
-        unseeded = seeds.get(node.op)
-        if unseeded and all(name.split(":")[0] in zeros for name in unseeded):
-            return None
-        if node.attr["deterministic"].s == b"false":
-            return None
-    return serialized
+    return tf.compat.v1.GraphDef.FromString(serialized) if len(serialized) < largest_bytes else None

@@ -7,7 +7,6 @@ and makes one where there is none. We put ours there, when Keras hands its datas
 """
 
 import collections
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
 from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
-from tfparallel.tf_internals import is_symbolic_build
+from tfparallel.tf_internals import is_in_symbolic_build
 
 MakeStep = Callable[[Callable, Arguments], RemoteStep]
 
@@ -86,9 +85,11 @@ class Batches:
         self._submit, self._num_ahead = submit, num_ahead
 
     def __iter__(self) -> Iterator:
+        if is_in_symbolic_build():
+            return iter((self.first_batch(),))  # is no epoch
         source = iter(self._source)
         if self._submit is None:
-            return BatchIterator(self, source)
+            return BatchIterator(source, self.num_batches)
         return iter(_submitted_ahead(source, self._submit, self._num_ahead))
 
 
@@ -99,8 +100,8 @@ class BatchIterator:
         is_at_end: the batch that came last is the last one of an epoch.
     """
 
-    def __init__(self, batches: Batches, source: Iterator):
-        self._batches, self._source = batches, source
+    def __init__(self, source: Iterator, num_batches: int | None):
+        self._source, self._num_batches = source, num_batches
         self._next: Any = None
         self._num_read = 0
         self.is_at_end = False
@@ -109,16 +110,13 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
-        if is_symbolic_build(sys._getframe(1)):
-            return self._batches.first_batch()
         batch = self._next if self._num_read else next(self._source, None)
         if batch is None:
             raise StopIteration
         self._num_read += 1
-        num_batches = self._batches.num_batches
         self._next = next(self._source, None)
         self.is_at_end = self._next is None or (
-            num_batches is not None and self._num_read % num_batches == 0
+            self._num_batches is not None and self._num_read % self._num_batches == 0
         )
         return batch
 

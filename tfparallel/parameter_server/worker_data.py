@@ -10,15 +10,19 @@ Batch k is the same batch whoever computes it, so a slow worker takes fewer, eve
 epoch is used exactly once, and the step of a lost worker can be done by another.
 """
 
-from collections.abc import Iterator
+import itertools
+import weakref
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.parameter_server.dataset_graph import DatasetGraph
+from tfparallel.parameter_server.dataset_reader import DatasetReader
 from tfparallel.parameter_server.remote_step import specs_of
-from tfparallel.tf_internals import ArrayDataAdapter, serialized_dataset
+from tfparallel.tf_internals import ArrayDataAdapter
 
 _LARGEST_ARRAY_BYTES = 1 << 30  # a gRPC message ends at 2 GiB
 
@@ -128,7 +132,8 @@ class Numbered:
 
     def on(self, worker: int, device: str) -> tuple:
         """The batch, read on the worker, where it stays."""
-        return (self._dataset.read(worker, device, self._epoch, self._number),)
+        reader = self._dataset.reader(worker, device)
+        return (reader.read(self._epoch, self._number),)
 
     @staticmethod
     def batch(batch: Any) -> Any:
@@ -140,79 +145,47 @@ class DatasetOnWorkers:
     """A `tf.data.Dataset` rebuilt on every worker from its graph.
 
     Args:
-        dataset: of batches, in an order that is fixed by seeds; `serialize` says whether it is.
-        graph: what `serialize` gave for it.
+        dataset: of batches.
+        graph: of the dataset.
         generation: as in `ArraysOnWorkers`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, graph: tf.Tensor, generation: Any):
+    def __init__(self, dataset: tf.data.Dataset, graph: DatasetGraph, generation: Any):
         self._dataset, self._graph, self._generation = dataset, graph, generation
         self.specs = tf.nest.map_structure(lambda spec: spec, dataset.element_spec)
-        self._readers: dict[int, _Reader] = {}
-        self._epochs = 0
-
-    @staticmethod
-    def serialize(dataset: tf.data.Dataset) -> tf.Tensor | None:
-        """The dataset's graph, or None where two workers could read different batches from it."""
-        known_specs = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-        specs = tf.nest.flatten(dataset.element_spec)
-        length_is_known = int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY
-        may_reorder = dataset.options().deterministic is False
-        if may_reorder or not length_is_known:
-            return None
-        if not all(isinstance(spec, known_specs) for spec in specs):
-            return None
-        return serialized_dataset(dataset)
+        self._readers: dict[int, tuple[int, DatasetReader]] = {}
+        # `fit`, called again, goes on with the next order of a dataset that shuffles, as on one
+        # device; unless every worker would have to read all earlier epochs for it.
+        self._num_taken = _num_taken.setdefault(dataset, []) if graph.is_left_unread else []
 
     def first_batch(self) -> Any:
         """The first batch, as the user sees it."""
         return next(iter(self._dataset))
 
+    def begin_epoch(self) -> int:
+        """The number of an epoch that begins now."""
+        self._num_taken.append(0)
+        return len(self._num_taken) - 1
+
+    def take(self, epoch: int, number: int) -> Numbered:
+        """The batch of that number."""
+        self._num_taken[epoch] = max(self._num_taken[epoch], number + 1)
+        return Numbered(self, epoch, number)
+
     def __iter__(self) -> Iterator[Numbered]:
-        epoch, self._epochs = self._epochs, self._epochs + 1
-        length = int(self._dataset.cardinality())
-        number = 0
-        while length < 0 or number < length:
-            yield Numbered(self, epoch, number)
-            number += 1
+        epoch, length = self.begin_epoch(), self._graph.num_batches
+        numbers = range(length) if length >= 0 else itertools.count()
+        return (self.take(epoch, number) for number in numbers)
 
-    def read(self, worker: int, device: str, epoch: int, number: int) -> Any:
-        """Batch `number` of `epoch`, on `worker`; called by the worker's thread."""
+    def reader(self, worker: int, device: str) -> DatasetReader:
+        """The worker's copy; called by the worker's thread."""
         generation = self._generation(worker)
-        reader = self._readers.get(worker)
-        if reader is None or reader.generation != generation:
-            reader = _Reader(self._graph, self._dataset.element_spec, device, generation)
-            self._readers[worker] = reader
-        return reader.read(epoch, number)
+        known = self._readers.get(worker)
+        if known is None or known[0] != generation:
+            device = device.rpartition("/")[0] + "/device:CPU:0"
+            reader = DatasetReader(self._graph, self.specs, device, self._num_taken)
+            self._readers[worker] = known = (generation, reader)
+        return known[1]
 
 
-@tf.function(reduce_retracing=True)
-def _skip_and_read(iterator: Any, num_skipped: tf.Tensor) -> Any:
-    for _ in tf.range(num_skipped):
-        iterator.get_next()
-    return iterator.get_next()
-
-
-class _Reader:
-    """One worker's copy of a dataset, and how far it has read."""
-
-    def __init__(self, graph: tf.Tensor, element_spec: Any, device: str, generation: int):
-        self.generation = generation
-        self._device, self._element_spec = device.rpartition("/")[0] + "/device:CPU:0", element_spec
-        with tf.device(self._device):
-            variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-            self._dataset = tf.data.experimental.from_variant(variant, element_spec)
-        self._epoch, self._next = -1, 0
-
-    def read(self, epoch: int, number: int) -> Any:
-        if epoch < self._epoch or (epoch == self._epoch and number < self._next):
-            self._epoch = -1  # a step of another worker, done again: start over
-        while self._epoch < epoch:
-            # One iterator for each epoch, also those that are over: reshuffling counts them.
-            with tf.device(self._device):
-                self._iterator = iter(self._dataset)
-            self._epoch, self._next = self._epoch + 1, 0
-        num_skipped = tf.constant(number - self._next)
-        self._next = number + 1
-        with tf.device(self._device):
-            return _skip_and_read(self._iterator, num_skipped)
+_num_taken: MutableMapping[tf.data.Dataset, list[int]] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ from tfparallel.parameter_server.compressed_gradient import (
     Payload,
     as_it_is,
 )
+from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.effects import Effects, current_effects
 from tfparallel.parameter_server.keras_functions import (
     Batches,
@@ -190,7 +191,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         if ArraysOnWorkers.can_take(call.data_adapter):
             return ArraysOnWorkers(call.data_adapter, self._pool.generation)
         if call.is_dataset_of_user:
-            graph = DatasetOnWorkers.serialize(dataset)
+            graph = DatasetGraph.of(dataset)
             if graph is not None:
                 return DatasetOnWorkers(dataset, graph, self._pool.generation)
         return FedByChief(dataset)
