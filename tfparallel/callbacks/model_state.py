@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfparallel.callbacks.storage import BackupError
 from tfparallel.tf_internals import SyncOnReadVariable
@@ -20,7 +21,7 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
     variables = _mirrored_variables(model)
     return {
         "paths": [v.path for v in variables],
-        "arrays": [_copies(v)[0].numpy() for v in variables],
+        "arrays": [_snapshot(_copies(v)[0]) for v in variables],
     }
 
 
@@ -38,7 +39,7 @@ def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
 
 def replica_state(model: keras.Model) -> list[list[np.ndarray]]:
     """The terms of every variable that is a sum over replicas, for the replicas of this process."""
-    return [[copy.numpy() for copy in _copies(v)] for v in _summed_variables(model)]
+    return [[_snapshot(copy) for copy in _copies(v)] for v in _summed_variables(model)]
 
 
 def set_replica_state(model: keras.Model, state: list[list[np.ndarray]]) -> None:
@@ -124,6 +125,15 @@ def _copies(variable: keras.Variable) -> Sequence[Any]:
     if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
         return (variable._value,)
     return getattr(variable._value, "values", (variable._value,))
+
+
+def _snapshot(variable: Any) -> np.ndarray:
+    """The value of a variable as it is now, read-only.
+
+    On the host nothing is copied here: an update of a variable whose value somebody holds writes
+    to memory of its own (`PrepareToUpdateVariable` in TensorFlow's kernels, and XLA likewise).
+    """
+    return np.asarray(tf.convert_to_tensor(variable))
 
 
 def _check_same_model(variables: Sequence[keras.Variable], state: dict[str, Any]) -> None:
