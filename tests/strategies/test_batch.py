@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.strategies.batch import Batch, concat_rows, split_rows
+from tfparallel.strategies.batch import Batch, OnHost, OnHosts, concat_rows, split_rows
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,34 @@ def test_every_row_of_every_kind_of_tensor_goes_to_one_replica(extended):
     np.testing.assert_array_equal(tf.sparse.to_dense(sparse), rows)
     assert [p["scalar"].numpy() for p in batch.parts] == [3.0, 3.0]
     assert [p["absent"] for p in batch.parts] == [None, None]
+
+
+@pytest.mark.parametrize("num_rows", [5, 2, 1])
+@pytest.mark.parametrize("total_is_known", [True, False])
+def test_hosts_cut_the_rows_of_their_replicas(extended, num_rows, total_is_known):
+    """Each from the whole batch, or from its own rows alone; here inside a function."""
+    rows = np.arange(3 * num_rows, dtype="float32").reshape(num_rows, 3)
+    bounds = split_rows(num_rows, 2, range(2))
+
+    @tf.function
+    def cut(total):
+        total = num_rows if total_is_known else total
+        whole = [OnHost(f"CPU:{i}", range(i, i + 1), tf.constant(rows)) for i in range(2)]
+        own = [
+            OnHost(f"CPU:{i}", range(i, i + 1), tf.range(start, end), total, tf.identity)
+            for i, (start, end) in enumerate(bounds)
+        ]
+        batches = [Batch(extended, OnHosts(hosts)) for hosts in (whole, own)]
+        return [(batch.parts, batch.rows, batch.weights) for batch in batches]
+
+    (whole, *of_whole), (own, *of_own) = cut(tf.constant(num_rows))
+    expected = Batch(extended, rows)
+    for parts, numbers, expected_part in zip(whole, own, expected.parts, strict=True):
+        np.testing.assert_array_equal(parts, expected_part)
+        np.testing.assert_array_equal(rows[numbers], expected_part)
+    for numbers, weights in (of_whole, of_own):
+        np.testing.assert_array_equal(numbers, expected.rows)
+        np.testing.assert_allclose(weights, expected.weights)
 
 
 def test_a_batch_without_rows_is_refused(extended):

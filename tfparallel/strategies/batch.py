@@ -1,6 +1,7 @@
 """The rows of a batch that each replica computes on, and their share of all rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -11,13 +12,59 @@ from tfparallel.tf_internals import PerReplica, distribute_utils
 Rows = Any  # a number of rows: an int where it is known when tracing, else a scalar int32 tensor
 
 
+@dataclass(frozen=True)
+class OnHost:
+    """A batch as a host has it that cuts it for replicas of its own.
+
+    Attributes:
+        device: of the host, where it is cut.
+        replicas: numbers of the host's replicas, a contiguous range.
+        data: nest of tensors `[rows, ...]`: all rows; with `total`, those of `replicas` alone.
+        total: how many rows all replicas have together, where `data` does not tell.
+        finish: makes what a replica computes on of its part of `data`.
+    """
+
+    device: str
+    replicas: range
+    data: Any
+    total: Rows | None = None
+    finish: Callable[[Any], Any] = lambda part: part
+
+    def cut(self, num_replicas: int) -> tuple[list, list, Rows]:
+        """The parts of `replicas`, the rows of each, and the rows of all `num_replicas`."""
+        data = keras.tree.map_structure(_as_tensor, self.data)
+        total = num_rows(data) if self.total is None else self.total
+        if isinstance(total, int) and total < num_replicas:  # some replicas get none
+            data = keras.tree.map_structure(_hide_num_rows, data)
+            total = num_rows(data) if self.total is None else tf.convert_to_tensor(total)
+        bounds = split_rows(total, num_replicas, self.replicas)
+        before = 0 if self.total is None else bounds[0][0]
+        parts = [
+            keras.tree.map_structure(
+                lambda leaf, s=start, e=end: _slice_rows(leaf, s - before, e - before), data
+            )
+            for start, end in bounds
+        ]
+        return [self.finish(part) for part in parts], [end - start for start, end in bounds], total
+
+    def whole(self) -> Any:
+        """The batch, where this host has all replicas."""
+        with tf.device(self.device):
+            return self.finish(self.data)
+
+
+class OnHosts(tuple[OnHost, ...]):
+    """A batch that each of several hosts has, in the order of their replicas."""
+
+
 class Batch:
     """A batch as Keras hands it to `Strategy.run`, cut into the rows of this worker's replicas.
 
     Args:
         extended: `strategy.extended` of the strategy that runs the step.
         data: nest of tensors `[rows, ...]`, the whole global batch (Keras's own input path and
-            `*_on_batch`), or nest of `PerReplica` (a dataset that is distributed already).
+            `*_on_batch`), or nest of `PerReplica` (a dataset that is distributed already), or
+            `OnHosts`.
 
     Attributes:
         parts: one nest for each local replica.
@@ -27,22 +74,28 @@ class Batch:
 
     def __init__(self, extended: Any, data: Any):
         num_local = len(extended.worker_devices)
-        with tf.device(extended._host_device):
-            if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
-                self.parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
-                self.rows = [num_rows(part) for part in self.parts]
-                total = tf.add_n([tf.cast(n, tf.int32) for n in self.rows])
-                total = extended._sum_across_workers(total)
-            else:
-                first = extended._get_replica_id_in_sync_group(0)
-                replicas = range(first, first + num_local)
-                num_replicas = extended._num_replicas_in_sync
-                data = keras.tree.map_structure(_as_tensor, data)
-                if _some_get_none(data, num_replicas):
-                    data = keras.tree.map_structure(_hide_num_rows, data)
-                self.parts, self.rows, total = _split(data, num_replicas, replicas)
-            total = tf.cast(total, tf.float32)
-            self.weights = [tf.math.divide_no_nan(tf.cast(n, tf.float32), total) for n in self.rows]
+        self.parts: list = []
+        self.rows: list[Rows] = []
+        self.weights: list[tf.Tensor] = []
+        if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
+            with tf.device(extended._host_device):
+                parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
+                rows = [num_rows(part) for part in parts]
+                total = tf.add_n([tf.cast(n, tf.int32) for n in rows])
+                self._append(parts, rows, extended._sum_across_workers(total))
+            return
+        if not isinstance(data, OnHosts):
+            first = extended._get_replica_id_in_sync_group(0)
+            data = [OnHost(extended._host_device, range(first, first + num_local), data)]
+        for on_host in data:
+            with tf.device(on_host.device):
+                self._append(*on_host.cut(extended._num_replicas_in_sync))
+
+    def _append(self, parts: list, rows: list, total: Rows) -> None:
+        all_rows = tf.cast(total, tf.float32)
+        self.parts += parts
+        self.rows += rows
+        self.weights += [tf.math.divide_no_nan(tf.cast(n, tf.float32), all_rows) for n in rows]
 
 
 def split_rows(num_rows: Rows, num_replicas: int, replicas: Iterable[int]) -> list[tuple]:
@@ -68,23 +121,6 @@ def concat_rows(parts: Sequence) -> Any:
     if not isinstance(parts[0], tf.RaggedTensor) and parts[0].shape.rank == 0:
         return tf.stack(parts)
     return tf.concat(parts, axis=0)
-
-
-def _split(data: Any, num_replicas: int, replicas: Iterable[int]) -> tuple[list, list, Rows]:
-    """The parts of `replicas`, the rows of each, and the rows of all."""
-    total = num_rows(data)
-    bounds = split_rows(total, num_replicas, replicas)
-    parts = [
-        keras.tree.map_structure(lambda leaf, s=start, e=end: _slice_rows(leaf, s, e), data)
-        for start, end in bounds
-    ]
-    return parts, [end - start for start, end in bounds], total
-
-
-def _some_get_none(data: Any, num_replicas: int) -> bool:
-    """Whether a batch is known, when tracing, to have fewer rows than replicas."""
-    rows = num_rows(data)
-    return isinstance(rows, int) and rows < num_replicas
 
 
 def _as_tensor(leaf: Any) -> Any:
