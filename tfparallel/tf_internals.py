@@ -7,6 +7,7 @@ the file to change.
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -210,11 +211,12 @@ def calling_trainer() -> TrainerCall | None:
 def surround_epochs(call: TrainerCall, make_context: Callable) -> None:
     """Lets every epoch of a call run within a context of its own."""
     iterator: Any = call.epoch_iterator
-    original = iterator.catch_stop_iteration  # which Keras enters around the steps of an epoch
+    original = type(iterator).catch_stop_iteration  # Keras enters it around the steps of an epoch
+    known = weakref.ref(iterator)  # it shall go, with its data, when the call is over
 
     @contextlib.contextmanager
     def catch_stop_iteration() -> Iterator[None]:
-        with make_context(), original():
+        with make_context(), original(known()):
             yield
 
     iterator.catch_stop_iteration = catch_stop_iteration

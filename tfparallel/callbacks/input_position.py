@@ -8,6 +8,7 @@ class stands between the two and counts what is taken from each. To come back to
    batches are read where the input keeps a state of its own (stateful ops, Python generators).
 2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
    dataset supports one. Elsewhere the batches that were trained on are read again and dropped.
+   Where workers read batches by numbers, it is the iterator of the numbers.
    While that goes on, Python's and NumPy's random states are what they were then.
 
 A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
@@ -91,15 +92,17 @@ class InputPosition:
             "random": self._random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
+            "is_of_numbers": _position(self._last) is not self._last,
             "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
 
     def _checkpoint(self) -> list[np.ndarray] | None:
         """The state of the last iterator, or None where the dataset has none that can be saved."""
-        if not isinstance(self._last, tf.data.Iterator):
+        iterator = _position(self._last)
+        if not isinstance(iterator, tf.data.Iterator):
             return None
         try:
-            states = tf.unstack(self._last._serialize_to_tensors()["_STATE"])
+            states = tf.unstack(iterator._serialize_to_tensors()["_STATE"])
         except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
             tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
             return None
@@ -146,11 +149,11 @@ class InputPosition:
         self._taken[-1] = state["taken"][-1]
         if self._generator is not None and state["generator"]:
             pass  # it begins where it should
-        elif state["checkpoint"] is None:
-            self._count_cost(_drop(iterator, state["taken"][-1]), started)
-        else:
+        elif _can_restore(iterator, state):
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
-            iterator._restore_from_tensors({"_STATE": tf.stack(parts)})
+            _position(iterator)._restore_from_tensors({"_STATE": tf.stack(parts)})
+        else:
+            self._count_cost(_drop(iterator, state["taken"][-1]), started)
         set_host_random_state(now)
         self._log_cost()
         return iterator
@@ -167,6 +170,18 @@ class InputPosition:
                 self._num_read_again,
                 self._reading_again_s,
             )
+
+
+def _position(iterator: Any) -> Any:
+    """What a checkpoint is of: the iterator, or that of the numbers by which workers read."""
+    return getattr(iterator, "position", iterator)
+
+
+def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
+    """Whether `iterator` can be set to the checkpoint, which may be another strategy's."""
+    position = _position(iterator)
+    is_of_same = state.get("is_of_numbers", False) == (position is not iterator)
+    return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
 
 
 def _py_dataset(epoch_iterator: Any) -> Any:

@@ -42,7 +42,7 @@ class Recovery:
         timeouts: how long to wait for a server's port before the server counts as lost.
 
     Attributes:
-        generations: how often each worker has been lost.
+        generations: how often each worker may have been lost.
     """
 
     def __init__(self, cluster: ParameterServerCluster, timeouts: Timeouts):
@@ -194,6 +194,11 @@ class Recovery:
         # What fails here fails in the next step, too.
         with contextlib.suppress(tf.errors.OpError):
             context.context().update_server_def(context.get_server_def())
+        self.generations = [generation + 1 for generation in self.generations]
+
+    def generation(self, worker: int) -> int:
+        """How often `worker` may have been lost, with all that it kept."""
+        return self.generations[worker]
 
     def server_silent(self, silent: str) -> ServerLost:
         """The error that says so; `silent` is what `silent_servers` gave."""

@@ -5,8 +5,9 @@
     C := V8      ...
 
 Some of a step's changes may have been made when it fails. So the servers keep copies of what
-training changes, and the chief the batches since: it goes back to the copies and does those steps
-again, with the same rows and seeds. What comes of it is what would have come of it.
+training changes, and the chief remembers what the steps since were called with: it goes back to the
+copies and does those steps again, with the same rows and seeds. What comes of it is what would have
+come of it.
 """
 
 import contextlib
@@ -53,10 +54,10 @@ class RepeatedSteps:
         self.num_repeated = 0
 
     def guarded(self, step: Callable) -> Callable:
-        """`step`, a function of a batch, as a function of the fence's generation and a batch."""
+        """`step`, a function of tensors, as a function of the fence's generation and those."""
 
-        def guarded(generation: tf.Tensor, batch: Any) -> Any:
-            outputs = step(batch)
+        def guarded(generation: tf.Tensor, tensors: Any) -> Any:
+            outputs = step(tensors)
             self._fence.guard(tf.compat.v1.get_default_graph(), generation)
             return outputs
 
@@ -71,8 +72,16 @@ class RepeatedSteps:
         """A variable was changed by no step: going back to the copies would undo it."""
         self._are_old = True
 
-    def run(self, function: Callable, batch: Any) -> Any:
-        """The outputs of one step, of a function that is `guarded` and covered.
+    def forget(self) -> None:
+        """No step is done again: what they were called with, arrays among it, may go."""
+        self._since, self._are_old = [], True
+
+    def run(self, function: Callable, arguments: Any) -> Any:
+        """The outputs of one step.
+
+        Args:
+            function: is `guarded`, and covered.
+            arguments: `SharedArguments`, asked for tensors anew where the step is done again.
 
         Raises:
             ServerLost, WorkerLost: where the step cannot be done again.
@@ -83,15 +92,17 @@ class RepeatedSteps:
         if self._are_old or len(self._since) >= self._copy_every_steps:
             self._until_done(copies.take, copies.take, lambda: None)
             self._since, self._are_old = [], False
-        self._since.append((function, batch))
+        self._since.append((function, arguments))
         generation = self._fence.generation
-        return self._until_done(lambda: function(generation, batch), copies.restore, self._repeat)
+        return self._until_done(
+            lambda: function(generation, arguments.tensors()), copies.restore, self._repeat
+        )
 
     def _repeat(self) -> Any:
         """Does all steps since the copies; returns the outputs of the last."""
         outputs = None
-        for function, batch in self._since:
-            outputs = function(self._fence.generation, batch)
+        for function, arguments in self._since:
+            outputs = function(self._fence.generation, arguments.tensors())
         self.num_repeated += len(self._since)
         tf.get_logger().warning(
             "all workers are there: did %d steps again, of which one was not done before.",

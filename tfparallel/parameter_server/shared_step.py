@@ -1,17 +1,57 @@
 """What `fit`, `evaluate` and `predict` call where all workers share each batch.
 
 Keras would read a batch and use it in one function: who loses the function loses the batch. These
-read it first, so that it can be used again.
+take it first, so that it can be used again.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfparallel.parameter_server.keras_functions import as_tensors
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
+from tfparallel.parameter_server.steps_once import StepsOnce
+
+
+class SharedArguments(Protocol):
+    """What one step is called with."""
+
+    @property
+    def specs(self) -> Any:
+        """`TypeSpec`s of `tensors`."""
+
+    @property
+    def recipe(self) -> Callable[[Any], Any]:
+        """Makes the batch of `tensors`, in the step; equal for all that are traced alike."""
+
+    def tensors(self) -> Any:
+        """A nest of tensors, on the workers or here; called again where the step is."""
+
+
+class ReadByChief:
+    """A batch that the chief has read: TensorFlow sends each worker its rows with the step.
+
+    What is known of shapes matters: Keras weighs a batch by its rows where it knows them.
+
+    Args:
+        batch: as Keras hands it to its functions.
+        specs: of the dataset that it is from, if it is.
+    """
+
+    def __init__(self, batch: Any, specs: Any = None):
+        self._batch = as_tensors(batch)
+        self.specs = keras.tree.map_structure(_spec, self._batch if specs is None else specs)
+
+    def tensors(self) -> Any:
+        """The batch."""
+        return self._batch
+
+    @staticmethod
+    def recipe(batch: Any) -> Any:
+        """The batch itself."""
+        return batch
 
 
 class SharedStep:
@@ -26,18 +66,15 @@ class SharedStep:
 
     def __init__(
         self,
-        steps: RepeatedSteps,
+        steps: RepeatedSteps | StepsOnce,
         model: keras.Model,
         step: Callable,
         chief_device: str,
     ):
-        self.steps, self._model, self._chief_device = steps, model, chief_device
-        self._function = tf.function(
-            steps.guarded(lambda batch: self._on_chief(step(batch))),
-            reduce_retracing=True,
-            autograph=False,
-        )
-        self._known: set[str] = set()
+        self.steps, self._model, self._step = steps, model, step
+        self._chief_device = chief_device
+        self._functions: dict[Callable, Any] = {}  # by recipe
+        self._known: set[tuple] = set()  # recipes and specs
 
     def __call__(self, iterator: Any) -> Any:
         outputs = None
@@ -51,17 +88,21 @@ class SharedStep:
         return outputs
 
     def _run(self, batch: Any, specs: Any = None) -> Any:
-        """Runs the step on a batch; `specs` are those of the dataset that it is from.
-
-        What is known of shapes matters: Keras weighs a batch by its rows where it knows them.
-        """
-        batch = as_tensors(batch)
-        specs = keras.tree.map_structure(_spec, batch if specs is None else specs)
-        if str(specs) not in self._known:
+        """Runs the step on a batch; `specs` are those of the dataset that it is from."""
+        arguments: Any = batch if hasattr(batch, "recipe") else ReadByChief(batch, specs)
+        recipe, specs = arguments.recipe, arguments.specs
+        if recipe not in self._functions:
+            self._functions[recipe] = self._make_function(recipe)
+        function = self._functions[recipe]
+        if (recipe, str(specs)) not in self._known:
             generation = tf.TensorSpec((), tf.int64)
-            self.steps.cover(self._function.get_concrete_function(generation, specs).graph)
-            self._known.add(str(specs))
-        return self.steps.run(self._function, batch)
+            self.steps.cover(function.get_concrete_function(generation, specs).graph)
+            self._known.add((recipe, str(specs)))
+        return self.steps.run(function, arguments)
+
+    def _make_function(self, recipe: Callable) -> Any:
+        step = self.steps.guarded(lambda tensors: self._on_chief(self._step(recipe(tensors))))
+        return tf.function(step, reduce_retracing=True, autograph=False)
 
     def _on_chief(self, outputs: Any) -> Any:
         """Tensors that are still there when a worker is gone."""

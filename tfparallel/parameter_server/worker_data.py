@@ -12,7 +12,7 @@ epoch is used exactly once, and the step of a lost worker can be done by another
 
 import itertools
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -50,10 +50,16 @@ class ArraysOnWorkers:
     Args:
         adapter: Keras's view of the arrays.
         generation: tells how often a worker has been lost: its arrays are shipped again.
+        rows: for each worker those that it needs; None for all.
     """
 
-    def __init__(self, adapter: ArrayDataAdapter, generation: Any):
-        self._adapter, self._generation = adapter, generation
+    def __init__(
+        self,
+        adapter: ArrayDataAdapter,
+        generation: Any,
+        rows: Sequence[np.ndarray | None] | None = None,
+    ):
+        self._adapter, self._generation, self._rows = adapter, generation, rows
         arrays = keras.tree.lists_to_tuples(adapter._inputs)
         self._arrays = keras.tree.map_structure(_as_array, arrays)
         self.specs = specs_of(keras.tree.map_structure(_spec_like, self._arrays))
@@ -71,9 +77,11 @@ class ArraysOnWorkers:
         generation = self._generation(worker)
         known = self._shipped.get(worker)
         if known is None or known[0] != generation:
+            rows = None if self._rows is None else self._rows[worker]
             # Made here, then copied: making tensors elsewhere holds Python's lock all the time.
             here = tf.nest.map_structure(
-                lambda a: None if a is None else tf.constant(a), self._arrays
+                lambda a: None if a is None else tf.constant(a if rows is None else a[rows]),
+                self._arrays,
             )
             with tf.device(device):
                 shipped = tf.nest.map_structure(
@@ -116,7 +124,8 @@ def _as_array(array: Any) -> Any:
         return None
     array = np.asarray(array)
     # As Keras does.
-    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
+    floatx = keras.config.floatx()
+    return array.astype(floatx, copy=False) if array.dtype.kind == "f" else array
 
 
 def _spec_like(array: Any) -> Any:

@@ -12,10 +12,13 @@ from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
 from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
+from tfparallel.parameter_server.steps_once import StepsOnce
 from tfparallel.servers.probe import task_names
 from tfparallel.servers.watch import Watch
+from tfparallel.strategies.batch import OnHosts
 from tfparallel.strategies.keras_step import run_predict_step
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
+from tfparallel.strategies.shared_batches import Host, Hosts, SharedBatches
 from tfparallel.tf_internals import (
     DistributedValues,
     ReductionToOneDevice,
@@ -42,7 +45,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
             _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, _somebody_waits_for)
         self._copy_every_steps = copy_every_steps
         self._fence = Fence(cluster.ps_devices) if copy_every_steps is not None else None
-        self._steps: weakref.WeakSet[RepeatedSteps] = weakref.WeakSet()  # of each model
+        self._steps: weakref.WeakSet[RepeatedSteps | StepsOnce] = weakref.WeakSet()  # by model
 
     def _changed_elsewhere(self) -> None:
         """A variable was assigned between steps."""
@@ -52,31 +55,45 @@ class SyncParameterServerExtended(ParameterServerExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         surround_epochs(call, self._watched)
         model: Any = call.model
-        if not (self._fence is None or model.run_eagerly or model.jit_compile):
-            self._set_functions(model, self._steps_of(model, self._fence))
-        return super()._keras_dataset(dataset, call)
+        if model.run_eagerly or model.jit_compile:
+            return super()._keras_dataset(dataset, call)
+        self._set_functions(model, self._steps_of(model))
+        batches = SharedBatches.of(dataset, call, self._hosts(), self._recovery.generation)
+        return super()._keras_dataset(dataset, call) if batches is None else batches
 
-    def _steps_of(self, model: Any, fence: Fence) -> RepeatedSteps:
+    def _hosts(self) -> Hosts:
+        hosts, first = [], 0
+        for worker, devices in enumerate(self._cluster.worker_devices()):
+            replicas = range(first, first + len(devices))
+            hosts.append(Host(self._cluster.device("worker", worker), replicas))
+            first = replicas.stop
+        return Hosts(tuple(hosts))
+
+    def _steps_of(self, model: Any) -> RepeatedSteps | StepsOnce:
         functions = (model.train_function, model.test_function, model.predict_function)
         for function in functions:
             if isinstance(function, SharedStep) and function.steps in self._steps:
                 return function.steps
-        assert self._copy_every_steps is not None
-        steps = RepeatedSteps(fence, self._recovery, self._copy_every_steps, _waiting_for_all)
+        steps: RepeatedSteps | StepsOnce = StepsOnce()
+        if self._fence is not None and self._copy_every_steps is not None:
+            steps = RepeatedSteps(
+                self._fence, self._recovery, self._copy_every_steps, _waiting_for_all
+            )
         self._steps.add(steps)
         return steps
 
-    def _set_functions(self, model: Any, steps: RepeatedSteps) -> None:
+    def _set_functions(self, model: Any, steps: RepeatedSteps | StepsOnce) -> None:
         """Keras uses the functions that it finds at a model, and compiles none of its own."""
         strategy = self._container_strategy()
 
         def train(batch: Any) -> Any:
-            return strategy.run(model.train_step, (batch,))
+            return strategy.run(model.train_step, (self._for_replicas(batch),))
 
         def test(batch: Any) -> Any:
-            return strategy.run(model.test_step, (batch,))
+            return strategy.run(model.test_step, (self._for_replicas(batch),))
 
         def predict(batch: Any) -> Any:
+            batch = self._for_replicas(batch)
             if self._num_replicas_in_sync == 1:
                 return strategy.run(model.predict_step, (batch,))
             return run_predict_step(strategy, model.predict_step, batch)
@@ -91,13 +108,22 @@ class SyncParameterServerExtended(ParameterServerExtended):
             if not (isinstance(known, SharedStep) and known.steps is steps):
                 setattr(model, name, function_class(steps, model, step, chief))
 
+    def _for_replicas(self, batch: Any) -> Any:
+        """A batch as `run` takes it."""
+        is_for_one = isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1
+        return batch[0].whole() if is_for_one else batch
+
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Within it, a task that is silent or gone ends what waits for it, with its name."""
         self._changed_elsewhere()  # whatever happened between two epochs
         waiting = _waiting_for_all if self._fence is None else _waiting_for_servers
-        with waiting(), self._recovery.of_all():
-            yield
+        try:
+            with waiting(), self._recovery.of_all():
+                yield
+        finally:
+            for steps in self._steps:
+                steps.forget()
 
     def _compute_devices(self) -> tuple[str, ...]:
         return tuple(device for worker in self._cluster.worker_devices() for device in worker)
