@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from benchmarks.network import sent_by_this_process
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
 from tfparallel.parameter_server import Timeouts
@@ -110,7 +111,7 @@ def counters_and_staleness() -> dict:
     make_cluster(3, 2)
     functions = FunctionsOfTasks()
     with functions.watched():
-        results = {**_counters(), "largest": _largest_staleness()}
+        results = {**_counters(), "largest": _largest_staleness(), "drawn": _masks_and_rates()}
     return {**results, "calls": functions.calls, "at_once": sorted(functions.at_once)}
 
 
@@ -193,6 +194,67 @@ def _largest_staleness() -> dict:
         assert int(model.optimizer.iterations.numpy()) == 3 * steps()
         largest[str(bound)] = strategy.extended._pool.largest_staleness
     return largest
+
+
+class Masked(keras.Model):
+    """Gives a weight, whose gradient is 1, and beside it a mask of Dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(), initializer="zeros", name="w")
+        self.dropout = keras.layers.Dropout(0.5, seed=7)
+
+    def call(self, x, training=False):
+        masks = self.dropout(tf.ones((tf.shape(x)[0], 16)), training=training)
+        return tf.concat([tf.fill((tf.shape(x)[0], 1), tf.convert_to_tensor(self.w)), masks], 1)
+
+
+class Masks(keras.metrics.Metric):
+    """The mask that each example met; an example's label is its number."""
+
+    def __init__(self, rows: int):
+        super().__init__(name="masks")
+        self.masks = self.add_variable((rows, 16), initializer="zeros", name="masks")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        numbers = tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), self.masks.shape[0])
+        self.masks.assign_add(tf.matmul(numbers, y_pred[:, 1:], transpose_a=True))
+
+    def result(self):
+        return tf.reduce_mean(self.masks)
+
+
+def _masks_and_rates() -> dict:
+    """Which worker drew each batch's mask, from which count; and what a schedule's rates add to."""
+    rows, (num_workers, num_steps) = 28 * BATCH, (3, 28)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=10, decay_rate=0.5)
+    strategy = tfparallel.ParameterServerStrategy()
+    with strategy.scope():
+        model = Masked()
+        metric = Masks(rows)
+        model.compile(keras.optimizers.SGD(schedule), lambda y, p: p[:, 0], metrics=[metric])
+    x, y = data(rows)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    drawn_from = {
+        _mask(worker, count).tobytes(): (worker, count)
+        for worker in range(num_workers)
+        for count in range(num_steps)
+    }
+    masks = metric.masks.numpy().reshape(num_steps, BATCH, 16)
+    return {
+        "from": [drawn_from.get(mask.tobytes()) for mask in masks],
+        "count": int(model.dropout.seed_generator.state.numpy()[1]),
+        "moved": -float(model.w.numpy()),
+        "rates": sum(float(schedule(step)) for step in range(num_steps)),
+        "next_rate": [float(model.optimizer.learning_rate.numpy()), float(schedule(num_steps))],
+    }
+
+
+def _mask(worker: int, count: int) -> np.ndarray:
+    """What Keras draws for a batch, of a worker's seed and a count of draws."""
+    generator = keras.random.SeedGenerator(7)
+    generator.state.assign([7 + worker * 0x9E3779B9, count])
+    return keras.random.dropout(tf.ones((BATCH, 16)), 0.5, seed=generator).numpy()
 
 
 def _fit(strategy, callbacks, epochs: int = 2, **options) -> dict:
@@ -322,30 +384,66 @@ def worker_is_lost_in_sync() -> dict:
             model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         return model
 
-    def fit(model, callbacks=()) -> dict:
-        history = model.fit(
-            x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks]
-        )
-        return history.history
-
     timeouts = Timeouts(ps_s=2, all_workers_s=60)
     strategy = tfparallel.ParameterServerStrategy(
         mode="sync", timeouts=timeouts, copy_every_steps=4
     )
     alone, model = make(contextlib.nullcontext()), make(strategy.scope())
-    expected = fit(alone)
     lose = WhileTraining(servers)
-    history = fit(model, [lose])
+    histories: list[list[dict]] = [[], []]
+    for each, callbacks, history in zip((alone, model), ([], [lose]), histories, strict=True):
+        arrays = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False, "epochs": 3}
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=2).batch(BATCH)
+        # Workers that come back in the fifth epoch read neither those before nor what comes next.
+        for fed in (arrays, {"x": dataset, "initial_epoch": 3, "epochs": 5}):
+            history.append(each.fit(**fed, verbose=0, callbacks=callbacks).history)
     return {
+        "sent": _bytes_sent_a_step(),
         "lost": lose.lost,
         "repeated": model.train_function.steps.num_repeated,
+        "remembered": len(model.train_function.steps._since),
         "iterations": [int(m.optimizer.iterations.numpy()) for m in (alone, model)],
         "weights": _difference(alone.get_weights(), model.get_weights()),
         "history": max(
-            float(np.abs(np.subtract(history[key], expected[key])).max()) for key in expected
+            float(np.abs(np.subtract(received[key], expected[key])).max())
+            for expected, received in zip(*histories, strict=True)
+            for key in expected
         ),
         **_is_not_back(servers),
     }
+
+
+def _bytes_sent_a_step() -> dict:
+    """What the chief sends, as a share of a batch, by who reads: workers twice, then the chief."""
+    strategy = tfparallel.ParameterServerStrategy(mode="sync")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    batch, num_batches = 128, 6
+    x = np.random.default_rng(0).normal(size=(num_batches * batch, 512)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(768, seed=1).batch(batch)
+    unknown = dataset.filter(lambda x, y: True)
+    shares = {}
+    for name, fed in {
+        "in order": {"x": x, "y": x[:, :1], "batch_size": batch, "shuffle": False},
+        "shuffled": {"x": x, "y": x[:, :1], "batch_size": batch},
+        "dataset": {"x": dataset},
+        "chief": {"x": unknown},
+    }.items():
+        sent = SentInEpoch()
+        model.fit(**fed, epochs=2, verbose=0, callbacks=[sent])
+        shares[name] = sent.num_bytes / x.nbytes
+    return shares
+
+
+class SentInEpoch(keras.callbacks.Callback):
+    """How many bytes this process sent in the last epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._before = sent_by_this_process()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.num_bytes = sent_by_this_process() - self._before
 
 
 def _is_not_back(servers: ServerProcesses) -> dict:
@@ -371,7 +469,12 @@ class WhileTraining(keras.callbacks.Callback):
         self._servers, self.lost = servers, []
 
     def on_train_batch_begin(self, batch, logs=None):
-        ways = {(0, 9): self._kill_now, (1, 6): self._kill_soon, (2, 14): self._stop}
+        ways = {
+            (0, 9): self._kill_now,
+            (1, 6): self._kill_soon,
+            (2, 14): self._stop,
+            (4, 10): self._kill_now,
+        }
         way = ways.get((self._epoch, batch))
         if way is not None:
             self.lost.append(way.__name__)

@@ -14,6 +14,13 @@ def test_counters_are_exact_every_example_is_used_once_and_staleness_is_bounded(
     assert all(count > 0 for count in result["steps_of_worker"])
     assert min(result["loads"]) > 0
 
+    drawn = result["drawn"]
+    drawn_from = [tuple(source) for source in drawn["from"]]
+    assert len(set(drawn_from)) == len(drawn_from) == drawn["count"]  # no mask twice
+    assert len({worker for worker, _ in drawn_from}) > 1
+    assert drawn["moved"] == pytest.approx(drawn["rates"], rel=1e-5)
+    assert drawn["next_rate"][0] == pytest.approx(drawn["next_rate"][1], rel=1e-5)
+
     largest = result["largest"]
     assert largest["0"] == 0
     assert largest["1"] == 1
@@ -53,15 +60,21 @@ def test_chief_ends_with_an_error_that_names_the_lost_server(run_case, name):
 def test_sync_training_waits_for_lost_workers_and_applies_each_step_once(run_case):
     """Killed, killed in the middle of a step, and stopped."""
     result = run_case("worker_is_lost_in_sync")
-    assert result["lost"] == ["_kill_now", "_kill_soon", "_stop"]
+    assert result["lost"] == ["_kill_now", "_kill_soon", "_stop", "_kill_now"]
     assert result["log"].count("chief waits for worker 1") >= 2
     assert result["log"].count("chief waits for worker 0") >= 1
     assert result["repeated"] >= 3
-    assert result["iterations"] == [87, 87]
+    assert result["remembered"] == 0  # nothing, arrays among it, is kept when `fit` has ended
+    assert result["iterations"] == [145, 145]
     assert result["weights"] < 1e-5
     assert result["history"] < 1e-5
     assert result["error"].startswith("WorkerLost: "), result["error"]  # lost for good
     assert f"worker 1 ({result['address']})" in result["error"]
+
+    # Workers have the rows already, each only its own of arrays in order; or the chief sends them.
+    sent = result["sent"]
+    assert max(sent["in order"], sent["shuffled"], sent["dataset"]) < 0.2, sent
+    assert sent["chief"] > 0.8, sent
 
 
 @pytest.mark.parametrize(
