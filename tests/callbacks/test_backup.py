@@ -14,6 +14,7 @@ from tests.helpers import assert_same_training, tiny_compile_options, tiny_data,
 from tfparallel.callbacks import BackupAndRestore, BackupError
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.callbacks.storage import Storage
+from tfparallel.callbacks.writer import writer_for
 
 BATCHES = 3  # of an epoch
 
@@ -49,6 +50,7 @@ def folder(tmp_path):
 def interrupted(folder, batches=4, **options):
     with pytest.raises(KeyboardInterrupt):
         fit(BackupAndRestore(folder, **{"save_freq": 1, **options}), Interrupt(batches))
+    writer_for(folder).wait()
     return Storage(folder)
 
 

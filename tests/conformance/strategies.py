@@ -11,19 +11,24 @@ from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
 
 # What can go wrong with the number of replicas.
-FEW = (
+NUMBER_OF_REPLICAS = (
     "batch_norm.a_replica_without_rows_has_no_say",
     "dropout.masks_differ_and_repeat",
     "inputs.every_batch_of_one_row",
     "inputs.last_batch_of_one_row",
     "inputs.sample_weight",
+    "optimizers.global_clipnorm",
+    "precision.overflow_on_one_replica",
+)
+
+# And where another row asks the rest of a strategy.
+FEW = (
+    *NUMBER_OF_REPLICAS,
     "inputs.steps_per_execution",
     "metrics.binary",
     "models.cnn",
     "models.embedding",
     "on_batch.train_on_batch",
-    "optimizers.global_clipnorm",
-    "precision.overflow_on_one_replica",
     "saving.checkpoint",
 )
 
@@ -41,8 +46,7 @@ class Row:
         environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--every-case`.
-        few: asked only `FEW` unless pytest is called with `--every-case`: the number of replicas
-            is what differs from another row.
+        few: if given, the names of all it is asked unless pytest is called with `--every-case`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
             a test of its own says how.
         only: if given, the names of the only cases that this strategy is asked.
@@ -55,7 +59,7 @@ class Row:
     devices_per_worker: int = 4
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
-    few: bool = False
+    few: tuple[str, ...] = ()
     exempt: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
@@ -66,7 +70,7 @@ class Row:
         if case.name.startswith(self.exempt):
             return False
         if self.few and not every_case:
-            return case.name in FEW
+            return case.name in self.few
         return every_case or self.every_case or case.core
 
 
@@ -108,14 +112,14 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
 _servers: list[ServerProcesses] = []  # they end with this process
 
 STRATEGIES = [
-    Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=True),
+    Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=NUMBER_OF_REPLICAS),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
-    Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, few=True),
+    Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, few=NUMBER_OF_REPLICAS),
     Row(
         "central_storage",
         lambda: library().CentralStorageStrategy(_cpus(2)),
         num_replicas=2,
-        few=True,  # the code of mirrored_2
+        few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
     ),
     Row(
         "pipeline_2",
@@ -159,7 +163,7 @@ STRATEGIES = [
         lambda: _remote_pipeline(2, num_microbatches=3),
         num_replicas=3,
         devices_per_worker=1,
-        few=True,
+        few=FEW,
         exempt=("batch_norm.", "models.cnn", "models.nested", "losses.masked_sequence"),
     ),
     Row(
@@ -175,7 +179,7 @@ STRATEGIES = [
         lambda: _parameter_servers(mode="async", max_staleness=0),
         num_replicas=1,
         devices_per_worker=1,
-        few=True,
+        few=FEW,
         # Which worker takes a batch, and so draws its mask, is decided by the clock. XLA is
         # refused, as the variables are elsewhere.
         exempt=("dropout.", "compilation."),
@@ -194,7 +198,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=True,
+        few=NUMBER_OF_REPLICAS,
     ),
     Row(
         "multi_worker_3x1",
@@ -202,7 +206,7 @@ STRATEGIES = [
         num_replicas=3,
         num_workers=3,
         devices_per_worker=1,
-        few=True,
+        few=NUMBER_OF_REPLICAS,
     ),
     Row(
         "horovod_2",
@@ -220,7 +224,7 @@ STRATEGIES = [
         num_workers=3,
         devices_per_worker=1,
         environments=horovod_environments,
-        few=True,
+        few=NUMBER_OF_REPLICAS,
     ),
 ]
 

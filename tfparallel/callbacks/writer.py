@@ -84,7 +84,7 @@ class Writer:
 def _yield_processors() -> None:
     """Lets the calling thread use what training leaves of the processors: hashing takes some."""
     if sys.platform == "linux":  # elsewhere the priority is of the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 _writers: dict[str, Writer] = {}

@@ -63,7 +63,7 @@ def test_a_checkpoint_of_the_optimizer_holds_the_state(workers):
     assert any(name.endswith("q/.ATTRIBUTES/VARIABLE_VALUE") for name in result["saved"])
 
 
-@pytest.mark.parametrize("compression", ["power_sgd", "top_k", "adaptive"])
+@pytest.mark.parametrize("compression", ["power_sgd", "adaptive"])
 def test_in_the_loop_of_steps_per_execution(workers, compression):
     separate = trained(workers, compression=compression)
     together = trained(workers, compression=compression, steps_per_execution=2)

@@ -59,7 +59,7 @@ def keras_and_tf_distribute_are_as_imported(run: Run):
     assert not gained, gained
 
 
-@case(core=True)
+@case()
 def plain_keras_afterwards(run: Run):
     run.train(epochs=1)
     return train(None).results()

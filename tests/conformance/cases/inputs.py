@@ -9,7 +9,7 @@ from tests.conformance.models import MODELS
 from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, Training, momentum_sgd, numbered, tiny_data
 
 
-@case(core=True)
+@case()
 def even_batches(run: Run):
     return _train(run, rows=EVEN_ROWS).results()
 

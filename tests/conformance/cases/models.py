@@ -23,5 +23,5 @@ for _name in MODELS:
     add_case(
         f"models.{_name}",
         lambda run, name=_name: _train_evaluate_predict(run, name),
-        core=_name in ("mlp", "cnn", "embedding", "dict_inputs_and_outputs"),
+        core=_name in ("mlp", "cnn", "embedding"),
     )

@@ -36,7 +36,7 @@ OPTIMIZERS = {
     ),
     "loss_scale_factor": lambda: optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0),
 }
-CORE = ("adam", "global_clipnorm", "gradient_accumulation", "ema_overwrite")
+CORE = ("global_clipnorm", "gradient_accumulation", "ema_overwrite")
 
 for _name, _make in OPTIMIZERS.items():
     add_case(

@@ -67,7 +67,7 @@ def checkpoint(run: Run):
     return training.results()
 
 
-@case(core=True)
+@case()
 def plain_keras_file_loads_under_the_strategy(run: Run):
     """Saved by plain Keras, loaded in the scope, trained on: slots and iterations included."""
     path = run.own_folder / "plain.keras"
