@@ -2,22 +2,25 @@ r"""What a slow worker costs, and what it costs when the chief sends every batch
 
     tfparallel launch --standalone --workers 3 --ps 2 benchmarks/parameter_server.py
 
-Prints one line of JSON for each measurement; about three minutes. In the first part a worker's step
+Prints one line of JSON for each measurement; about four minutes. In the first part a worker's step
 is a sleep, ten times as long on worker 0: cores do not matter. "workers" is the throughput in steps
 of a fast worker that does nothing else: 2.1 is what there is, as two fast workers and a tenth make.
 In sync mode a step takes a third of the batch on each worker, and waits for the slow one.
 
-In the second part the same batches are trained on from arrays, which are shipped to workers once,
-and from a generator, which only the chief can read.
+In the second part the same batches are trained on, in both modes and twice, from arrays, which are
+shipped to workers once, from a `tf.data.Dataset`, which each worker rebuilds and reads as a whole,
+and from a generator, which only the chief can read. "sent" are bytes that leave the chief.
 
 In the third part a network of 1.1 million weights is trained by Adam in sync mode: without copies
 to go back to when a worker is lost, with copies every 8 steps, and after every step.
 """
 
+import itertools
 import json
 import time
 
 import keras
+import network
 import numpy as np
 import tensorflow as tf
 from absl import app, flags
@@ -79,7 +82,8 @@ def slow_worker() -> None:
             model.compile("sgd", "mse")
         shares = 1 if mode == "async" else 3  # of a batch, one for each worker
         steps = FLAGS.async_steps if mode == "async" else FLAGS.sync_steps
-        seconds = seconds_per_step(model, np.ones((steps * shares, 4), "float32"), shares)
+        x = np.ones((steps * shares, 4), "float32")
+        seconds = measured(model, x, shares).seconds_per_step
         results[mode] = shares * FLAGS.sleep_s / seconds
         report(slow_worker=mode, workers=round(results[mode], 2))
     report(slow_worker="async / sync", ratio=round(results["async"] / results["sync"], 1))
@@ -87,16 +91,25 @@ def slow_worker() -> None:
 
 def feeding() -> None:
     """The second part."""
-    seconds = {}
-    for source in ("arrays", "generator"):
-        strategy = tfparallel.ParameterServerStrategy()
+    sources = ("arrays", "dataset", "generator")
+    seconds: dict[tuple, float] = {}  # the shorter of two
+    for _, mode, source in itertools.product(range(2), ("async", "sync"), sources):
+        strategy = tfparallel.ParameterServerStrategy(mode=mode)
         with strategy.scope():
             model = keras.Sequential([keras.Input((784,)), keras.layers.Dense(10)])
             model.compile("sgd", "mse")
         x = np.random.default_rng(0).normal(size=(FLAGS.feed_steps * 256, 784)).astype("float32")
-        seconds[source] = seconds_per_step(model, x, 256, source == "generator")
-        report(source=source, ms_per_step=round(1000 * seconds[source], 1))
-    report(source="generator / arrays", ratio=round(seconds["generator"] / seconds["arrays"], 2))
+        timer = measured(model, x, 256, source)
+        seconds[mode, source] = min(seconds.get((mode, source), 1e9), timer.seconds_per_step)
+        report(
+            mode=mode,
+            source=source,
+            ms_per_step=round(1000 * timer.seconds_per_step, 1),
+            sent_kb_per_step=round(timer.sent_per_step / 1000, 1),
+        )
+    for mode, source in itertools.product(("async", "sync"), sources[:2]):
+        ratio = seconds[mode, "generator"] / seconds[mode, source]
+        report(mode=mode, source=f"generator / {source}", ratio=round(ratio, 2))
 
 
 def copies() -> None:
@@ -108,13 +121,11 @@ def copies() -> None:
             model = keras.Sequential([keras.Input((784,)), *layers])
             model.compile("adam", "mse")
         x = np.random.default_rng(0).normal(size=(FLAGS.copy_steps * 96, 784)).astype("float32")
-        milliseconds = 1000 * seconds_per_step(model, x, 96)
+        milliseconds = 1000 * measured(model, x, 96).seconds_per_step
         report(copy_every_steps=every, ms_per_step=round(milliseconds, 1))
 
 
-def seconds_per_step(
-    model: keras.Model, x: np.ndarray, batch: int, generated: bool = False
-) -> float:
+def measured(model: keras.Model, x: np.ndarray, batch: int, source: str = "arrays") -> "Timer":
     """Of the second epoch: the first one traces and ships."""
     y = np.zeros((len(x), model.output_shape[-1]), "float32")
 
@@ -123,26 +134,37 @@ def seconds_per_step(
             yield x[start : start + batch], y[start : start + batch]
 
     specs = tuple(tf.TensorSpec((None, *part.shape[1:]), tf.float32) for part in (x, y))
-    data = (x, y)
-    options = {"batch_size": batch}
-    if generated:
+    data, options = (x, y), {"batch_size": batch}
+    if source == "dataset":
+        data, options = (tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).prefetch(4),), {}
+    if source == "generator":
         dataset = tf.data.Dataset.from_generator(generate, output_signature=specs)
         data, options = (dataset.prefetch(4),), {}
     timer = Timer()
     model.fit(*data, shuffle=False, verbose=0, epochs=2, callbacks=[timer], **options)
-    # Without the end, where all wait for the slowest.
-    first_s, *others_s = timer.times_s[:-1]
-    return (others_s[-1] - first_s) / len(others_s)
+    return timer
 
 
 class Timer(keras.callbacks.Callback):
     """When each batch of the last epoch had been handed out, of which few are ahead of the work."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.times_s: list[float] = []
+        self._times_s: list[float] = []
+        self._sent_before = network.sent_by_this_process()
 
     def on_train_batch_end(self, batch, logs=None):
-        self.times_s.append(time.perf_counter())
+        self._times_s.append(time.perf_counter())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.sent_per_step = (network.sent_by_this_process() - self._sent_before) / len(
+            self._times_s
+        )
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Without the end, where all wait for the slowest."""
+        first_s, *others_s = self._times_s[:-1]
+        return (others_s[-1] - first_s) / len(others_s)
 
 
 def report(**values) -> None:
