@@ -24,6 +24,9 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 # Whether Keras has layers compute with values of its own in the place of their variables.
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+# The class of Keras's variables, to recognise one that is created late.
+from keras.src.backend.tensorflow import core as keras_core
+
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
@@ -142,6 +145,7 @@ __all__ = [
     "gradients_in_graph",
     "has_one_tape",
     "is_keras_step",
+    "layer_of_late_variable",
     "is_predict_step",
     "is_in_symbolic_build",
     "is_symbolic_build",
@@ -162,10 +166,36 @@ __all__ = [
 ]
 
 
+_SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
+_DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
+
+
 def owner_of_new_variable() -> object:
     """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable."""
     stack = global_state.get_global_attribute("name_scope_stack")
     return stack[-1].caller if stack else None
+
+
+def layer_of_late_variable() -> object:
+    """The layer of a variable that Keras creates late; None for any other variable.
+
+    Building a model from its first batch, Keras creates all variables at once, outside of their
+    layers, which hold them already:
+    `Model._symbolic_build -> ... -> Variable._deferred_initialize -> ... -> the strategy`.
+    """
+    variable: Any = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SYMBOLIC_BUILD:
+        if frame.f_code is _DEFERRED_INITIALIZE:
+            variable = frame.f_locals["self"]
+        frame = frame.f_back
+    if variable is None or frame is None:
+        return None
+    for layer in frame.f_locals["self"]._flatten_layers():
+        own = layer._trainable_variables + layer._non_trainable_variables
+        if any(each is variable for each in own):
+            return layer
+    return None
 
 
 class TrainerCall(NamedTuple):

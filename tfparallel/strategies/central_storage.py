@@ -1,6 +1,6 @@
 """Data parallel with the variables in one place: replicas read them from there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +9,7 @@ from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.mirrored import MirroredLocalExtended
 from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import device_util, values_util
+from tfparallel.tf_internals import device_util, layer_of_late_variable, values_util
 
 
 class CentralStorageStrategy(KerasStrategy):
@@ -54,6 +54,10 @@ class CentralStorageExtended(MirroredLocalExtended):
             gpus = [device for device in self._devices if "GPU" in device]
             parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
         self._parameter_device = device_util.canonicalize(parameter_device)
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        # Statistics need a copy for each replica, also those that are created late.
+        return super()._variable_class(owner or layer_of_late_variable(), kwargs)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._parameter_device,) if variable_class is CentralVariable else self._devices

@@ -33,6 +33,7 @@ from tfparallel.strategies.variables import (
 from tfparallel.tf_internals import (
     DistributedVariable,
     distribute_utils,
+    layer_of_late_variable,
     owner_of_new_variable,
     record,
     values_util,
@@ -78,7 +79,7 @@ class ParameterServerExtended(CentralStorageExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        hook_embedding(owner_of_new_variable())
+        hook_embedding(owner_of_new_variable() or layer_of_late_variable())
         kwargs["initial_value"] = _evaluated(kwargs.get("initial_value"), kwargs.get("dtype"))
         reference = kwargs.get("colocate_with")
         servers_and_rows = self._plan_parts(reference, kwargs)

@@ -37,7 +37,7 @@ def statistics_are_the_average_over_replicas(run: Run):
     np.testing.assert_allclose(moving_variance, variance, atol=1e-6)
 
 
-@claim()
+@claim(core=True)
 def statistics_are_averaged_in_a_model_without_input(run: Run):
     """Keras creates its variables late, from the first batch."""
 
