@@ -1,12 +1,13 @@
-"""What more microbatches add to the first step of a pipeline, which traces it, and to its graph.
+"""What more microbatches add to the first step of a pipeline, and to its graph.
 
     python benchmarks/pipeline_trace.py
     python benchmarks/pipeline_trace.py --microbatches 2 8 32 --rounds 3
 
 MobileNetV2 on two stages, the same 32 images of 32 x 32 in every case; each line is a process of
-its own, in turns. Layers are measured before the clock starts. Seconds are those of the
-first training step, of processors in it, and of the fourth step; operations are those of the step
-and of its functions.
+its own, in turns. Layers are measured before the clock starts. Seconds are those that Python takes
+to trace a training step, and that TensorFlow takes to prepare its graph: what the first call takes
+longer than a later one, which runs and stands for itself (smaller microbatches take longer).
+Operations are those of the step and of its functions.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,7 +45,7 @@ def main() -> None:
             if run.returncode:
                 sys.exit(run.stderr[-2000:])
             own.append(json.loads(run.stdout.splitlines()[-1]))
-    print("microbatches    first step, s     processor, s       operations   fourth step, s")
+    print("microbatches       tracing, s     preparing, s       operations   a later step, s")
     first: list = []
     for m, own in results.items():
         *values, later_s = (statistics.median(x) for x in zip(*own, strict=True))
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def measure(num_microbatches: int) -> tuple[float, float, int, float]:
-    """Seconds of the first step, of processors in it, operations, and seconds of the fourth."""
+    """Seconds of tracing and of preparing, operations, and seconds of a later step."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
     import numpy as np
@@ -68,20 +70,25 @@ def measure(num_microbatches: int) -> tuple[float, float, int, float]:
     with strategy.scope():
         model = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=10)
         model.compile("sgd", "sparse_categorical_crossentropy")
+        model.optimizer.build(model.trainable_variables)
     strategy.stages(model)
     x = np.random.default_rng(0).random((ROWS, 32, 32, 3), "float32")
-    y = np.zeros(ROWS, "int32")
-    times_s, processor_s = [], []
-    for _ in range(4):
-        started, started_processor = time.perf_counter(), time.process_time()
-        model.train_on_batch(x, y)
-        times_s.append(time.perf_counter() - started)
-        processor_s.append(time.process_time() - started_processor)
-    with strategy.scope():  # once more, to look at the graph
-        step = tf.function(lambda *batch: strategy.run(model.train_step, args=(batch,)))
-        graph = step.get_concrete_function(tf.constant(x), tf.constant(y)).graph.as_graph_def()
+    batch = tf.constant(x), tf.zeros(ROWS, tf.int32)
+    model.test_on_batch(*batch)  # builds losses and metrics, as `fit` does before it traces
+    step = tf.function(lambda *batch: strategy.run(model.train_step, args=(batch,)))
+
+    def seconds(function: Callable) -> float:
+        started = time.perf_counter()
+        function()
+        return time.perf_counter() - started
+
+    with strategy.scope():
+        tracing_s = seconds(lambda: step.get_concrete_function(*batch))
+        first_s = seconds(lambda: step(*batch))
+        later_s = statistics.median(seconds(lambda: step(*batch)) for _ in range(4))
+        graph = step.get_concrete_function(*batch).graph.as_graph_def()
     functions = sum(len(function.node_def) for function in graph.library.function)
-    return times_s[0], processor_s[0], len(graph.node) + functions, times_s[3]
+    return tracing_s, first_s - later_s, len(graph.node) + functions, later_s
 
 
 if __name__ == "__main__":
