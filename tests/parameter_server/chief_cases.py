@@ -6,6 +6,7 @@ before anything else, which forks the servers from a process that has not starte
 
 import collections
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from benchmarks.network import sent_by_this_process
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
 from tfparallel.parameter_server import Timeouts
+from tfparallel.strategies.shared_batches import SharedArrays, SharedDataset
 from tfparallel.tf_internals import context
 
 ROWS, BATCH = 200, 7
@@ -414,7 +416,7 @@ def worker_is_lost_in_sync() -> dict:
 
 
 def _bytes_sent_a_step() -> dict:
-    """What the chief sends, as a share of a batch, by who reads: workers twice, then the chief."""
+    """What the chief sends, as a share of the data, by who reads; and how much data is kept."""
     strategy = tfparallel.ParameterServerStrategy(mode="sync")
     with strategy.scope():
         model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(1)])
@@ -424,6 +426,7 @@ def _bytes_sent_a_step() -> dict:
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(768, seed=1).batch(batch)
     unknown = dataset.filter(lambda x, y: True)
     shares = {}
+    gc.disable()  # data shall go with the call that was given them, and not some time later
     for name, fed in {
         "in order": {"x": x, "y": x[:, :1], "batch_size": batch, "shuffle": False},
         "shuffled": {"x": x, "y": x[:, :1], "batch_size": batch},
@@ -433,7 +436,9 @@ def _bytes_sent_a_step() -> dict:
         sent = SentInEpoch()
         model.fit(**fed, epochs=2, verbose=0, callbacks=[sent])
         shares[name] = sent.num_bytes / x.nbytes
-    return shares
+    kept = [each for each in gc.get_objects() if isinstance(each, (SharedArrays, SharedDataset))]
+    gc.enable()
+    return {**shares, "kept": len(kept)}
 
 
 class SentInEpoch(keras.callbacks.Callback):

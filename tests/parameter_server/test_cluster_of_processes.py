@@ -75,6 +75,7 @@ def test_sync_training_waits_for_lost_workers_and_applies_each_step_once(run_cas
     sent = result["sent"]
     assert max(sent["in order"], sent["shuffled"], sent["dataset"]) < 0.2, sent
     assert sent["chief"] > 0.8, sent
+    assert sent["kept"] == 0
 
 
 @pytest.mark.parametrize(
