@@ -6,8 +6,10 @@ One model, one process; in each round every contestant trains for as many steps,
 rotates. Timed are 200 steps in whose middle two saves fall, so that what is written beside training
 is paid within the time.
 
-Besides seconds it counts processor time, which other programs on the machine disturb little: of the
-training thread (what a save holds it up for, without waiting) and of all threads.
+Other programs on the machine disturb single steps, each round others; saves fall on the same steps
+of every round. So the time of a step is the median over rounds of that step's times, and their mean
+is what training takes. Besides, processor time is counted: of the training thread (what a save
+holds it up for, without waiting) and of all threads.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import collections
 import itertools
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -89,11 +90,11 @@ def make_model() -> keras.Model:
     return model
 
 
-def time_steps(model: keras.Model, callbacks: list, rows: int) -> tuple[float, ...]:
-    """Seconds of a timed step with what callbacks did until the next.
+def time_steps(model: keras.Model, callbacks: list, rows: int) -> tuple[list[float], float, float]:
+    """Seconds of each timed step with what callbacks did until the next.
 
     Returns:
-        The mean, the longest, and means of the processor time of all threads and of this one.
+        Also means of the processor time of all threads and of this one.
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 1024)).astype("float32")
@@ -105,7 +106,7 @@ def time_steps(model: keras.Model, callbacks: list, rows: int) -> tuple[float, .
     steps = [end - start for start, end in itertools.pairwise(clock.wall[FIRST : LAST + 1])]
     processor = (clock.processor[LAST] - clock.processor[FIRST]) / len(steps)
     thread = (clock.thread[LAST] - clock.thread[FIRST]) / len(steps)
-    return statistics.fmean(steps), max(steps), processor, thread
+    return steps, processor, thread
 
 
 def main() -> None:
@@ -131,16 +132,22 @@ def main() -> None:
     print(f"load after: {os.getloadavg()[0]:.1f}; medians over {arguments.rounds} rounds")
     print(f"{'':35s}       ms of a step, and of processors     |  more than none, of a step")
     print(f"{'':35s}    mean longest     all  thread |    mean     all  thread")
-    base = np.median(results["none"], axis=0)
+    base = _summary(results["none"])
     for name, measured in results.items():
-        mean, longest, processor, thread = np.median(measured, axis=0) * 1e3
-        more = np.median(np.subtract(measured, results["none"]), axis=0)
+        mean, longest, processor, thread = _summary(measured)
         # What the training thread does more, it does while the step waits: of the step's seconds.
-        wall, _, all_threads, own = more / [base[0], 1, base[2], base[0]]
+        wall, all_threads, own = mean - base[0], processor - base[2], thread - base[3]
         print(
             f"{name:35s} {mean:7.1f} {longest:7.0f} {processor:7.1f} {thread:7.2f} |"
-            f" {wall:7.1%} {all_threads:7.1%} {own:7.1%}"
+            f" {wall / base[0]:7.1%} {all_threads / base[2]:7.1%} {own / base[0]:7.1%}"
         )
+
+
+def _summary(rounds: list[tuple]) -> tuple[float, ...]:
+    """Milliseconds: mean and longest of the steps, and processor times of a step."""
+    steps = np.median([steps for steps, _, _ in rounds], axis=0)
+    processor, thread = np.median([times for _, *times in rounds], axis=0)
+    return steps.mean() * 1e3, steps.max() * 1e3, processor * 1e3, thread * 1e3
 
 
 if __name__ == "__main__":
