@@ -12,6 +12,7 @@ import pytest
 import tfparallel
 from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel.callbacks import BackupAndRestore, BackupError
+from tfparallel.callbacks.model_state import mirrored_state
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.callbacks.storage import Storage
 from tfparallel.callbacks.writer import writer_for
@@ -52,6 +53,22 @@ def interrupted(folder, batches=4, **options):
         fit(BackupAndRestore(folder, **{"save_freq": 1, **options}), Interrupt(batches))
     writer_for(folder).wait()
     return Storage(folder)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_training_goes_on_without_changing_a_snapshot(jit_compile):
+    """A snapshot shares memory with the variables: dense, sparse and compiled updates leave it."""
+    model = keras.Sequential([keras.layers.Embedding(9, 4), keras.layers.Dense(3)])
+    model.compile("adam", "mse", jit_compile=jit_compile)
+    x, y = np.arange(4).reshape(2, 2), np.ones((2, 2, 3))
+    model.train_on_batch(x, y)
+    arrays = mirrored_state(model)["arrays"]
+    before = [np.array(array) for array in arrays]
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    for array, expected in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert not np.array_equal(mirrored_state(model)["arrays"][0], before[0])
 
 
 # ---- when it saves -------------------------------------------------------------------------------
