@@ -134,11 +134,7 @@ def load_digits(data: Data, seed: int) -> tuple[tf.data.Dataset, tf.data.Dataset
     images = (images[order] / 255).astype("float32").reshape(-1, 28, 28, 1)
     labels = labels[order].astype("int32")
     digits = tf.data.Dataset.from_tensor_slices((images, labels))
-    # In one order: anew in each epoch, it would depend on how often Keras begins to read the
-    # dataset (under a strategy once more, to build the model).
-    train_set = digits.take(data.train_examples).shuffle(
-        data.train_examples, seed=seed, reshuffle_each_iteration=False
-    )
+    train_set = digits.take(data.train_examples).shuffle(data.train_examples, seed=seed)
     test_set = digits.skip(data.train_examples)
     return (
         train_set.batch(data.global_batch_size, drop_remainder=data.drop_remainder),

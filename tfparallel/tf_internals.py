@@ -147,7 +147,6 @@ __all__ = [
     "is_keras_step",
     "layer_of_late_variable",
     "is_predict_step",
-    "is_in_symbolic_build",
     "is_symbolic_build",
     "in_stateless_scope",
     "is_called_by_trainer",
@@ -280,14 +279,6 @@ def is_symbolic_build(frame: FrameType | None) -> bool:
     """Whether `frame` is Keras building a model from the shapes of its first batch."""
     build = keras_trainer.TensorFlowTrainer._maybe_symbolic_build
     return frame is not None and frame.f_code is build.__code__
-
-
-def is_in_symbolic_build() -> bool:
-    """Whether Keras, building a model from the shapes of its first batch, is among the callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_symbolic_build(frame):
-        frame = frame.f_back
-    return frame is not None
 
 
 def is_called_by_trainer(frame: FrameType | None) -> bool:

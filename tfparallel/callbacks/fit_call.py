@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from tfparallel.callbacks.storage import BackupError
+from tfparallel.strategies.model_hooks import batch_of_specs
 
 
 class FitCall:
@@ -94,11 +95,7 @@ class FitCall:
         """
         if self.model._distribute_strategy is None:
             spec = self.epoch_iterator._distributed_dataset.element_spec
-            batch = keras.tree.map_structure(
-                lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None,
-                spec,
-            )
-            self.model._symbolic_build(data_batch=batch)
+            self.model._symbolic_build(data_batch=batch_of_specs(spec))
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""

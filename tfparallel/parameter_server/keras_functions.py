@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
 from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
-from tfparallel.tf_internals import is_in_symbolic_build
 
 MakeStep = Callable[[Callable, Arguments], RemoteStep]
 
@@ -55,10 +54,6 @@ class FedByChief:
     def __init__(self, dataset: Iterable):
         self._dataset = dataset
 
-    def first_batch(self) -> Any:
-        """The first batch, as the user sees it."""
-        return next(iter(self._dataset))
-
     def __iter__(self) -> Iterator[Fed]:
         return (Fed(batch) for batch in self._dataset)
 
@@ -67,8 +62,7 @@ class Batches:
     """What Keras iterates over: arguments of steps, in the order of the dataset.
 
     Args:
-        source: iterable of arguments; its `first_batch()` is a batch as the user sees it, from
-            which Keras builds the model.
+        source: iterable of arguments.
         num_batches: after how many an epoch ends; None is at the end of `source`.
         submit: called ahead with each of the arguments, where results are wanted in order.
         num_ahead: how many are submitted before the first is asked for.
@@ -81,12 +75,10 @@ class Batches:
         submit: Callable[[Any], Step] | None = None,
         num_ahead: int = 0,
     ):
-        self._source, self.first_batch, self.num_batches = source, source.first_batch, num_batches
+        self._source, self.num_batches = source, num_batches
         self._submit, self._num_ahead = submit, num_ahead
 
     def __iter__(self) -> Iterator:
-        if is_in_symbolic_build():
-            return iter((self.first_batch(),))  # is no epoch
         source = iter(self._source)
         if self._submit is None:
             return BatchIterator(source, self.num_batches)

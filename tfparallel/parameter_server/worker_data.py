@@ -90,13 +90,6 @@ class ArraysOnWorkers:
             self._shipped[worker] = known = (generation, shipped)
         return known[1]
 
-    def first_batch(self) -> Any:
-        """The first rows, as the user sees them."""
-        rows = np.arange(min(self._adapter._batch_size, self._adapter._num_samples))
-        return tf.nest.map_structure(
-            lambda a: None if a is None else tf.constant(a[rows]), self._arrays
-        )
-
     def __iter__(self) -> Iterator[Rows]:
         num_rows, size = self._adapter._num_samples, self._adapter._batch_size
         shuffle = self._adapter._shuffle
@@ -160,16 +153,12 @@ class DatasetOnWorkers:
     """
 
     def __init__(self, dataset: tf.data.Dataset, graph: DatasetGraph, generation: Any):
-        self._dataset, self._graph, self._generation = dataset, graph, generation
+        self._graph, self._generation = graph, generation
         self.specs = tf.nest.map_structure(lambda spec: spec, dataset.element_spec)
         self._readers: dict[int, tuple[int, DatasetReader]] = {}
         # `fit`, called again, goes on with the next order of a dataset that shuffles, as on one
         # device; unless every worker would have to read all earlier epochs for it.
         self._num_taken = _num_taken.setdefault(dataset, []) if graph.is_left_unread else []
-
-    def first_batch(self) -> Any:
-        """The first batch, as the user sees it."""
-        return next(iter(self._dataset))
 
     def begin_epoch(self) -> int:
         """The number of an epoch that begins now."""

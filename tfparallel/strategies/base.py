@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
+from tfparallel.strategies.model_hooks import build_without_reading
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.seed_hooks import call_with_global_seed, hook_seed_generator
@@ -126,6 +127,7 @@ class KerasStrategy(tf.distribute.Strategy):
         if call is None:
             return super().experimental_distribute_dataset(dataset, options)
         checks.check_model(self, call.model)
+        build_without_reading(call, dataset.element_spec)
         return self.extended._keras_dataset(dataset, call)
 
     @property

@@ -1,6 +1,7 @@
-"""Losses and metrics that count a batch as one device does, though each replica sees a part of it.
+"""What a model does otherwise under our strategies; shadowed on its instance, not on its class.
 
-They are shadowed on the instances of one model, and only while its step runs on the replicas.
+Losses and metrics count a batch as one device does, though each replica sees a part of it. They are
+shadowed only while the step runs on the replicas.
 """
 
 import contextlib
@@ -11,7 +12,39 @@ import keras
 import tensorflow as tf
 
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.tf_internals import Mean, ReduceOp, Sum, distribute_lib
+from tfparallel.tf_internals import Mean, ReduceOp, Sum, TrainerCall, distribute_lib
+
+
+def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
+    """Lets a model be built from what is known of the batches of `call`, as without a strategy.
+
+    Keras would make an iterator, read a batch and throw both away. Then a generator has lost the
+    batches that were prefetched, and a dataset or `PyDataset` that differs from epoch to epoch is
+    in its second one when training begins.
+
+    Args:
+        call: of `fit` or `evaluate`.
+        element_spec: of its batches.
+    """
+    iterator, model = call.epoch_iterator, call.model
+    vars(iterator)["_batch_to_build_with"] = batch_of_specs(element_spec)
+    stock = type(model)._maybe_symbolic_build
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        batch = getattr(iterator, "_batch_to_build_with", None)
+        if batch is not None:
+            iterator, data_batch = None, batch
+        stock(model, iterator=iterator, data_batch=data_batch)
+
+    vars(model)["_maybe_symbolic_build"] = build
+
+
+def batch_of_specs(element_spec: Any) -> Any:
+    """What Keras can build a model with: specs instead of tensors, None where nothing comes."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None,
+        element_spec,
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from tfparallel.servers.watch import Watch
 from tfparallel.strategies.batch import OnHosts
 from tfparallel.strategies.keras_step import run_predict_step
 from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
-from tfparallel.strategies.shared_batches import Host, Hosts, SharedBatches
+from tfparallel.strategies.shared_batches import Host, Hosts, shared_batches
 from tfparallel.tf_internals import (
     DistributedValues,
     ReductionToOneDevice,
@@ -58,7 +58,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         if model.run_eagerly or model.jit_compile:
             return super()._keras_dataset(dataset, call)
         self._set_functions(model, self._steps_of(model))
-        batches = SharedBatches.of(dataset, call, self._hosts(), self._recovery.generation)
+        batches = shared_batches(dataset, call, self._hosts(), self._recovery.generation)
         return super()._keras_dataset(dataset, call) if batches is None else batches
 
     def _hosts(self) -> Hosts:

@@ -24,11 +24,7 @@ from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.remote_calls import remote_calls
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers, Rows
 from tfparallel.strategies.batch import OnHost, OnHosts, split_rows
-from tfparallel.tf_internals import (
-    ArrayDataAdapter,
-    TrainerCall,
-    is_in_symbolic_build,
-)
+from tfparallel.tf_internals import ArrayDataAdapter, TrainerCall
 
 Generation = Callable[[int], int]  # of a worker: how often it has been lost, with all that it kept
 
@@ -56,37 +52,24 @@ class Hosts:
         return iter(enumerate(self.of_worker))
 
 
-class SharedBatches:
-    """What Keras iterates over, once for each epoch; gives what `SharedStep` takes.
+def shared_batches(
+    dataset: tf.data.Dataset, call: TrainerCall, hosts: Hosts, generation: Generation
+) -> "SharedArrays | SharedDataset | None":
+    """What Keras iterates over, once for each epoch; None where the chief has to read.
 
     Args:
-        source: `SharedArrays` or `SharedDataset`.
+        dataset: what Keras has made of the data that `call` was given.
+
+    Returns:
+        An iterable of what `SharedStep` takes.
     """
-
-    def __init__(self, source: "SharedArrays | SharedDataset"):
-        self._source = source
-
-    def __iter__(self) -> Iterator:
-        if is_in_symbolic_build():
-            return iter((self._source.first_batch(),))  # is no epoch
-        return iter(self._source)
-
-    @classmethod
-    def of(
-        cls, dataset: tf.data.Dataset, call: TrainerCall, hosts: Hosts, generation: Generation
-    ) -> "SharedBatches | None":
-        """What a call of Keras has been given, or None where the chief has to read it.
-
-        Args:
-            dataset: what Keras has made of it.
-        """
-        if ArraysOnWorkers.can_take(call.data_adapter):
-            adapter: Any = call.data_adapter
-            rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
-            return cls(SharedArrays(adapter, rows, hosts, generation))
-        if call.is_dataset_of_user and (graph := DatasetGraph.of(dataset)) is not None:
-            return cls(SharedDataset(dataset, graph, hosts, generation))
-        return None
+    if ArraysOnWorkers.can_take(call.data_adapter):
+        adapter: Any = call.data_adapter
+        rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
+        return SharedArrays(adapter, rows, hosts, generation)
+    if call.is_dataset_of_user and (graph := DatasetGraph.of(dataset)) is not None:
+        return SharedDataset(dataset, graph, hosts, generation)
+    return None
 
 
 class NumberedBatches:
@@ -133,7 +116,6 @@ class SharedArrays:
             for _, host in hosts
         ]
         self._arrays = ArraysOnWorkers(adapter, generation, self._rows)
-        self.first_batch = self._arrays.first_batch
         lengths = [batch_rows and _num_rows(batch_rows, hosts, host.replicas) for _, host in hosts]
         places = tuple(tf.TensorSpec([length], tf.int64) for length in lengths)
         arrays = (self._arrays.specs,) * len(places)
@@ -237,7 +219,6 @@ class SharedDataset:
     ):
         self._dataset, self._graph = DatasetOnWorkers(dataset, graph, generation), graph
         self._hosts, self.recipe = hosts, ReadBatch(hosts)
-        self.first_batch = self._dataset.first_batch
         self.specs = (tf.data.IteratorSpec(dataset.element_spec),) * len(hosts.of_worker)
 
     def __iter__(self) -> NumberedBatches:

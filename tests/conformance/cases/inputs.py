@@ -136,6 +136,16 @@ def predict_batches_of_many_sizes(run: Run):
     return {"predict": _untrained(run).predict(dataset, verbose=0)}
 
 
+@case(core=True)
+def dataset_shuffled_anew_in_each_epoch(run: Run):
+    """No order is lost to building the model: also where a second `fit` goes on."""
+    rows = tf.data.Dataset.from_tensor_slices(tiny_data(UNEVEN_ROWS))
+    dataset = rows.shuffle(UNEVEN_ROWS, seed=3).batch(BATCH)
+    model = run.train(data=None, x=dataset).model
+    history = model.fit(dataset, verbose=0).history
+    return Training(model, history).results()
+
+
 @case()
 def dataset_for_validation(run: Run):
     return run.train(validation_data=_dataset(BATCH + 1)).results()
@@ -171,11 +181,17 @@ def datasets_from_function(run: Run):
 
 
 class Batches(keras.utils.PyDataset):
-    """Arrays as a PyDataset."""
+    """Arrays as a PyDataset, with other features in each epoch."""
 
     def __init__(self, rows: int):
         super().__init__()
         self._x, self._y = tiny_data(rows)
+
+    def on_epoch_begin(self) -> None:
+        self._x = self._x[:, ::-1]
+
+    def on_epoch_end(self) -> None:
+        self._x = 0.9 * self._x
 
     def __len__(self) -> int:
         return -(-len(self._x) // BATCH)
