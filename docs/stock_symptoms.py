@@ -440,6 +440,49 @@ def row_15():
     error_of(model.fit, x, y, batch_size=8, verbose=0)
 
 
+@row
+def row_16():
+    """Data that differs from epoch to epoch, and generators."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    open_cpus()
+    x, y = data(64)
+
+    class Epochs(keras.utils.PyDataset):
+        epoch = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            part = slice(8 * (index + self.epoch), 8 * (index + self.epoch + 1))
+            return x[part], y[part]
+
+        def on_epoch_begin(self):
+            self.epoch += 1
+
+    def generator():
+        for number in range(100):
+            part = slice(number % 60, number % 60 + 4)
+            yield x[part], y[part]
+
+    def shuffled():
+        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64, seed=1).batch(8)
+
+    for name, make, steps in (
+        ("tf.data, shuffled anew in each epoch", shuffled, None),
+        ("PyDataset with other rows in each epoch", Epochs, None),
+        ("generator", generator, 8),
+    ):
+        models = [compiled_model(strategy) for strategy in (None, mirrored())]
+        for model in models:
+            model.fit(make(), epochs=2, steps_per_epoch=steps, verbose=0)
+        one, other = (model.get_weights()[0] for model in models)
+        print(f"{name}: weights differ by {np.max(np.abs(one - other)):.4f}")
+
+
 # ---- the command line ----------------------------------------------------------------------------
 
 
