@@ -1,5 +1,8 @@
 """Worker pools, one for each strategy, and the results of one device to compare with."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -25,7 +28,11 @@ class Workers:
 
     def results(self) -> list[dict[str, np.ndarray]]:
         """What each worker returns for the case it was given."""
-        return [dict(np.load(reply["results"])) for reply in self._pool.replies()]
+        return [dict(np.load(file)) for file in self.results_files()]
+
+    def results_files(self) -> list[Path]:
+        """Where each worker has left what it returns."""
+        return [Path(reply["results"]) for reply in self._pool.replies()]
 
     def close(self) -> None:
         self._pool.close()
@@ -49,30 +56,38 @@ def workers_of(tmp_path_factory):
 
 
 class OneDevice:
-    """The results of plain Keras, each computed once."""
+    """The results of plain Keras, each computed once.
 
-    def __init__(self, folders):
+    Args:
+        known: folder of the results, which pytest's workers share.
+    """
+
+    def __init__(self, folders, known: Path):
         self._workers = Workers(ONE_DEVICE, folders)
-        self._known: dict[str, dict[str, np.ndarray]] = {}
+        self._known = known
         self._under_way: str | None = None
 
     def start(self, case_name: str) -> None:
         """Begin a case, unless its results are known."""
         self._finish()
-        if case_name not in self._known:
+        if not self._file(case_name).exists():
             self._workers.start(case_name)
             self._under_way = case_name
 
     def results(self, case_name: str) -> dict[str, np.ndarray]:
         """The results of a case that has been started."""
         self._finish()
-        return self._known[case_name]
+        return dict(np.load(self._file(case_name)))
+
+    def _file(self, case_name: str) -> Path:
+        return self._known / f"{case_name}.npz"
 
     def _finish(self) -> None:
         """Take in what is under way, also where the test that began it has failed since."""
         case_name, self._under_way = self._under_way, None
         if case_name:
-            (self._known[case_name],) = self._workers.results()
+            (results,) = self._workers.results_files()
+            results.replace(self._file(case_name))
 
     def close(self) -> None:
         self._workers.close()
@@ -81,6 +96,9 @@ class OneDevice:
 @pytest.fixture(scope="session")
 def one_device(tmp_path_factory):
     """What every strategy is compared with."""
-    workers = OneDevice(tmp_path_factory)
+    base = tmp_path_factory.getbasetemp()
+    known = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "one_device"
+    known.mkdir(exist_ok=True)
+    workers = OneDevice(tmp_path_factory, known)
     yield workers
     workers.close()

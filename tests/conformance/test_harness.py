@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.conformance.cases import CASES
 from tests.conformance.conftest import Workers
-from tests.conformance.strategies import FEW, STRATEGIES, Row
+from tests.conformance.strategies import STRATEGIES, Row
 from tests.helpers import BATCH, UNEVEN_ROWS, assert_same_training, train
 from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
 
@@ -16,7 +16,7 @@ def test_plain_keras_equals_itself():
 
 
 def test_cases_that_rows_name_exist():
-    assert {*FEW, *(name for row in STRATEGIES for name in row.only)} <= set(CASES)
+    assert {name for row in STRATEGIES for name in row.few} <= set(CASES)
 
 
 def test_stock_mirrored_fails_with_an_uneven_last_batch():

@@ -912,6 +912,12 @@ def mistake_in_a_step() -> dict:
         model.fit(np.full((20, 1), 3), np.ones((20, 1, 1)), batch_size=2, verbose=0)
         result["read_by_lookup"] = _values_read(model)
         result["trained"] = model.layers[0].table.numpy()[:, 0].tolist()
+        with strategy.scope():
+            model.compile("sgd", "mse", run_eagerly=True)
+        try:
+            model.fit(np.full((2, 1), 3), np.ones((2, 1, 1)), verbose=0)
+        except ValueError as refused:
+            result["refused"] = str(refused)
         results.append(result)
     return {"results": results}
 

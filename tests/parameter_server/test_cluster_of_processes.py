@@ -101,6 +101,7 @@ def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
     assert (whole["parts"], in_parts["parts"]) == (1, 2)
     for each in (whole, in_parts):
         assert each["iterations"] >= 10
+        assert "run_eagerly=True" in each["refused"]
         # Rows are gathered where the table is: it is not read as a whole, nor is a part of it.
         assert [shape for shape in each["read"] if len(shape) == 2] == []
         assert [shape for shape in each["read_by_lookup"] if len(shape) == 2] == []

@@ -51,6 +51,9 @@ class ArraysOnWorkers:
         adapter: Keras's view of the arrays.
         generation: tells how often a worker has been lost: its arrays are shipped again.
         rows: for each worker those that it needs; None for all.
+
+    Attributes:
+        row_numbers: a dataset of the numbers of each batch's rows.
     """
 
     def __init__(
@@ -59,10 +62,16 @@ class ArraysOnWorkers:
         generation: Any,
         rows: Sequence[np.ndarray | None] | None = None,
     ):
-        self._adapter, self._generation, self._rows = adapter, generation, rows
+        self._generation, self._rows = generation, rows
         arrays = keras.tree.lists_to_tuples(adapter._inputs)
         self._arrays = keras.tree.map_structure(_as_array, arrays)
         self.specs = specs_of(keras.tree.map_structure(_spec_like, self._arrays))
+        # Shuffled as Keras shuffles the arrays: the same operations draw from the same seeds.
+        numbers = np.arange(adapter._num_samples)
+        batches = ArrayDataAdapter(
+            numbers, batch_size=adapter._batch_size, shuffle=adapter._shuffle
+        )
+        self.row_numbers = batches.get_tf_dataset()
         self._shipped: dict[int, tuple[int, Any]] = {}
 
     @staticmethod
@@ -91,14 +100,7 @@ class ArraysOnWorkers:
         return known[1]
 
     def __iter__(self) -> Iterator[Rows]:
-        num_rows, size = self._adapter._num_samples, self._adapter._batch_size
-        shuffle = self._adapter._shuffle
-        rows = np.arange(num_rows, dtype=np.int64)
-        if shuffle and shuffle != "batch":
-            np.random.shuffle(rows)  # Keras's seed sets NumPy's
-        for start in range(0, num_rows, size):
-            batch = rows[start : start + size]
-            yield Rows(self, np.random.permutation(batch) if shuffle == "batch" else batch)
+        return (Rows(self, rows.numpy()) for rows in self.row_numbers)
 
 
 def _is_dense(array: Any) -> bool:

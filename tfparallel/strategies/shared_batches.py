@@ -120,13 +120,9 @@ class SharedArrays:
         places = tuple(tf.TensorSpec([length], tf.int64) for length in lengths)
         arrays = (self._arrays.specs,) * len(places)
         self.specs = tf.TensorSpec((), tf.int32), places, arrays
-        # Shuffled as Keras shuffles the arrays: the same operations draw from the same seeds.
-        numbers = np.arange(num_rows)
-        numbers = ArrayDataAdapter(numbers, batch_size=size, shuffle=adapter._shuffle)
-        self._numbers = numbers.get_tf_dataset()
 
     def __iter__(self) -> NumberedBatches:
-        numbers = iter(self._numbers)
+        numbers = iter(self._arrays.row_numbers)
         return NumberedBatches(numbers, lambda rows: SharedRows(self, rows.numpy()), numbers)
 
     def tensors(self, row_numbers: np.ndarray) -> tuple:
