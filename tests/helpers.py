@@ -1,6 +1,7 @@
 """What the tests share: a tiny model, one way to train it, one way to compare trainings."""
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ EVEN_ROWS = 2 * BATCH
 UNEVEN_ROWS = BATCH + 5  # the last batch is smaller, and uneven for any number of replicas
 ODD_BATCH = 13  # uneven for any number of replicas; one shape is traced in half the time of two
 ODD_ROWS = 2 * ODD_BATCH
+MIN_LAYERS_VARIABLE = "TEST_MIN_LAYERS"  # of a process's models: a pipeline's stages need one each
 
 
 def open_logical_cpus(count: int) -> None:
@@ -24,15 +26,18 @@ def open_logical_cpus(count: int) -> None:
     )
 
 
+def lengthened(model: keras.Model) -> keras.Model:
+    """`model`, with as many layers that do nothing as the process asks for, if it is Sequential."""
+    if type(model) is keras.Sequential:
+        for _ in range(len(model.layers), int(os.environ.get(MIN_LAYERS_VARIABLE, "0"))):
+            model.add(keras.layers.Activation("linear"))
+    return model
+
+
 def tiny_model() -> keras.Model:
     """Six features in, three class scores out, 83 weights."""
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh"),
-            keras.layers.Dense(3),
-        ]
-    )
+    layers = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    return lengthened(keras.Sequential(layers))
 
 
 def tiny_data(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +107,7 @@ def train(
     """
     keras.utils.set_random_seed(SEED)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = build()
+        model = lengthened(build())
         model.compile(**{"optimizer": optimizer(), **compile_options()})
     options = {"epochs": 2, "shuffle": False, "verbose": 0, **fit_options}
     if data is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests import helpers
-from tests.conformance.models import MODELS, lengthened
+from tests.conformance.models import MODELS
 from tests.conformance.strategies import Row
 
 BARRIER_TIMEOUT_S = 30.0
@@ -93,14 +93,15 @@ class Run:
     def train(self, model: str = "mlp", **options) -> helpers.Training:
         """`helpers.train` of a model of `models.py` under this run's strategy."""
         chosen = MODELS[model]
-        options = {
-            "build": chosen.build,
-            "compile_options": chosen.compile_options,
-            "data": chosen.data,
-            **options,
-        }
-        options["build"] = lengthened(options["build"], self.row.min_layers)
-        return helpers.train(self.strategy, **options)
+        return helpers.train(
+            self.strategy,
+            **{
+                "build": chosen.build,
+                "compile_options": chosen.compile_options,
+                "data": chosen.data,
+                **options,
+            },
+        )
 
     def barrier(self) -> None:
         """Wait until every worker has come here, without any collective."""

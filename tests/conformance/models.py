@@ -41,19 +41,6 @@ def model(data: Callable[[int], tuple], compile_options: Callable[[], dict]) -> 
 # Data: three classes, or values of the same names.
 
 
-def lengthened(build: Callable[[], keras.Model], min_layers: int) -> Callable[[], keras.Model]:
-    """`build`, whose model gets layers that do nothing, for stages that have none otherwise."""
-
-    def lengthened_build() -> keras.Model:
-        model = build()
-        if type(model) is keras.Sequential:
-            for _ in range(len(model.layers), min_layers):
-                model.add(layers.Activation("linear"))
-        return model
-
-    return lengthened_build
-
-
 def _features(*shape: int) -> Callable[[int], tuple]:
     def data(rows: int) -> tuple:
         rng = np.random.default_rng(0)

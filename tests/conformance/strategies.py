@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tests import helpers
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
 
@@ -49,7 +50,6 @@ class Row:
         few: if given, the names of all it is asked unless pytest is called with `--every-case`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
             a test of its own says how.
-        min_layers: how many layers a model has to have: shorter ones get more that do nothing.
     """
 
     name: str
@@ -61,7 +61,6 @@ class Row:
     every_case: bool = True
     few: tuple[str, ...] = ()
     exempt: tuple[str, ...] = ()
-    min_layers: int = 0
 
     def is_asked(self, case: Any, every_case: bool) -> bool:
         """Whether this row is asked a case; `every_case` is pytest's option."""
@@ -100,6 +99,11 @@ def _parameter_servers(**options: Any) -> tf.distribute.Strategy:
     return library().ParameterServerStrategy(**options)
 
 
+def _of_four_layers(num_workers: int) -> list[dict[str, str]]:
+    """What lets four stages have a layer each."""
+    return [{helpers.MIN_LAYERS_VARIABLE: "4"}] * num_workers
+
+
 def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
     """The first stage in this process, the others in processes of their own."""
     _servers.append(ServerProcesses(num_stages - 1, num_ps=0))
@@ -113,6 +117,17 @@ _servers: list[ServerProcesses] = []  # they end with this process
 _WITH_BATCH_NORM = ("batch_norm.", "models.cnn", "models.nested")
 # A mean over what is not masked needs all microbatches' masks, which only GPipe has in time.
 _NOT_OF_MICROBATCHES = (*_WITH_BATCH_NORM, "losses.masked_sequence")
+# Cases of models that cannot be lengthened.
+_OF_TWO_LAYERS = (
+    "custom_training.guide_train_step",
+    "custom_training.own_loss_and_optimizer",
+    "custom_training.two_optimizers",
+    "losses.extended_compute_loss",
+    "losses.overridden_compute_loss",
+    "models.subclassed",
+    "inputs.ragged_tensors",
+    "saving.",
+)
 
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=NUMBER_OF_REPLICAS),
@@ -135,9 +150,9 @@ STRATEGIES = [
         "pipeline_4",
         lambda: library().PipelineStrategy(_cpus(4), num_microbatches=3),
         num_replicas=3,
-        min_layers=4,
+        environments=_of_four_layers,
         few=("models.attention", "models.shared_layers", "models.dict_inputs_and_outputs"),
-        exempt=_NOT_OF_MICROBATCHES,
+        exempt=(*_NOT_OF_MICROBATCHES, *_OF_TWO_LAYERS),
     ),
     Row(
         "pipeline_gpipe",
@@ -150,9 +165,9 @@ STRATEGIES = [
         "pipeline_interleaved",  # two devices of two stages
         lambda: library().PipelineStrategy(_cpus(2), 3, "interleaved_1f1b"),
         num_replicas=3,
-        min_layers=4,
+        environments=_of_four_layers,
         few=("models.attention", "models.shared_layers"),
-        exempt=_NOT_OF_MICROBATCHES,
+        exempt=(*_NOT_OF_MICROBATCHES, *_OF_TWO_LAYERS),
     ),
     Row(
         "pipeline_zero_bubble",

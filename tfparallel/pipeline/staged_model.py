@@ -21,6 +21,8 @@ from tfparallel.pipeline.staged_losses import shadow_losses
 from tfparallel.pipeline.stages import Part, Stages, functional_graph
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
+_TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+
 
 @contextlib.contextmanager
 def staged(
@@ -98,7 +100,7 @@ class _Calls:
             name: of the computation. Its n-th call is the same computation in all microbatches.
             layers: that it calls; losses that they add are carried out of the stage's function.
             function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
-            inputs: tensors.
+            inputs: tensors, sparse and ragged ones too.
             is_shared: as in `Executor.call`.
         """
         seen = vars(self._thread)
@@ -108,17 +110,22 @@ class _Calls:
         masks = [get_keras_mask(x) for x in inputs]
         key = (name, counts[name], tuple(mask is not None for mask in masks))
 
+        flat_inputs = _flat(inputs)
+
         def flat_function(*flat: tf.Tensor) -> list:
+            own_inputs, own_masks = _filled(inputs, flat), flat[len(flat_inputs) :]
+            _set_masks(own_inputs, masks, own_masks)
             with self._deferred.collected() as statistics:
-                outputs, losses = _call_with_masks(function, layers, list(flat), masks)
+                outputs, losses = _losses_apart(function, layers, own_inputs)
             result = _Result(outputs, [layer for layer, _ in losses], [v for v, _ in statistics])
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
-            tensors = [*result.tensors, *result.masks, *(x for _, x in [*losses, *statistics])]
+            values = _flat(result.tensors)
+            tensors = [*values, *result.masks, *(x for _, x in [*losses, *statistics])]
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self.current_microbatch()
-        arguments = [*inputs, *_present(masks)]
+        arguments = [*flat_inputs, *_present(masks)]
         flat = self._executor.call(
             stage, microbatch, key, flat_function, arguments, is_shared=is_shared
         )
@@ -153,19 +160,19 @@ class _Result:
         self._structure, self._loss_owners = outputs, loss_owners
         self.statistics = statistics
         self._leaves = keras.tree.flatten(outputs)
-        self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, tf.Tensor)]
+        self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, _TENSORS)]
         self.tensors = [self._leaves[i] for i in self._at]
         self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
         self.masks = _present(self._all_masks)
 
     def filled(self, flat: Sequence) -> Any:
         """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""
-        leaves, rest = list(self._leaves), iter(flat[len(self._at) :])
-        for i, tensor, mask in zip(self._at, flat, self._all_masks, strict=False):
+        leaves, tensors = list(self._leaves), _filled(self.tensors, flat)
+        rest = flat[len(_flat(self.tensors)) :]
+        _set_masks(tensors, self._all_masks, rest)
+        for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
-            if mask is not None:
-                set_keras_mask(tensor, next(rest))
-        for layer, loss in zip(self._loss_owners, rest, strict=True):
+        for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):
             layer._losses.append(loss)
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
@@ -252,7 +259,7 @@ def _call_nest(
 ) -> Any:
     """`function(*args, **kwargs)`, of nests of tensors, on `stage`."""
     flat = keras.tree.flatten((args, kwargs))
-    at = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
+    at = [i for i, value in enumerate(flat) if isinstance(value, _TENSORS)]
     if calls.current_microbatch() is None or not at:
         return function(*args, **kwargs)
 
@@ -266,14 +273,8 @@ def _call_nest(
     return calls.call(stage, name, layers, of_tensors, [flat[i] for i in at], is_shared)
 
 
-def _call_with_masks(
-    function: Callable, layers: Sequence, flat: list, masks: list
-) -> tuple[Any, list[tuple]]:
+def _losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[Any, list[tuple]]:
     """What `function` returns, and the losses that `layers` have added meanwhile, by layer."""
-    inputs, rest = flat[: len(masks)], iter(flat[len(masks) :])
-    for tensor, mask in zip(inputs, masks, strict=True):
-        if mask is not None:
-            set_keras_mask(tensor, next(rest))
     own = [
         layer
         for each in layers
@@ -288,6 +289,25 @@ def _call_with_masks(
         losses += [(layer, loss) for loss in layer._losses[count:]]
         del layer._losses[count:]
     return outputs, losses
+
+
+def _flat(tensors: Sequence) -> list[tf.Tensor]:
+    """The dense tensors that these are made of."""
+    return tf.nest.flatten(tensors, expand_composites=True)
+
+
+def _filled(tensors: Sequence, flat: Sequence) -> list:
+    """Tensors like these, made of the first of `flat`."""
+    num = len(_flat(tensors))
+    return tf.nest.pack_sequence_as(list(tensors), flat[:num], expand_composites=True)
+
+
+def _set_masks(tensors: Sequence, like: Sequence, masks: Sequence) -> None:
+    """Gives the first of `masks` to those tensors that have one in `like`."""
+    rest = iter(masks)
+    for tensor, mask in zip(tensors, like, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, next(rest))
 
 
 def _present(masks: Sequence) -> list:

@@ -180,6 +180,45 @@ def datasets_from_function(run: Run):
     return _without_iterations(run.train(data=None, x=dataset))
 
 
+@case()
+def sparse_tensors(run: Run):
+    x, y = tiny_data(UNEVEN_ROWS)
+    rows = tf.sparse.from_dense(np.where(x > 0, x, 0))
+    dataset = tf.data.Dataset.from_tensor_slices((rows, y)).batch(BATCH)
+
+    def build():
+        layers = [keras.Input((6,), sparse=True), keras.layers.Dense(5), keras.layers.Dense(3)]
+        return keras.Sequential(layers)
+
+    return run.train(build=build, data=None, x=dataset).results()
+
+
+class Sums(keras.layers.Layer):
+    """Sums of ragged rows of numbers, and of their squares."""
+
+    def call(self, x):
+        return tf.stack([tf.reduce_sum(x, axis=1), tf.reduce_sum(x * x, axis=1)], axis=1)
+
+
+class OfRaggedRows(keras.Model):
+    """A layer of it takes ragged tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums, self.scores = Sums(), keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.scores(self.sums(x))
+
+
+@case()
+def ragged_tensors(run: Run):
+    x, y = tiny_data(UNEVEN_ROWS)
+    rows = tf.RaggedTensor.from_tensor(x, lengths=1 + np.arange(UNEVEN_ROWS) % 6)
+    dataset = tf.data.Dataset.from_tensor_slices((rows, y)).batch(BATCH)
+    return run.train(build=OfRaggedRows, data=None, x=dataset).results()
+
+
 class Batches(keras.utils.PyDataset):
     """Arrays as a PyDataset, with other features in each epoch."""
 
