@@ -117,9 +117,8 @@ def _differ_in_a_custom_loop(run: Run, dropout: keras.layers.Layer):
 @claim()
 def nothing_is_dropped_in_evaluation(run: Run):
     with run.scope():
-        model = keras.Sequential(
-            [keras.Input((WIDTH,)), keras.layers.Dropout(0.5), keras.layers.Dropout(0.2)]
-        )
+        layers = [keras.Input((WIDTH,)), *(keras.layers.Dropout(0.2) for _ in range(4))]
+        model = keras.Sequential(layers)
         model.compile(loss="mse")
     ones = np.ones((5, WIDTH), "float32")
     np.testing.assert_array_equal(model.predict(ones, verbose=0), ones)
