@@ -151,6 +151,7 @@ __all__ = [
     "in_stateless_scope",
     "is_called_by_trainer",
     "model_of_predict_step",
+    "let_idle_threads_sleep",
     "new_executor",
     "numpy_dataset",
     "owner_of_new_variable",
@@ -384,6 +385,17 @@ def _device_name_in(graph: ops.Graph, device: str) -> tf.Tensor:
 def _type_list(dtypes: Iterable) -> attr_value_pb2.AttrValue:
     types = [dtype.as_datatype_enum for dtype in dtypes]
     return attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(type=types))
+
+
+def let_idle_threads_sleep() -> None:
+    """Has TensorFlow's threads sleep as soon as they find no work, where none has started yet.
+
+    Here, and in servers that this process connects to later. TensorFlow offers this to sessions
+    only.
+    """
+    config = context.context()._config or tf.compat.v1.ConfigProto()
+    config.experimental.disable_thread_spinning = True
+    context.context()._config = config
 
 
 def unique_number() -> int:

@@ -28,6 +28,7 @@ from tests.helpers import (
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
 from tfparallel.pipeline.remote_stages import StageLost, Timeouts
+from tfparallel.tf_internals import context
 
 CASES: dict[str, Callable] = {}
 _STAGE_S = 4.0  # much longer than any process of a test is kept from answering
@@ -125,6 +126,20 @@ def three_stages() -> dict:
     return {
         "difference": difference(train(None, deep_model), piped),
         "links": sorted(_links(strategy)),
+    }
+
+
+@case
+def one_thread() -> dict:
+    """Processes of one thread each; what their servers are told of threads without work."""
+    os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+    make_cluster(2)
+    strategy = tfparallel.PipelineStrategy(num_microbatches=4)
+    piped = train(strategy, deep_model)
+    sent = context.context().get_server_def().default_session_config
+    return {
+        "difference": difference(train(None, deep_model), piped),
+        "may_spin": not sent.experimental.disable_thread_spinning,
     }
 
 

@@ -21,6 +21,12 @@ def test_three_processes_send_tensors_straight_to_one_another(run_case):
     assert result["links"] == sorted([a, b] for a in tasks for b in tasks if a != b)
 
 
+def test_processes_of_one_thread_do_not_spin_and_train_as_one_device(run_case):
+    result = run_case("one_thread")
+    assert result["difference"] < 1e-5
+    assert not result["may_spin"]
+
+
 def test_forward_passes_and_files_work(run_case):
     result = run_case("files_and_forward_passes")
     for what in ("loaded", "checkpoint", "evaluate", "predict"):

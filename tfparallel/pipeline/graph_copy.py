@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.pipeline.threads import has_one_thread
 from tfparallel.tf_internals import (
     FuncGraph,
     RemoteFunction,
@@ -105,14 +106,11 @@ class GraphFunction:
         outputs: Sequence[tf.Tensor],
     ):
         body = _define(f"{name}_body", graph, inputs, outputs)
-        around = FuncGraph(name)
-        with around.as_default():
-            around_inputs = [around.capture(tensor) for tensor in inputs]
-            around_outputs = list(body.call_flat(*around_inputs))
-        calls = [op for op in around.get_operations() if op.type == "StatefulPartitionedCall"]
-        around.control_outputs.extend(calls)
-        self._function = _define(name, around, around_inputs, around_outputs)
-        self._remote = RemoteFunction(self._function)
+        self._function = _around(name, body, inputs, None)
+        self._remote = self._in_order = RemoteFunction(self._function)
+        self._devices = {op.device for op in graph.get_operations()} - {""}
+        if has_one_thread() and not graph._functions:
+            self._in_order = RemoteFunction(_around(name, body, inputs, _IN_ORDER))
 
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         """Calls it on `device`, without any record on gradient tapes.
@@ -123,8 +121,32 @@ class GraphFunction:
         if any(x.device != device for x in resources):
             with tf.device(device):
                 return list(self._function.call_flat(*arguments))
+        is_in_order = _is_cpu(device) and self._devices <= {device}
         with record.stop_recording():
-            return self._remote(device, arguments)
+            return (self._in_order if is_in_order else self._remote)(device, arguments)
+
+
+# Note: operations one after another. Where operations have one thread each, TensorFlow still hands
+# them from thread to thread, and threads that look for the next one take time from others. A pass
+# is a chain of operations, so one thread that runs all of them in order is faster. It would wait
+# for itself where an operation waits for another device, or calls a function that needs a thread:
+# such passes are run as ever.
+_IN_ORDER = "SINGLE_THREADED_EXECUTOR"
+
+
+def _is_cpu(device: str) -> bool:
+    return tf.DeviceSpec.from_string(device).device_type == "CPU"
+
+
+def _around(name: str, body: Any, inputs: Sequence, executor: str | None) -> Any:
+    """A function that calls `body`, which that executor of TensorFlow runs, or the usual one."""
+    graph = FuncGraph(name)
+    with graph.as_default(), tf.experimental.function_executor_type(executor):
+        around_inputs = [graph.capture(tensor) for tensor in inputs]
+        around_outputs = list(body.call_flat(*around_inputs))
+    calls = [op for op in graph.get_operations() if op.type == "StatefulPartitionedCall"]
+    graph.control_outputs.extend(calls)
+    return _define(name, graph, around_inputs, around_outputs)
 
 
 def _define(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:

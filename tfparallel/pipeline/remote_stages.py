@@ -19,10 +19,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfparallel.pipeline.threads import has_one_thread
 from tfparallel.servers.connection import connect, device_name
 from tfparallel.servers.lost import speaks_of_lost_task, speaks_of_new_task
 from tfparallel.servers.serving import serve
 from tfparallel.servers.watch import Watch, answering
+from tfparallel.tf_internals import let_idle_threads_sleep
 
 _FIND_S = 5.0  # after an error: how long to look for a task that does not answer
 
@@ -92,6 +94,8 @@ class StageCluster:
 
     def connect(self, timeouts: Timeouts) -> None:
         """Waits for all tasks and makes their devices ours; chief only."""
+        if has_one_thread():  # which has better to do than to look for work
+            let_idle_threads_sleep()
         servers = self._ranked[1:]
         connect(self.tasks, *self._own, servers, timeouts.start_s, self._protocol)
         addresses = {f"{kind} {i}": self._address((kind, i)) for kind, i in servers}
