@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, Variable
 from tfparallel.compression import GradientCompression, PowerSGD, TopK, sum_halves
+from tfparallel.strategies.compressed_gradients import WorkersTransport
 
 
 def test_gradients_of_every_kind():
@@ -155,3 +156,32 @@ def test_halves_are_added_where_the_library_cannot(size, dtype):
     for received in Meeting(3).run(reduce):
         assert received.dtype == dtype
         np.testing.assert_array_equal(received, tf.cast(total, dtype))
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_two_workers_add_halves_by_the_sum_of_their_bits(dtype):
+    """Values of all sizes, an overflow, and what is not a number, in shapes of odd sizes."""
+    rng = np.random.default_rng(0)
+    exponents = rng.integers(-20, 15, [2, 5, 3])
+    numbers = rng.normal(size=[2, 5, 3]) * 2.0**exponents
+    special = [[np.inf, 1.0, -np.inf, -0.0], [1.0, np.nan, np.inf, 0.0]]
+    parts = [[tf.cast(each[rank], dtype) for each in (numbers, special)] for rank in (0, 1)]
+    parts = [[*both, tf.zeros([0, 2], dtype)] for both in parts]
+
+    def reduce(transport):
+        workers = Workers(transport)
+        return WorkersTransport(workers, transport.rank, 2).all_reduce_sum(parts[transport.rank])
+
+    meeting = Meeting(2)
+    for received in meeting.run(reduce):
+        for total, first, second in zip(received, *parts, strict=True):
+            assert total.dtype == dtype
+            np.testing.assert_array_equal(*(tf.cast(x, "float32") for x in (total, first + second)))
+    assert meeting.sent == [("sum", 20 * 2)]  # bytes of 19 values, and of one for an even number
+
+
+class Workers:
+    """What sums over workers, of a strategy."""
+
+    def __init__(self, transport):
+        self._sum_list_across_workers = transport.all_reduce_sum
