@@ -112,7 +112,7 @@ class WorkersTransport:
 
     def _sum_narrow(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Moves bytes, and adds them in TensorFlow."""
-        if self.world_size == 2:
+        if self.world_size == 2:  # gathering sends the same bytes as a ring
             return self._sum_of_both(tensors)
         if not self._extended._host_has_all_to_all:
             return self._sum_wide(tensors)
@@ -131,34 +131,40 @@ class WorkersTransport:
         return sums
 
     def _sum_of_both(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes one's own bits from the sum of both ranks' bits, which leaves the other's.
-
-        The bytes are those of an all-gather; but in Gloo's, a rank may begin to send when it has
-        received, so that a slow link takes twice as long.
-        """
-        flat = tf.concat([tf.reshape(tf.bitcast(each, tf.int16), [-1]) for each in tensors], 0)
-        size = flat.shape.num_elements()
-        pairs = tf.reshape(tf.pad(flat, [[0, size % 2]]), [-1, 2])
-        own = tf.bitcast(pairs, tf.int32)
-        (total,) = self._sum_wide([own])
-        other = tf.reshape(tf.bitcast(total - own, tf.int16), [-1])[:size]
-        parts = tf.split(other, [each.shape.num_elements() for each in tensors])
-        return [
-            each + tf.bitcast(tf.reshape(part, each.shape), each.dtype)
-            for each, part in zip(tensors, parts, strict=True)
-        ]
+        payloads = [tf.reshape(tf.bitcast(each, tf.uint8), [-1]) for each in tensors]
+        sums = []
+        for tensor, gathered in zip(tensors, self.all_gather(payloads), strict=True):
+            parts = tf.reshape(gathered, [2, *tensor.shape, 2])
+            first, second = tf.unstack(tf.bitcast(parts, tensor.dtype))
+            sums.append(first + second)
+        return sums
 
     def all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """In one collective."""
         if not tensors:
             return []
         flat = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
-        rows = tf.reshape(self._extended._host_gather(flat), [self.world_size, flat.shape[0]])
+        if self.world_size == 2:
+            rows = self._gather_of_both(flat)
+        else:
+            rows = tf.reshape(self._extended._host_gather(flat), [self.world_size, flat.shape[0]])
         parts = tf.split(rows, [each.shape.num_elements() for each in tensors], axis=1)
         return [
             tf.reshape(part, [self.world_size, *each.shape])
             for part, each in zip(parts, tensors, strict=True)
         ]
+
+    def _gather_of_both(self, own: tf.Tensor) -> tf.Tensor:
+        """`[2, bytes]`: one's own bits taken from the sum of both ranks' bits leave the other's.
+
+        As many bytes travel as in an all-gather; but in Gloo's, a rank may begin to send only when
+        it has received, so that a slow link takes twice as long.
+        """
+        size = own.shape.num_elements()
+        words = tf.bitcast(tf.reshape(tf.pad(own, [[0, -size % 4]]), [-1, 4]), tf.int32)
+        (total,) = self._sum_wide([words])
+        other = tf.reshape(tf.bitcast(total - words, tf.uint8), [-1])[:size]
+        return tf.stack([own, other] if self.rank == 0 else [other, own])
 
     def all_gather_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """In one collective."""
