@@ -1,6 +1,7 @@
 """Compression that picks its own level, bucket by bucket, from what it measures."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,15 @@ from tfparallel.communication.compression.buckets import (
     uncompressed,
 )
 from tfparallel.communication.compression.cast import Cast
-from tfparallel.communication.compression.low_rank_probe import low_rank_rounds
-from tfparallel.communication.compression.power_sgd import PowerSGD
-from tfparallel.communication.compression.transport import Reduction, Transport, run_together
+from tfparallel.communication.compression.low_rank_probe import LowRank, flat, parts
+from tfparallel.communication.compression.power_sgd import PowerSGD, matrix_shape
+from tfparallel.communication.compression.transport import (
+    Reduction,
+    Rounds,
+    Sum,
+    Transport,
+    run_together,
+)
 from tfparallel.tf_internals import FuncGraph, ResourceVariable, run_independently
 
 
@@ -69,6 +76,19 @@ class Adaptive(PowerSGD):
         return AdaptiveReducer(self, num_buckets)
 
 
+class _Note:
+    """What a step measures of one bucket.
+
+    Attributes:
+        ready, done: scalars, seconds: when its gradients and when their sums were there.
+        errors: `[levels]`, of a probing step; zeros otherwise.
+    """
+
+    ready: tf.Tensor
+    done: tf.Tensor
+    errors: tf.Tensor
+
+
 class AdaptiveReducer(BucketReducer):
     """Sends each bucket at the level that a `Controller` chose.
 
@@ -106,65 +126,92 @@ class AdaptiveReducer(BucketReducer):
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
         levels = tf.unstack(self._levels.read_value())
-        reductions, ready, done, errors = [], [], [], []
-        for bucket, level in zip(buckets, levels, strict=True):
-            ready.append(_time_after(bucket.tensors))
-            reduction, error = self._reduce_bucket(bucket, level, transport)
-            reductions.append(reduction)
-            done.append(_time_after(reduction.sums))
-            errors.append(error)
-        reductions += run_together([uncompressed(plain)], [0], transport)
-        self._advance(tf.stack(ready), tf.stack(done), tf.stack(errors), transport)
-        return reductions
+        notes = [_Note() for _ in buckets]
+        reductions = [
+            self._rounds(bucket, level, transport, note)
+            for bucket, level, note in zip(buckets, levels, notes, strict=True)
+        ]
+        starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
+        reduced = run_together([*reductions, uncompressed(plain)], starts, transport)
+        self._advance(notes, transport)
+        return reduced
 
-    def _reduce_bucket(
-        self, bucket: Bucket, level: tf.Tensor, transport: Transport
-    ) -> tuple[Reduction, tf.Tensor]:
+    def _rounds(
+        self, bucket: Bucket, level: tf.Tensor, transport: Transport, note: "_Note"
+    ) -> Rounds:
+        """Sends in two sums, of as many values as the level needs, maybe none.
+
+        So buckets of whatever levels share their collectives. Branches hold what is computed here
+        and now, but for float16, whose sum is in a branch.
+        """
+        note.ready = note.done = _time_after(bucket.tensors)
+        note.errors = no_errors = tf.zeros([len(self._adaptive.levels)])
         if not bucket.tensors:
-            return Reduction([]), tf.zeros([len(self._adaptive.levels)])
-        matrices = [t + s["residual"] for t, s in zip(bucket.tensors, bucket.states, strict=True)]
+            return Reduction([])
+        shapes = [tensor.shape for tensor in bucket.tensors]
+        matrices = [
+            tf.reshape(tensor + state["residual"], matrix_shape(tensor.shape))
+            for tensor, state in zip(bucket.tensors, bucket.states, strict=True)
+        ]
         queries = [state["q"].read_value() for state in bucket.states]
+        of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
+        low_ranks = [LowRank(matrices, queries, rank) for rank in of_ranks]
+        low_ranks.append(LowRank(matrices, queries, max(of_ranks), probed=of_ranks))
+        half = self._adaptive.levels[1]
         ranks = Ranks(transport.rank, transport.world_size)
-        no_errors = tf.zeros([len(self._adaptive.levels)])
+
+        def nothing() -> tf.Tensor:
+            return tf.zeros([0])
+
+        def sum_of_halves() -> tf.Tensor:
+            rounds = half.rounds(matrices, [{} for _ in matrices], ranks)
+            (reduction,) = run_together([rounds], [0], transport)
+            return flat(reduction.sums)
+
+        def whole(total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
+            sums = parts(total, [matrix.shape for matrix in matrices])
+            return sums, residuals, queries, no_errors
 
         def exact() -> tuple:
-            (reduction,) = run_together([uncompressed(matrices)], [0], transport)
-            residuals = [tf.zeros_like(matrix) for matrix in matrices]
-            return reduction.sums, residuals, queries, _witness(reduction.sums), no_errors
+            return whole(first, [tf.zeros_like(matrix) for matrix in matrices])
 
         def cast() -> tuple:
-            compressor = self._adaptive.levels[1]
-            rounds = compressor.rounds(matrices, [{} for _ in matrices], ranks)
-            (reduction,) = run_together([rounds], [0], transport)
-            sent = [compressor.decompress(*compressor.compress(m, {}, ranks)) for m in matrices]
-            residuals = [m - s for m, s in zip(matrices, sent, strict=True)]
-            return reduction.sums, residuals, queries, _witness(reduction.sums), no_errors
+            sent = [half.decompress(*half.compress(m, {}, ranks)) for m in matrices]
+            return whole(halves, [m - s for m, s in zip(matrices, sent, strict=True)])
 
-        def low_rank(rank: int, probed: Sequence[int] = ()) -> Any:
-            def branch() -> tuple:
-                rounds = low_rank_rounds(matrices, queries, rank, probed)
-                sums, residuals, next_queries, witness, errors = _run(rounds, transport)
-                errors = tf.concat([[0.0, _cast_error(matrices)], errors], 0)
-                return sums, residuals, next_queries, witness, errors if probed else no_errors
+        def approximate(low_rank: LowRank) -> tuple:
+            *results, errors = low_rank.third(first, own, second)
+            if low_rank is not low_ranks[-1]:
+                return *results, no_errors
+            return *results, tf.concat([[0.0, _cast_error(matrices)], errors], 0)
 
-            return branch
+        def branches(*others: Callable, of_rank: Callable) -> tf.Tensor:
+            of_ranks = [functools.partial(of_rank, low_rank) for low_rank in low_ranks]
+            return tf.switch_case(level, [*others, *of_ranks])
 
-        of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
-        branches = [exact, cast, *(low_rank(rank) for rank in of_ranks)]
-        branches.append(low_rank(max(of_ranks), probed=of_ranks))
-        sums, residuals, queries_after, witness, errors = tf.switch_case(level, branches)
+        sent = branches(lambda: flat(matrices), nothing, of_rank=LowRank.first)
+        (first,) = yield Sum([sent])
+        halves = tf.cond(tf.equal(level, 1), sum_of_halves, nothing)
+        own = branches(nothing, nothing, of_rank=lambda low_rank: low_rank.second(first))
+        (second,) = yield Sum([own])
+        results = branches(exact, cast, of_rank=approximate)
+        sums, residuals, next_queries, note.errors = results
+        note.done = _time_after(sums)
         updates = []
-        for i, state in enumerate(bucket.states):
-            updates += [(state["residual"], residuals[i]), (state["q"], queries_after[i])]
-        return Reduction(list(sums), updates, [witness]), errors
+        for shape, state, residual, query in zip(
+            shapes, bucket.states, residuals, next_queries, strict=True
+        ):
+            updates += [(state["residual"], tf.reshape(residual, shape)), (state["q"], query)]
+        sums = [tf.reshape(total, shape) for total, shape in zip(sums, shapes, strict=True)]
+        return Reduction(sums, updates, [first, halves, second])
 
-    def _advance(
-        self, ready: tf.Tensor, done: tf.Tensor, errors: tf.Tensor, transport: Transport
-    ) -> None:
+    def _advance(self, notes: "Sequence[_Note]", transport: Transport) -> None:
         """Asks the controller, if its time has come, and takes rank 0's answer."""
+        ready, done = tf.stack([n.ready for n in notes]), tf.stack([n.done for n in notes])
+        errors = tf.concat([note.errors for note in notes], 0)
 
         def ask() -> tf.Tensor:
-            numbers = tf.concat([ready, done, tf.reshape(tf.cast(errors, tf.float64), [-1])], 0)
+            numbers = tf.concat([ready, done, tf.cast(errors, tf.float64)], 0)
             gathered = _gathered(numbers, transport)
             answer = tf.numpy_function(self._ask_controller, [gathered], tf.int32)
             answer.set_shape([1 + self._num_buckets])
@@ -191,11 +238,6 @@ class AdaptiveReducer(BucketReducer):
         return np.array([countdown, *levels], "int32")
 
 
-def _run(rounds: Any, transport: Transport) -> Any:
-    """The result of one reduction, which need not be a `Reduction`."""
-    return run_together([rounds], [0], transport)[0]
-
-
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The time in seconds when all of `tensors` are computed, float64."""
     with tf.control_dependencies(tensors):
@@ -211,10 +253,6 @@ def _gathered(numbers: tf.Tensor, transport: Transport) -> tf.Tensor:
     shape = [transport.world_size, *numbers.shape, numbers.dtype.size]
     (gathered,) = transport.all_gather([tf.reshape(tf.bitcast(numbers, tf.uint8), [-1])])
     return tf.bitcast(tf.reshape(gathered, shape), numbers.dtype)
-
-
-def _witness(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n([tf.reduce_sum(tensor) for tensor in tensors])
 
 
 def _cast_error(matrices: Sequence[tf.Tensor]) -> tf.Tensor:

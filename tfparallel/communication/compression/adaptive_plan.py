@@ -79,7 +79,11 @@ class Measurement:
     errors: np.ndarray
 
     def durations_s(self) -> np.ndarray:
-        """`[bucket]`: of the rank that came last, for the others also waited for it."""
+        """`[bucket]`: of the rank that came last, for the others also waited for it.
+
+        A bucket's second round shares a collective with the next bucket's first: where the network
+        is faster than the backward pass, its time holds the waiting for that one.
+        """
         before = np.concatenate([self.ready_s[:, :1], self.done_s[:, :-1]], 1)
         return np.min(self.done_s - np.maximum(self.ready_s, before), 0)
 

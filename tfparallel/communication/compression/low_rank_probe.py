@@ -1,23 +1,20 @@
 """PowerSGD at any rank below that of its state, which can also estimate the error of each rank."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfparallel.communication.compression.orthogonal import orthonormal_rows
-from tfparallel.communication.compression.power_sgd import matrix_shape, warm_start
-from tfparallel.communication.compression.transport import Sum
+from tfparallel.communication.compression.power_sgd import warm_start
 
 NUM_PROJECTIONS = 8
 
 
-def low_rank_rounds(
-    tensors: Sequence[tf.Tensor],
-    queries: Sequence[tf.Tensor],
-    rank: int,
-    probed: Sequence[int] = (),
-) -> Generator[Sum, list[tf.Tensor], tuple]:
-    """As `PowerSGD.rounds`, with the first `rank` rows of Q^T.
+class LowRank:
+    """What every rank computes for `PowerSGD.rounds`, with the first `rank` rows of Q^T.
+
+    Before, between and after two sums over ranks: `first`, `second`, `third`. What is sent are flat
+    vectors.
 
     The error of a rank r is that of the sum over ranks M, which nobody has. Its projections onto
     random vectors W are cheap to sum, and tell the size of anything linear::
@@ -27,52 +24,100 @@ def low_rank_rounds(
     P_r, the first r columns of P, is what P would be for rank r.
 
     Args:
-        tensors: residuals included.
+        matrices: residuals included.
         queries: Q^T of each, `[largest rank, cols]`.
         rank: how many rows to use.
         probed: ranks, none larger than `rank`, whose errors are wanted.
-
-    Returns:
-        Sums, residuals, next queries, a scalar that is finite if all ranks' tensors are, and the
-        relative errors of `probed` over all tensors, float32 `[len(probed)]`.
     """
-    matrices = [tf.reshape(tensor, matrix_shape(tensor.shape)) for tensor in tensors]
-    used = [query[:rank] for query in queries]
-    projections = [_random_rows(NUM_PROJECTIONS if probed else 0, m.shape[1]) for m in matrices]
-    sent = [
-        tf.matmul(tf.concat([q, w], 0), m, transpose_b=True)
-        for q, w, m in zip(used, projections, matrices, strict=True)
-    ]
-    received = yield Sum(sent)
-    bases = [orthonormal_rows(p[:rank]) for p in received]
-    own = [tf.matmul(basis, matrix) for basis, matrix in zip(bases, matrices, strict=True)]
-    totals = yield Sum(own)
-    sums, residuals, next_queries = [], [], []
-    for i, tensor in enumerate(tensors):
-        shape = tensor.shape
-        sums.append(tf.reshape(tf.matmul(bases[i], totals[i], transpose_a=True), shape))
-        sent_of_own = tf.matmul(bases[i], own[i], transpose_a=True)
-        residuals.append(tf.reshape(matrices[i] - sent_of_own, shape))
-        changed = warm_start(totals[i], used[i])
-        next_queries.append(tf.concat([changed, queries[i][rank:]], 0))
-    witness = tf.add_n([tf.reduce_sum(total) for total in totals])
-    exact = [p[rank:] for p in received]
-    errors = [
-        _relative_error(
-            exact,
-            [
-                tf.matmul(tf.matmul(w, q[:r], transpose_b=True), basis[:r])
-                for w, q, basis in zip(projections, totals, bases, strict=True)
-            ],
-        )
-        for r in probed
-    ]
-    return sums, residuals, next_queries, witness, tf.stack(errors) if probed else tf.zeros([0])
+
+    def __init__(
+        self,
+        matrices: Sequence[tf.Tensor],
+        queries: Sequence[tf.Tensor],
+        rank: int,
+        probed: Sequence[int] = (),
+    ):
+        self._matrices, self._queries = matrices, queries
+        self._rank, self._probed = rank, probed
+        self._num_sent = rank + (NUM_PROJECTIONS if probed else 0)
+
+    def first(self) -> tf.Tensor:
+        """P^T, and M W where errors are wanted."""
+        sent = [
+            tf.matmul(tf.concat([query[: self._rank], w], 0), matrix, transpose_b=True)
+            for matrix, query, w in zip(
+                self._matrices, self._queries, self._projections(), strict=True
+            )
+        ]
+        return flat(sent)
+
+    def second(self, received: tf.Tensor) -> tf.Tensor:
+        """This rank's part of Q^T, from the sum of `first`."""
+        pairs = zip(self._bases(received), self._matrices, strict=True)
+        return flat([tf.matmul(basis, matrix) for basis, matrix in pairs])
+
+    def third(self, received: tf.Tensor, own: tf.Tensor, total: tf.Tensor) -> tuple:
+        """The result.
+
+        Args:
+            received: the sum of `first`.
+            own, total: of `second`, and its sum.
+
+        Returns:
+            Sums, residuals, next queries, and the relative errors of `probed` over all tensors,
+            float32 `[len(probed)]`.
+        """
+        bases = self._bases(received)
+        shapes = [[self._rank, matrix.shape[1]] for matrix in self._matrices]
+        totals, owns = parts(total, shapes), parts(own, shapes)
+        sums = [tf.matmul(p, q, transpose_a=True) for p, q in zip(bases, totals, strict=True)]
+        residuals = [
+            matrix - tf.matmul(p, q, transpose_a=True)
+            for matrix, p, q in zip(self._matrices, bases, owns, strict=True)
+        ]
+        queries = [
+            tf.concat([warm_start(q, before[: self._rank]), before[self._rank :]], 0)
+            for q, before in zip(totals, self._queries, strict=True)
+        ]
+        return sums, residuals, queries, self._errors(received, bases, totals)
+
+    def _bases(self, received: tf.Tensor) -> list[tf.Tensor]:
+        return [orthonormal_rows(p[: self._rank]) for p in self._received(received)]
+
+    def _received(self, received: tf.Tensor) -> list[tf.Tensor]:
+        return parts(received, [[self._num_sent, m.shape[0]] for m in self._matrices])
+
+    def _projections(self) -> list[tf.Tensor]:
+        """W^T: the same on all ranks, in every step: what is projected differs."""
+        rows = self._num_sent - self._rank
+        return [
+            tf.random.stateless_normal([rows, m.shape[1]], seed=[m.shape[1], 1])
+            for m in self._matrices
+        ]
+
+    def _errors(self, received: tf.Tensor, bases: list, totals: list) -> tf.Tensor:
+        exact = [p[self._rank :] for p in self._received(received)]
+        factors = list(zip(self._projections(), totals, bases, strict=True))
+        errors = [
+            _relative_error(
+                exact,
+                [tf.matmul(tf.matmul(w, q[:r], transpose_b=True), p[:r]) for w, q, p in factors],
+            )
+            for r in self._probed
+        ]
+        return tf.stack(errors) if errors else tf.zeros([0])
 
 
-def _random_rows(num_rows: int, cols: int) -> tf.Tensor:
-    """The same on all ranks, in every step: what is projected differs."""
-    return tf.random.stateless_normal([num_rows, cols], seed=[cols, 1])
+def flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All values of `tensors`, `[size]`."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def parts(values: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+    """The tensors of these shapes that `flat` has joined."""
+    sizes = [rows * cols for rows, cols in shapes]
+    pieces = tf.split(values, sizes)
+    return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _relative_error(exact: Sequence[tf.Tensor], approximate: Sequence[tf.Tensor]) -> tf.Tensor:
