@@ -1,39 +1,72 @@
 """What a stage keeps of a microbatch between its forward and its backward pass.
 
-A stage of a large model keeps a thousand tensors. Packed into one they are one edge of the step's
-graph, which every pass of TensorFlow over that graph has to visit, and one argument of a call.
+A stage of a large model keeps a thousand tensors. Packed into one list for each dtype they are a
+handful of edges of the step's graph, which every pass of TensorFlow over that graph has to visit.
 """
 
+import collections
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+_NOT_PACKED = (tf.variant, tf.resource)
+
 
 class Stash:
-    """How some tensors are packed: as an optional of tf.data, the one variant of mixed dtypes.
+    """How some tensors are packed.
 
     Args:
         tensors: of a graph, what is to be kept.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor]):
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
+        self._types = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._at: dict[tf.DType, list[int]] = collections.defaultdict(list)
+        for i, (dtype, _) in enumerate(self._types):
+            self._at[dtype].append(i)
 
     @property
     def packed_types(self) -> list[tf.DType]:
         """The types of what `pack` returns."""
-        return [tf.variant] if self._dtypes else []
+        return [
+            own
+            for dtype, at in self._at.items()
+            for own in ([dtype] * len(at) if dtype in _NOT_PACKED else [tf.variant])
+        ]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """One variant tensor that holds `tensors`; none without tensors."""
-        return [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
+        """A few variant tensors that hold `tensors`."""
+        packed = []
+        for dtype, at in self._at.items():
+            if dtype in _NOT_PACKED:
+                packed += [tensors[i] for i in at]
+                continue
+            handle = tf.raw_ops.EmptyTensorList(
+                element_shape=-1, max_num_elements=-1, element_dtype=dtype
+            )
+            for i in at:
+                handle = tf.raw_ops.TensorListPushBack(input_handle=handle, tensor=tensors[i])
+            packed.append(handle)
+        return packed
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that `pack` has packed."""
-        if not self._dtypes:
-            return []
-        (optional,) = packed
-        return tf.raw_ops.OptionalGetValue(
-            optional=optional, output_types=self._dtypes, output_shapes=self._shapes
-        )
+        tensors: list = [None] * len(self._types)
+        rest = iter(packed)
+        for dtype, at in self._at.items():
+            if dtype in _NOT_PACKED:
+                for i in at:
+                    tensors[i] = next(rest)
+                continue
+            handle = next(rest)
+            for index, i in enumerate(at):
+                shape = self._types[i][1]
+                sizes = -1 if shape.rank is None else [-1 if n is None else n for n in shape]
+                tensors[i] = tf.raw_ops.TensorListGetItem(
+                    input_handle=handle,
+                    index=index,
+                    element_shape=tf.constant(sizes, tf.int32),
+                    element_dtype=dtype,
+                )
+                tensors[i].set_shape(shape)
+        return tensors
