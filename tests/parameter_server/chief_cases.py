@@ -293,8 +293,14 @@ def worker_is_lost() -> dict:
         servers.kill("worker", 1)
         threading.Timer(0.5, lambda: servers.start("worker", 1)).start()
 
+    def stop():
+        with tf.device("/job:worker/task:1"):
+            there = tf.identity(0.0)
+        servers.stop("worker", 1)
+        del there  # its release is under way as long as the worker is stopped
+
     results = {}
-    for name, lose in {"killed": kill, "stopped": lambda: servers.stop("worker", 1)}.items():
+    for name, lose in {"killed": kill, "stopped": stop}.items():
         first = fit(2, At(5, lose))
         servers.go_on("worker", 1)
         deadline_s = time.monotonic() + 40

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
 from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
-from tfparallel.tf_internals import context, new_executor
 
 MakeStep = Callable[[Callable, Arguments], RemoteStep]
 
@@ -95,9 +94,6 @@ class BatchIterator:
 
     def __init__(self, source: Iterator, num_batches: int | None):
         self._source, self._num_batches = source, num_batches
-        # In the usual executor, tf.data first waits for all that is pending there, also for tensors
-        # to be released on a worker; if that worker is stopped, for ever.
-        self._executor = new_executor(enable_async=False)
         self._next: Any = None
         self._num_read = 0
         self.is_at_end = False
@@ -106,19 +102,15 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
-        batch = self._next if self._num_read else self._read()
+        batch = self._next if self._num_read else next(self._source, None)
         if batch is None:
             raise StopIteration
         self._num_read += 1
-        self._next = self._read()
+        self._next = next(self._source, None)
         self.is_at_end = self._next is None or (
             self._num_batches is not None and self._num_read % self._num_batches == 0
         )
         return batch
-
-    def _read(self) -> Any:
-        with context.executor_scope(self._executor):
-            return next(self._source, None)
 
 
 def _submitted_ahead(source: Iterator, submit: Callable[[Any], Step], num_ahead: int) -> Iterator:

@@ -1,9 +1,27 @@
-"""Eager operations on other tasks, whose errors stay where they belong."""
+"""Eager operations on other tasks, whose errors and delays stay where they belong.
+
+Threads share an executor until they have one of their own. TensorFlow releases tensors on tasks
+there, whichever thread drops them, and waits for all that is pending there before it reads the next
+batch of a dataset: for ever, if a task has stopped. What a call raises late, too, fails all that
+its executor does next.
+"""
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 from tfparallel.tf_internals import context, new_executor
+
+_of_thread = threading.local()
+
+
+def own_executor() -> Any:
+    """The calling thread's own executor; from the first call on the thread uses it."""
+    if not hasattr(_of_thread, "executor"):
+        _of_thread.executor = new_executor(enable_async=False)
+        context.context().executor = _of_thread.executor
+    return _of_thread.executor
 
 
 @contextlib.contextmanager
@@ -13,6 +31,7 @@ def remote_calls() -> Iterator[None]:
     They return before they are done, and what fails later fails the executor: were it the thread's
     own, all that the thread does next would raise the error of a task that was lost.
     """
+    own_executor()  # the scope waits for what it leaves
     executor = new_executor(enable_async=False)
     try:
         with context.executor_scope(executor):

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
+from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.staleness import StalenessBound
-from tfparallel.tf_internals import context, new_executor
 
 
 class Arguments(Protocol):
@@ -158,21 +158,18 @@ class WorkerPool:
     # ---- for the thread of a worker --------------------------------------------------------------
 
     def _work(self, worker: int) -> None:
-        # Calls return before they are done, and what fails later fails the executor: with one
-        # that all threads share, the loss of a worker would be every worker's, and the chief's.
-        executor = new_executor(enable_async=False)
-        with context.executor_scope(executor):
-            while True:
-                step = self._take(worker)
-                try:
-                    self._run(worker, step, executor)
-                except TaskLost as lost:
-                    executor.clear_error()
-                    self._give_back(worker, step)
-                    self._await_worker(worker, lost)
-                except BaseException as error:
-                    executor.clear_error()
-                    self._fail(worker, step, error)
+        executor = own_executor()
+        while True:
+            step = self._take(worker)
+            try:
+                self._run(worker, step, executor)
+            except TaskLost as lost:
+                executor.clear_error()
+                self._give_back(worker, step)
+                self._await_worker(worker, lost)
+            except BaseException as error:
+                executor.clear_error()
+                self._fail(worker, step, error)
 
     def _take(self, worker: int) -> Step:
         with self._changed:

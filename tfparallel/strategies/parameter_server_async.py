@@ -24,6 +24,7 @@ from tfparallel.parameter_server.keras_functions import (
     PredictFunction,
     StepFunction,
 )
+from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
@@ -164,6 +165,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     # ---- how a batch is split --------------------------------------------------------------------
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        own_executor()
         model: Any = call.model
         if model.run_eagerly:
             raise ValueError(

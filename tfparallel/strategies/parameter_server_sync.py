@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
+from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
 from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
 from tfparallel.parameter_server.steps_once import StepsOnce
@@ -53,6 +54,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
             steps.changed_elsewhere()
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        own_executor()
         surround_epochs(call, self._watched)
         model: Any = call.model
         if model.run_eagerly or model.jit_compile:
