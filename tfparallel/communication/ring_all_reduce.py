@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.communication.joining import join, split
 from tfparallel.communication.ring import Ring
 from tfparallel.tf_internals import ResourceVariable
 
@@ -24,14 +25,11 @@ class RingAllReduce(BucketedAllReduce):
         self._ring, self._order = ring, order
 
     def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        packed = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+        packed = join(tensors)
         total = self._call_ring(self._ring.all_reduce, packed, packed.shape)
-        sizes = [tf.size(tensor) for tensor in tensors]
-        parts = [total] if len(flat) == 1 else tf.split(total, sizes)
+        parts = split(total, [tf.shape(tensor) for tensor in tensors])
         return [
-            tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
-            for part, tensor in zip(parts, tensors, strict=True)
+            tf.ensure_shape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
         ]
 
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:

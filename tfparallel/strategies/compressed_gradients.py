@@ -17,6 +17,7 @@ from tfparallel.communication.compression import (
     Transport,
     sum_halves,
 )
+from tfparallel.communication.joining import join, split
 from tfparallel.strategies.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.strategies.workers import WorkersExtended
 from tfparallel.tf_internals import Mirrored, distribute_lib, distribute_utils
@@ -120,14 +121,14 @@ class WorkersTransport:
         for dtype in dict.fromkeys(each.dtype for each in tensors):
             chosen = [i for i, each in enumerate(tensors) if each.dtype == dtype]
             total = sum_halves(
-                tf.concat([tf.reshape(tensors[i], [-1]) for i in chosen], 0),
+                join([tensors[i] for i in chosen]),
                 self.world_size,
                 self._extended._host_all_to_all,
                 lambda part: self.all_gather([part])[0],
             )
-            parts = tf.split(total, [tensors[i].shape.num_elements() for i in chosen])
-            for i, part in zip(chosen, parts, strict=True):
-                sums[i] = tf.reshape(part, tensors[i].shape)
+            own = split(total, [tensors[i].shape for i in chosen])
+            for i, part in zip(chosen, own, strict=True):
+                sums[i] = part
         return sums
 
     def _sum_of_both(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -143,7 +144,7 @@ class WorkersTransport:
         """In one collective."""
         if not tensors:
             return []
-        flat = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
+        flat = join(tensors)
         if self.world_size == 2:
             rows = self._gather_of_both(flat)
         else:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.agreement import Agreement, DisagreementError
+from tfparallel.communication.joining import join, split
 from tfparallel.strategies.base import ReplicatedExtended
 from tfparallel.strategies.variables import MetricVariable, prefetched_metrics
 from tfparallel.strategies.worker_files import keep_files_of_other_workers_apart
@@ -126,11 +127,10 @@ class WorkersExtended(ReplicatedExtended):
         sums: list = [None] * len(tensors)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in chosen], 0)
-            flat = self._host_sum(flat)
-            parts = tf.split(flat, [tf.size(tensors[i]) for i in chosen])
-            for i, part in zip(chosen, parts, strict=True):
-                sums[i] = tf.reshape(part, tf.shape(tensors[i]))
+            total = self._host_sum(join([tensors[i] for i in chosen]))
+            own = split(total, [tf.shape(tensors[i]) for i in chosen])
+            for i, part in zip(chosen, own, strict=True):
+                sums[i] = part
         return sums
 
     def _gather_rows(self, rows: Any) -> Any:

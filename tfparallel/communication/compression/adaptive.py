@@ -15,7 +15,7 @@ from tfparallel.communication.compression.buckets import (
     uncompressed,
 )
 from tfparallel.communication.compression.cast import Cast
-from tfparallel.communication.compression.low_rank_probe import LowRank, flat, parts
+from tfparallel.communication.compression.low_rank import LowRank
 from tfparallel.communication.compression.power_sgd import PowerSGD, matrix_shape
 from tfparallel.communication.compression.transport import (
     Reduction,
@@ -24,6 +24,7 @@ from tfparallel.communication.compression.transport import (
     Transport,
     run_together,
 )
+from tfparallel.communication.joining import join, split
 from tfparallel.tf_internals import FuncGraph, ResourceVariable, run_independently
 
 
@@ -166,10 +167,10 @@ class AdaptiveReducer(BucketReducer):
         def sum_of_halves() -> tf.Tensor:
             rounds = half.rounds(matrices, [{} for _ in matrices], ranks)
             (reduction,) = run_together([rounds], [0], transport)
-            return flat(reduction.sums)
+            return join(reduction.sums)
 
         def whole(total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
-            sums = parts(total, [matrix.shape for matrix in matrices])
+            sums = split(total, [matrix.shape for matrix in matrices])
             return sums, residuals, queries, no_errors
 
         def exact() -> tuple:
@@ -189,7 +190,7 @@ class AdaptiveReducer(BucketReducer):
             of_ranks = [functools.partial(of_rank, low_rank) for low_rank in low_ranks]
             return tf.switch_case(level, [*others, *of_ranks])
 
-        sent = branches(lambda: flat(matrices), nothing, of_rank=LowRank.first)
+        sent = branches(lambda: join(matrices), nothing, of_rank=LowRank.first)
         (first,) = yield Sum([sent])
         halves = tf.cond(tf.equal(level, 1), sum_of_halves, nothing)
         own = branches(nothing, nothing, of_rank=lambda low_rank: low_rank.second(first))

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfparallel.communication.joining import join
+
 
 def pack_bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The bytes of tensors of static shapes, one after the other, uint8 `[size_bytes]`."""
-    return tf.concat([tf.reshape(_as_bytes(tensor), [-1]) for tensor in tensors], 0)
+    return join([_as_bytes(tensor) for tensor in tensors])
 
 
 def unpack_bytes(data: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:

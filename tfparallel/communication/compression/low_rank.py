@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfparallel.communication.compression.orthogonal import orthonormal_rows
 from tfparallel.communication.compression.power_sgd import warm_start
+from tfparallel.communication.joining import join, split
 
 NUM_PROJECTIONS = 8
 
@@ -49,12 +50,12 @@ class LowRank:
                 self._matrices, self._queries, self._projections(), strict=True
             )
         ]
-        return flat(sent)
+        return join(sent)
 
     def second(self, received: tf.Tensor) -> tf.Tensor:
         """This rank's part of Q^T, from the sum of `first`."""
         pairs = zip(self._bases(received), self._matrices, strict=True)
-        return flat([tf.matmul(basis, matrix) for basis, matrix in pairs])
+        return join([tf.matmul(basis, matrix) for basis, matrix in pairs])
 
     def third(self, received: tf.Tensor, own: tf.Tensor, total: tf.Tensor) -> tuple:
         """The result.
@@ -69,7 +70,7 @@ class LowRank:
         """
         bases = self._bases(received)
         shapes = [[self._rank, matrix.shape[1]] for matrix in self._matrices]
-        totals, owns = parts(total, shapes), parts(own, shapes)
+        totals, owns = split(total, shapes), split(own, shapes)
         sums = [tf.matmul(p, q, transpose_a=True) for p, q in zip(bases, totals, strict=True)]
         residuals = [
             matrix - tf.matmul(p, q, transpose_a=True)
@@ -85,7 +86,7 @@ class LowRank:
         return [orthonormal_rows(p[: self._rank]) for p in self._received(received)]
 
     def _received(self, received: tf.Tensor) -> list[tf.Tensor]:
-        return parts(received, [[self._num_sent, m.shape[0]] for m in self._matrices])
+        return split(received, [[self._num_sent, m.shape[0]] for m in self._matrices])
 
     def _projections(self) -> list[tf.Tensor]:
         """W^T: the same on all ranks, in every step: what is projected differs."""
@@ -106,18 +107,6 @@ class LowRank:
             for r in self._probed
         ]
         return tf.stack(errors) if errors else tf.zeros([0])
-
-
-def flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """All values of `tensors`, `[size]`."""
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-
-
-def parts(values: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
-    """The tensors of these shapes that `flat` has joined."""
-    sizes = [rows * cols for rows, cols in shapes]
-    pieces = tf.split(values, sizes)
-    return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _relative_error(exact: Sequence[tf.Tensor], approximate: Sequence[tf.Tensor]) -> tf.Tensor:

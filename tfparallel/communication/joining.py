@@ -1,0 +1,27 @@
+"""Tensors as one vector: a collective has a price for each call."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All values of tensors of one dtype, one after the other, `[size]`."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
+def split(joined: tf.Tensor, shapes: Sequence[Any]) -> list[tf.Tensor]:
+    """The tensors that `join` has joined.
+
+    Args:
+        joined: `[size]`.
+        shapes: of the tensors: lists, fully defined `tf.TensorShape`s, or what `tf.shape` gives.
+    """
+    if len(shapes) == 1:
+        return [tf.reshape(joined, shapes[0])]
+    sizes = [tf.reduce_prod(x) if tf.is_tensor(x) else math.prod(x) for x in shapes]
+    pieces = tf.split(joined, sizes)
+    return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
