@@ -43,6 +43,7 @@ def _called(computation, device=DEVICES[0]):
         for own in definition.library.function
         if own.signature.name in called
         for node in own.node_def
+        if "executor_type" in node.attr
     ]
     return step(tf.constant(X))[0].numpy(), executors
 
