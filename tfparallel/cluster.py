@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tfparallel.mistakes import MistakesError
+
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
 # "host:port"; an IPv6 host stands in brackets, since it has colons of its own.
@@ -25,22 +27,12 @@ _ADDRESS_FORM = (
 )
 
 
-class ClusterConfigError(ValueError):
+class ClusterConfigError(MistakesError):
     """A cluster description with at least one mistake.
 
     Attributes:
         problems: every mistake, each as "dotted.path: expected this. Received: that."
     """
-
-    def __init__(self, problems: Sequence[str], source: str = "The cluster description"):
-        super().__init__(tuple(problems), source)
-        self.problems = tuple(problems)
-        self._source = source
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        heading = f"{self._source} has {count} mistake{'s' if count > 1 else ''}:"
-        return "\n  - ".join([heading, *self.problems])
 
 
 class ClusterConfig(BaseModel):
@@ -76,7 +68,7 @@ class ClusterConfig(BaseModel):
             "rpc_layer": rpc_layer,
         }
         if problems := list(_cluster_config_problems(config)):
-            raise ClusterConfigError(problems)
+            raise ClusterConfigError(problems, source="The cluster description")
         super().__init__(
             cluster=cluster, task_type=task_type, task_index=int(task_index), rpc_layer=rpc_layer
         )

@@ -8,23 +8,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from tfparallel.mistakes import MistakesError
 
-class ConfigError(ValueError):
-    """A configuration with at least one mistake.
 
-    Attributes:
-        problems: every mistake, each as "dotted.path: should be this. Received: that."
-    """
-
-    def __init__(self, problems: Sequence[str], source: str):
-        super().__init__(tuple(problems), source)
-        self.problems = tuple(problems)
-        self._source = source
-
-    def __str__(self) -> str:
-        count = len(self.problems)
-        heading = f"{self._source} has {count} mistake{'s' if count > 1 else ''}:"
-        return "\n  - ".join([heading, *self.problems])
+class ConfigError(MistakesError):
+    """A configuration with at least one mistake."""
 
 
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
