@@ -73,6 +73,26 @@ def test_a_duration_is_that_of_the_rank_that_came_last():
     np.testing.assert_allclose(measurement.offsets_s(), [0.0, 2.5])
 
 
+def test_buckets_that_are_done_out_of_order_take_no_time_of_their_own():
+    measurement = Measurement(np.array([[0.0, 1.0]]), np.array([[5.0, 4.0]]), np.zeros((1, 2, 3)))
+    np.testing.assert_allclose(measurement.durations_s(), [5.0, 0.0])
+
+
+@pytest.mark.parametrize(("half_bytes", "level"), [(0.0, HALF), (0.5, COARSE)])
+def test_a_level_takes_the_time_that_its_bytes_need(half_bytes, level):
+    """Half's second bucket seems to take none, as the first one is done later."""
+    plan = Controller(2, ["exact", "half", "coarse"], [0, 1, 2], 3, max_error=0.6, interval=10)
+    plan.bytes_shares = np.array([[1.0, half_bytes, 0.01]] * 2)
+    done_s = {EXACT: [10.0, 20.0], HALF: [10.0, 9.0], COARSE: [0.5, 1.0], 3: [0.6, 1.2]}
+    levels, _ = plan.advance(Measurement(np.zeros((1, 2)), np.ones((1, 2)), np.zeros((1, 2, 3))))
+    for step in range(3 * MEASURED_STEPS + 1):
+        start_s = 100.0 * step
+        ready_s, done = np.full((1, 2), start_s), start_s + np.array([done_s[levels[0]]])
+        errors = np.tile([0, 1e-4, 0.3], (1, 2, 1))
+        levels, _ = plan.advance(Measurement(ready_s, done, errors))
+    assert levels == [COARSE, level]
+
+
 def drive(controller, durations_of, error, steps):
     """Runs `controller` on two buckets that take `durations_of(level)`; returns levels by step."""
     levels, now, countdown, taken = [0, 0], 0.0, 1, []

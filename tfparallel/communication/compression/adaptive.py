@@ -15,6 +15,7 @@ from tfparallel.communication.compression.buckets import (
     uncompressed,
 )
 from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compressor import num_elements
 from tfparallel.communication.compression.low_rank import LowRank
 from tfparallel.communication.compression.power_sgd import PowerSGD, matrix_shape
 from tfparallel.communication.compression.transport import (
@@ -126,6 +127,7 @@ class AdaptiveReducer(BucketReducer):
         """As `BucketReducer.reduce`."""
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
+        self._controller.bytes_shares = np.array([self._bytes_shares(b) for b in buckets])
         levels = tf.unstack(self._levels.read_value())
         notes = [_Note() for _ in buckets]
         reductions = [
@@ -136,6 +138,14 @@ class AdaptiveReducer(BucketReducer):
         reduced = run_together([*reductions, uncompressed(plain)], starts, transport)
         self._advance(notes, transport)
         return reduced
+
+    def _bytes_shares(self, bucket: Bucket) -> list[float]:
+        """What each level sends of a bucket, over what is sent of it uncompressed."""
+        shapes = [tensor.shape for tensor in bucket.tensors]
+        exact = sum(4 * num_elements(shape) for shape in shapes)
+        levels = self._adaptive.levels[1:]
+        compressed = [sum(map(level.payload_bytes, shapes)) for level in levels]
+        return [sent / exact if exact else 0.0 for sent in [exact, *compressed]]
 
     def _rounds(
         self, bucket: Bucket, level: tf.Tensor, transport: Transport, note: "_Note"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MEASURED_STEPS = 3  # of each level; the fastest counts
+MEASURED_STEPS = 3  # with each level for all buckets; the fastest counts
 _TOLERANCE = 0.03  # of the fastest step: so much longer may it be for a more exact gradient
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
@@ -84,8 +84,10 @@ class Measurement:
         A bucket's second round shares a collective with the next bucket's first: where the network
         is faster than the backward pass, its time holds the waiting for that one.
         """
-        before = np.concatenate([self.ready_s[:, :1], self.done_s[:, :-1]], 1)
-        return np.min(self.done_s - np.maximum(self.ready_s, before), 0)
+        # One may be decompressed before an earlier one is: then it took no time of its own.
+        done_s = np.maximum.accumulate(self.done_s, axis=1)
+        before = np.concatenate([self.ready_s[:, :1], done_s[:, :-1]], 1)
+        return np.min(done_s - np.maximum(self.ready_s, before), 0)
 
     def offsets_s(self) -> np.ndarray:
         """`[bucket]`: when each was ready, after the first, on the slowest rank."""
@@ -108,6 +110,11 @@ class Controller:
         probe: the number that stands for a probing step; it is timed like no level.
         max_error: see `choose_levels`.
         interval: steps between two decisions.
+
+    Attributes:
+        bytes_shares: `[bucket, level]`, what a level sends over what level 0 sends; zeros where
+            that is not known.
+        log: decisions, with the times and errors that they were taken from.
     """
 
     num_buckets: int
@@ -119,6 +126,7 @@ class Controller:
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.bytes_shares = np.zeros((self.num_buckets, len(self.names)))
         self._plan: list[int] = []
         self._queue: list[list[int]] = []
         self._running: list[int] = []  # the levels of the step that is measured next
@@ -164,7 +172,7 @@ class Controller:
     def _decide(self) -> tuple[list[int], int]:
         probes = self._measurements.pop(self.probe)
         if self._measurements:
-            self._durations_s = self._interpolated()
+            self._durations_s = self._times_of_levels()
             exact = self._measurements[self.measured[0]]
             self._ready_s = np.median([m.offsets_s() for m in exact], 0)
             ends = [m.done_s[:, -1] for m in exact]
@@ -186,15 +194,18 @@ class Controller:
         self._steps += self.interval
         return self._plan, self.interval
 
-    def _interpolated(self) -> np.ndarray:
+    def _times_of_levels(self) -> np.ndarray:
+        """`[bucket, level]`."""
         durations = np.empty((self.num_buckets, len(self.names)))
         for level, measurements in self._measurements.items():
-            durations[:, level] = np.min([m.durations_s() for m in measurements], 0)
+            durations[:, level] = min((m.durations_s() for m in measurements), key=np.sum)
         first, last = self.measured[-2:]
         for level in range(first + 1, last):
             share = (level - first) / (last - first)
             durations[:, level] = (1 - share) * durations[:, first] + share * durations[:, last]
-        return durations
+        # A level computes more than level 0, and its bytes need their time: what looks faster has
+        # left its time to a neighbour.
+        return np.maximum(durations, self.bytes_shares * durations[:, :1])
 
     def _say(self, text: str) -> None:
         self.log.append(f"step {self._steps}: {text}")
