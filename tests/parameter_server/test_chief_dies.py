@@ -17,6 +17,7 @@ def test_servers_serve_a_chief_that_is_started_again(make_servers, start_chief):
     chief = start_chief("chief_of_others", servers, CASE_EPOCHS="10000")
     chief.wait_for("EPOCH 1")
     chief.process.kill()
+    assert chief.process.wait() is not None  # or its port is not free yet
     result = start_chief("chief_of_others", servers, CASE_EPOCHS="2").result()
     assert result["iterations"] == result["expected"]
     assert result["seen"] == [1.0]
