@@ -4,11 +4,11 @@
     python benchmarks/pipeline_torch.py --microbatches 8 --steps 20 --rounds 3
 
 Two stages of decoder blocks, written alike, 1F1B, the same microbatches, plain SGD. Both run two
-processes with one thread each for the insides of operations: torch over Gloo, ours over
-TensorFlow's gRPC. "here" is ours with both stages in one process, on two logical CPU devices;
-"alone" and "torch alone" are the same model in one process of one thread, microbatch by microbatch
-without a pipeline. Prints median milliseconds of a step, and medians over rounds of ratios to
-torch: below 1 ours is faster.
+processes with one thread each for the insides of operations, each bound to a CPU of its own (with
+`--unbound`, to none): torch over Gloo, ours over TensorFlow's gRPC. "here" is ours with both stages
+in one process, on two logical CPU devices; "alone" and "torch alone" are the same model in one
+process of one thread, microbatch by microbatch without a pipeline. Prints median milliseconds of a
+step, and medians over rounds of ratios to torch: below 1 ours is faster.
 """
 
 import argparse
@@ -39,16 +39,17 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--unbound", action="store_true", help="processes run on any CPU")
     parser.add_argument("--compare", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--contestant", choices=CONTESTANTS, help="run only this one, here")
     options = parser.parse_args()
     if options.contestant:
-        run_here(options.contestant, options.microbatches, options.steps)
+        run_here(options.contestant, options)
         return
     medians_ms: dict[str, list[float]] = {name: [] for name in options.compare}
     for _ in range(options.rounds):
         for name in options.compare:
-            times_s = run(name, options.torch_python)
+            times_s = run(name, options)
             medians_ms[name].append(statistics.median(times_s) * 1e3)
         print({name: f"{own[-1]:.1f} ms" for name, own in medians_ms.items()}, flush=True)
     for name, other in (("ours", "torch"), ("here", "torch"), ("alone", "torch alone")):
@@ -58,12 +59,13 @@ def main() -> None:
         print(f"{name} / {other}: {statistics.median(ratios):.2f}")
 
 
-def run(name: str, torch_python: str) -> list[float]:
+def run(name: str, options: argparse.Namespace) -> list[float]:
     """Seconds of each step of a contestant, in fresh processes."""
-    python = torch_python if name.startswith("torch") else sys.executable
+    python = options.torch_python if name.startswith("torch") else sys.executable
     script = [__file__, *sys.argv[1:], "--contestant", name]
     if name == "ours":
-        script = ["-m", "tfparallel", "launch", "--standalone", "--workers", "2", *script]
+        bind = [] if options.unbound else ["--bind-cpus"]
+        script = ["-m", "tfparallel", "launch", "--standalone", "--workers", "2", *bind, *script]
     threads = "2" if name == "here" else "1"
     done = subprocess.run(
         [python, *script],
@@ -78,10 +80,11 @@ def run(name: str, torch_python: str) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1].removeprefix("[worker 0] "))
 
 
-def run_here(name: str, microbatches: int, steps: int) -> None:
+def run_here(name: str, options: argparse.Namespace) -> None:
     """Runs one contestant in this process, which prints the seconds of its steps."""
+    microbatches, steps = options.microbatches, options.steps
     if name == "torch":
-        run_torch(microbatches, steps)
+        run_torch(microbatches, steps, options.unbound)
         return
     contestants = {"alone": alone, "torch alone": torch_alone}
     if name in contestants:
@@ -166,16 +169,18 @@ def keras_model(stage=lambda _: contextlib.nullcontext(), **optimizer_options):
     return model
 
 
-def run_torch(microbatches: int, steps: int) -> None:
+def run_torch(microbatches: int, steps: int, unbound: bool) -> None:
     """Starts both ranks; the last one prints."""
     import torch.multiprocessing
 
-    arguments = (microbatches, steps)
+    arguments = (microbatches, steps, unbound)
     torch.multiprocessing.spawn(torch_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
 
 
-def torch_rank(rank: int, microbatches: int, steps: int) -> None:
+def torch_rank(rank: int, microbatches: int, steps: int, unbound: bool) -> None:
     """One stage."""
+    if not unbound:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

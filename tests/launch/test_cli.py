@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(60)
 SHOW = """
 import json, os, sys
 names = ["TF_CONFIG", "TFPARALLEL_LOGICAL_CPUS", "TF_NUM_INTEROP_THREADS", "PYTHONUNBUFFERED"]
-print(json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+place = {"argv": sys.argv[1:], "cpus": sorted(os.sched_getaffinity(0))}
+print(json.dumps({**place, **{name: os.environ.get(name) for name in names}}))
 """
 
 
@@ -76,6 +77,16 @@ def test_sets_the_environment_of_workers(tfparallel):
     assert worker["TFPARALLEL_LOGICAL_CPUS"] == "4"
     assert worker["PYTHONUNBUFFERED"] == "1"
     assert worker["TF_NUM_INTEROP_THREADS"] is not None or os.cpu_count() >= 8
+
+
+def test_binds_each_process_to_cpus_of_its_own(tfparallel):
+    usable = os.sched_getaffinity(0)
+    if len(usable) < 2:
+        pytest.skip("two processes need two CPUs")
+    job = ["launch", "--standalone", "--workers", "2"]
+    bound = [set(worker["cpus"]) for worker in shown(tfparallel(*job, "--bind-cpus", "show.py"))]
+    assert bound[0] | bound[1] == usable and not bound[0] & bound[1] and all(bound)
+    assert [set(worker["cpus"]) for worker in shown(tfparallel(*job, "show.py"))] == [usable] * 2
 
 
 def test_keeps_what_the_user_has_set(tfparallel):
@@ -157,6 +168,8 @@ print("sum", float(strategy.run(step)))
         (["launch", "--standalone", "--workers", "1", "-m", "show.py"],
          "Received: 'show.py'. For a file, leave -m out."),
         (["launch", "--standalone", "--workers", "1", "-m", "./show"], "Received: './show'"),
+        (["launch", "--standalone", "--workers", "9999", "--bind-cpus", "show.py"],
+         "a CPU for each process. Received: 9999 processes"),
         (["launch", "--stand", "--workers", "1", "show.py"],
          "unrecognized arguments: --stand"),
     ],

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfparallel.launch.backups import add_backups_command
+from tfparallel.launch.cpus import share_cpus
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 from tfparallel.launch.processes import Ending, WorkerCommand, run_job
 from tfparallel.launch.restarts import RESTART_VARIABLE, run_with_restarts
-from tfparallel.launch.roles import count_roles, plan_processes
+from tfparallel.launch.roles import Role, count_roles, plan_processes
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
@@ -100,6 +101,11 @@ def _make_parser() -> argparse.ArgumentParser:
         help="logical CPU devices in each worker (default: left to the script)",
     )
     launch.add_argument(
+        "--bind-cpus",
+        action="store_true",
+        help="each process runs on CPUs of its own, an equal share of this machine's",
+    )
+    launch.add_argument(
         "--grace-seconds",
         type=_non_negative_float,
         metavar="S",
@@ -140,6 +146,10 @@ def _check_launch(args: argparse.Namespace) -> None:
             "launch expects Linux, whose kernel ends the workers of a launcher that dies. "
             f"Received: {sys.platform}. Set TF_CONFIG and run the script once per worker."
         )
+    try:
+        _cpus_of_processes(args)
+    except ValueError as error:
+        args.error(f"{error} Leave --bind-cpus out, and they share the CPUs.")
     if args.is_module and not _module_exists(args.script):
         args.error(
             f"-m expects a module that can be imported. Received: {args.script!r}. "
@@ -155,17 +165,31 @@ def _check_launch(args: argparse.Namespace) -> None:
 def _launch(args: argparse.Namespace, restart: int) -> Ending:
     what = ["-m", args.script] if args.is_module else [args.script]
     argv = (sys.executable, *what, *args.script_args)
-    counts = count_roles(args.workers, args.ps or 0, args.evaluator)
+    counts = _counts(args)
+    cpus = _cpus_of_processes(args)
     with reserved_addresses(sum(counts.values())) as addresses:
         remaining = iter(addresses)
         plan = plan_processes(
             {role: list(itertools.islice(remaining, count)) for role, count in counts.items()},
             {**os.environ, **REUSE_PORT_ENV, RESTART_VARIABLE: str(restart)},
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=min(map(len, cpus)),
             devices_per_worker=args.devices_per_worker,
         )
-        commands = [WorkerCommand(process.label, argv, process.env) for process in plan]
+        commands = [
+            WorkerCommand(process.label, argv, process.env, tuple(own))
+            for process, own in zip(plan, cpus, strict=True)
+        ]
         return run_job(commands, grace_s=args.grace_seconds)
+
+
+def _counts(args: argparse.Namespace) -> dict[Role, int]:
+    return count_roles(args.workers, args.ps or 0, args.evaluator)
+
+
+def _cpus_of_processes(args: argparse.Namespace) -> list[list[int]]:
+    """The CPUs that each process of the job may use, in the plan's order."""
+    usable, num_processes = sorted(os.sched_getaffinity(0)), sum(_counts(args).values())
+    return share_cpus(usable, num_processes) if args.bind_cpus else [usable] * num_processes
 
 
 def _note(text: str) -> None:

@@ -46,11 +46,13 @@ class WorkerCommand:
         label: names it in the output, for example "worker 1".
         argv: the program and its arguments.
         env: its whole environment.
+        cpus: the only ones it runs on; none for those that this process runs on.
     """
 
     label: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
 
 
 def run_processes(
@@ -182,9 +184,11 @@ class _Group:
     def start(self) -> None:
         """Start every command, in a session and so a process group of its own."""
         for rank, command in enumerate(self._commands):
+            cpus = ",".join(map(str, command.cpus))
+            # -I -S: starts in 10 ms, as it loads nothing.
+            wrapper = (sys.executable, "-I", "-S", _DIE_WITH_LAUNCHER, str(os.getpid()), cpus)
             process = subprocess.Popen(
-                # -I -S: starts in 10 ms, as it loads nothing.
-                [sys.executable, "-I", "-S", _DIE_WITH_LAUNCHER, str(os.getpid()), *command.argv],
+                [*wrapper, *command.argv],
                 env={**command.env, MARK_VARIABLE: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -73,7 +73,7 @@ def plan_processes(
         roles: the addresses of each role, "host:port".
         base_env: what every process inherits. `PYTHONUNBUFFERED` and `TF_NUM_INTEROP_THREADS`
             are kept if they are set there.
-        num_cores: how many cores the processes may use.
+        num_cores: how many cores each process may use.
         devices_per_worker: how many logical CPU devices each process opens; None leaves it to
             the script.
     """
