@@ -271,6 +271,11 @@ def is_keras_step(fn: Callable) -> bool:
     return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
 
 
+def is_stock_step(fn: Any) -> bool:
+    """Whether `fn` is Keras's own step of a model, which gets a batch `(x, y, sample_weight)`."""
+    return getattr(keras_trainer.TensorFlowTrainer, fn.__name__, None) is fn.__func__
+
+
 def uses_stock_train_step(model: keras_trainer.TensorFlowTrainer) -> bool:
     """Whether `model` trains by Keras's own `train_step`, which calls `optimizer.scale_loss`."""
     return type(model).train_step is keras_trainer.TensorFlowTrainer.train_step

@@ -4,6 +4,7 @@ A case returns what its test looks at; it is printed as one line of JSON. The se
 from a process that has not started TensorFlow.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -102,10 +103,15 @@ def two_stages() -> dict:
         None, batch_norm_model, rows=24, batch_size=3, optimizer=lambda: accumulating
     )
     with_statistics = train(strategy, batch_norm_model, **rows)
+    # The last batch has fewer rows than there are microbatches.
+    few = {"rows": 10, "batch_size": 7, "sample_weight": np.linspace(0.5, 2.0, 10)}
     pairs = zip(accumulated.model.get_weights(), with_statistics.model.get_weights(), strict=True)
     return {
         "skip_connections": difference(train(None, deep_model), deep),
         "batch_norm": max(float(np.abs(a - b).max()) for a, b in pairs),
+        "sample_weight": difference(
+            train(None, deep_model, **few), train(strategy, deep_model, **few)
+        ),
         "dropout": difference(train(here, dropout_model), train(strategy, dropout_model)),
         "devices": [weight.value.values[0].device for weight in deep.model.weights],
         "slots": [v.value.values[0].device for v in deep.model.optimizer.variables[2:]],
@@ -126,6 +132,7 @@ def three_stages() -> dict:
     return {
         "difference": difference(train(None, deep_model), piped),
         "links": sorted(_links(strategy)),
+        "beside_activations": _beside_activations(strategy),
     }
 
 
@@ -145,17 +152,39 @@ def one_thread() -> dict:
 
 def _links(strategy: tf.distribute.Strategy) -> set:
     """Pairs of tasks: one makes an activation or a gradient, and another one takes it."""
+    sent = _sent(strategy, *(tf.constant(array) for array in tiny_data(8)))
+    return {
+        (source, target)
+        for x, source, target in sent
+        if x.dtype == tf.float32 and x.shape.rank == 2 and source and target
+    }
+
+
+def _beside_activations(strategy: tf.distribute.Strategy) -> dict:
+    """For batches of any number of rows: how many other tensors the chief sends to the last stage.
+
+    Returns:
+        The number by the type of the operation that makes them.
+    """
+    x, y = (tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in tiny_data(8))
+    sent = _sent(strategy, x, y, tf.TensorSpec([None]))
+    own = {x.ref(): x for x, source, target in sent if source in ("", "chief 0") and "1" in target}
+    makers = collections.Counter(x.op.type for x in own.values() if x.dtype != tf.resource)
+    # A reading without a device is where its variable is.
+    return {k: v for k, v in makers.items() if k not in ("RemoteCall", "ReadVariableOp")}
+
+
+def _sent(strategy: tf.distribute.Strategy, *batch: tf.Tensor | tf.TensorSpec) -> list[tuple]:
+    """Tensors of a step that a task makes and another one takes, with both."""
     with strategy.scope():
         model = deep_model()
         model.compile(momentum_sgd(), **tiny_compile_options())
-        x, y = (tf.constant(array) for array in tiny_data(8))
         model.optimizer.build(model.trainable_variables)
-        model._symbolic_build(data_batch=(x, y, None))
-        step = tf.function(lambda x, y: strategy.run(model.train_step, args=((x, y),)))
-        operations = step.get_concrete_function(x, y).graph.get_operations()
-    edges = [(x, op) for op in operations for x in op.inputs if x.dtype == tf.float32]
-    matrices = [(_task(x.op), _task(op)) for x, op in edges if x.shape.rank == 2]
-    return {(a, b) for a, b in matrices if a != b and a and b}
+        model._symbolic_build(data_batch=(*batch, None)[:3])
+        step = tf.function(lambda *batch: strategy.run(model.train_step, args=(batch,)))
+        operations = step.get_concrete_function(*batch).graph.get_operations()
+    edges = [(x, _task(x.op), _task(op)) for op in operations for x in op.inputs]
+    return [(x, source, target) for x, source, target in edges if source != target]
 
 
 def _task(operation: tf.Operation) -> str:

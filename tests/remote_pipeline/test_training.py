@@ -6,7 +6,7 @@ CHIEF, WORKER = ("/job:chief/replica:0/task:0", "/job:worker/replica:0/task:0")
 def test_two_processes_train_as_one_device(run_case):
     result = run_case("two_stages")
     assert result["status"] == 0
-    for what in ("skip_connections", "batch_norm", "dropout"):
+    for what in ("skip_connections", "batch_norm", "sample_weight", "dropout"):
         assert result[what] < 1e-5, what
     for devices in (result["devices"], result["slots"]):
         assert {device.rpartition("/device")[0] for device in devices} == {CHIEF, WORKER}
@@ -19,6 +19,9 @@ def test_three_processes_send_tensors_straight_to_one_another(run_case):
     assert result["difference"] < 1e-5
     tasks = ["chief 0", "worker 0", "worker 1"]
     assert result["links"] == sorted([a, b] for a in tasks for b in tasks if a != b)
+    # Targets, and their weights, at once for all microbatches; of inputs the shapes only; the
+    # learning rate.
+    assert result["beside_activations"] == {"Placeholder": 2, "Shape": 4, "Identity": 1}
 
 
 def test_processes_of_one_thread_do_not_spin_and_train_as_one_device(run_case):

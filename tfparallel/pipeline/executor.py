@@ -202,6 +202,7 @@ class Executor:
             if action.kind != "forward" or all(x.dtype != tf.resource for x in op.inputs)
         ]
         run_independently(graph, [*unordered, *itertools.chain(*self._sums.values())])
+        _place_shapes(graph)
         for order in self._schedule.orders:
             calls = [self._calls[action] for action in order if action in self._calls]
             for before, after in itertools.pairwise(calls):
@@ -300,6 +301,16 @@ def _traced_once(stage: int, function: Callable) -> Any:
 
     named.__name__ = f"tfparallel_stage_{stage}"
     return tf.function(named, autograph=False)
+
+
+def _place_shapes(graph: tf.Graph) -> None:
+    """Asks for a tensor's shape where the tensor is, which else would be sent for no more.
+
+    Keras's own step asks for that of the inputs where it computes the loss.
+    """
+    for operation in graph.get_operations():
+        if operation.type == "Shape" and (device := operation.inputs[0].device):
+            operation._set_device(device)
 
 
 def _has_cycle(graph: tf.Graph) -> bool:

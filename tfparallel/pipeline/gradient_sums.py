@@ -35,10 +35,11 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
             by_stage[stage].append(i)
     for stage, at in by_stage.items():
         additions = _Additions(stage, executor.device_of(stage))
+        own_rows = _on_device(executor.device_of(stage), rows)
         total: list = []
         for microbatch in executor.backward_order(stage):
             own = [tf.convert_to_tensor(gradients[microbatch][i]) for i in at]
-            total = additions.add(total, own, rows[microbatch])
+            total = additions.add(total, own, own_rows[microbatch])
             if additions.last_call is not None:
                 executor.note_sum(stage, additions.last_call)
         for i, tensor in zip(at, total, strict=True):
@@ -78,6 +79,16 @@ class _Additions:
                 gradients = [tf.where(has_rows, gradient, 0) for gradient in gradients]
             sums = [a + b for a, b in zip(before, gradients, strict=True)] if total else gradients
         return GraphFunction(self._name, graph, inputs, sums)
+
+
+def _on_device(device: str, rows: Sequence) -> Sequence:
+    """The numbers of rows on `device`, as one tensor to send."""
+    if all(isinstance(number, int) for number in rows):
+        return rows
+    with tf.device(rows[0].device):
+        all_rows = tf.stack(rows)
+    with tf.device(device):
+        return tf.unstack(tf.identity(all_rows))
 
 
 def _concat(slices: Sequence) -> tf.IndexedSlices:

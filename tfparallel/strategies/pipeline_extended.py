@@ -24,6 +24,7 @@ from tfparallel.pipeline.simulation import simulate
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.strategies.base import LocalExtended
+from tfparallel.strategies.pipeline_batch import batch_on_hosts
 from tfparallel.strategies.pipeline_checks import check_batch_norm
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.stage_variables import OptimizerNumber, SequentialVariable, StageVariable
@@ -144,6 +145,13 @@ class PipelineExtended(LocalExtended):
     def _note_batch(self, model: keras.Model, data: Any) -> None:
         if model not in self._known_stages:
             self._batches.note_shapes(model, data)
+
+    def _batch_for_step(self, data: Any) -> Any:
+        if self._num_replicas_in_sync == 1:  # `Strategy.run` takes the batch as it is
+            return data
+        return batch_on_hosts(
+            data, self._host_device, self._hosts()[-1], self._num_replicas_in_sync
+        )
 
     def _stages_of(self, model: keras.Model) -> Stages:
         if model not in self._known_stages:
