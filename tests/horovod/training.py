@@ -102,5 +102,11 @@ def in_process_sets(folder):
     hvd.allreduce(tf.zeros(1), name="end")  # a rank that ends takes all of Horovod with it
 
 
+def in_buckets():
+    """Trains 16 steps; the largest of the gradients fills a bucket."""
+    fit(tfparallel.HorovodStrategy(bucket_bytes=6 * 512 * 4), units=512)
+
+
 if __name__ == "__main__":
-    {"hold up": hold_up, "in process sets": in_process_sets}[sys.argv[1]](*sys.argv[2:])
+    programs = {"hold up": hold_up, "in process sets": in_process_sets, "in buckets": in_buckets}
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -49,14 +49,18 @@ _SUMMED_AS = {
     tf.uint64: tf.int64,
 }
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
+_HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
 
 
-def start(hierarchical: bool) -> None:
+def start(hierarchical: bool, bucket_bytes: int) -> None:
     """Starts Horovod in this process, unless it runs already.
 
     Args:
         hierarchical: reduce within each host first; read by Horovod when it starts.
+        bucket_bytes: Horovod joins no tensors to more than that, unless it was told a number or
+            finds it by itself. By default, it makes one reduction of all buckets that are ready:
+            their tensors are copied in and out, and no weight is updated before the last arrives.
 
     Raises:
         ValueError: if Horovod runs already and was started otherwise.
@@ -69,6 +73,9 @@ def start(hierarchical: bool) -> None:
                 f"Horovod. Create the strategy before hvd.init(), or set {variable}=1."
             )
         os.environ[variable] = "1"
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+        threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
     hvd.init()
 
 

@@ -92,7 +92,7 @@ class HorovodStrategy(KerasStrategy):
                 f"{gradient_predivide_factor}. Take one or the other."
             )
         _refuse(reduction, lack_of_build(reduction, hvd.mpi_built(), bool(hvd.nccl_built())))
-        start(hierarchical=reduction == "hierarchical")
+        start(reduction == "hierarchical", bucket_bytes)
         process_set = process_set or hvd.global_process_set
         if not process_set.included():
             raise ValueError(
