@@ -4,7 +4,7 @@ Targets go there whole, and are cut there. Cut where the inputs are, they, their
 their weights would be a message each for every microbatch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -17,12 +17,11 @@ from tfparallel.strategies.batch import OnHost, OnHosts
 class _TargetsOnHost(OnHost):
     """Targets, and perhaps sample weights, beside inputs on another host."""
 
-    inputs: OnHost | None = None
+    inputs: OnHost = field(kw_only=True)
 
     def cut(self, num_replicas: int) -> tuple[list, list, Any]:
         """`OnHost.cut`, each part with its inputs before it."""
         targets, rows, total = super().cut(num_replicas)
-        assert self.inputs is not None
         with tf.device(self.inputs.device):
             inputs, _, _ = self.inputs.cut(num_replicas)
         return [(x, *own) for x, own in zip(inputs, targets, strict=True)], rows, total
@@ -37,7 +36,8 @@ def batch_on_hosts(data: Any, first: str, last: str, num_microbatches: int) -> A
         num_microbatches: into how many `data` will be cut.
     """
     has_targets = isinstance(data, tuple) and len(data) in (2, 3) and data[1] is not None
-    shapes = [tf.TensorShape(x.shape) for x in keras.tree.flatten(data) if x is not None]
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in leaves]
     have_rows = all(shape.rank for shape in shapes) and len({shape[0] for shape in shapes}) == 1
     if first == last or not has_targets or not have_rows:
         return data
