@@ -1,7 +1,7 @@
 """Times training over a slow link: what gradient compression is for.
 
     sudo python benchmarks/limited_link.py                        # both links, 2 rounds
-    sudo python benchmarks/limited_link.py --rounds 1             # at most 15 minutes
+    sudo python benchmarks/limited_link.py --rounds 1             # at most 20 minutes
     sudo python benchmarks/limited_link.py --mbit 100 --rounds 1 --only "Horovod none" "PowerSGD"
     sudo python benchmarks/limited_link.py --torch-python /path/to/venv/bin/python --json out.json
 

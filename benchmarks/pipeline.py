@@ -2,19 +2,22 @@
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --stages 4 --microbatches 4 8 16 32 --unit-ms 20
+    python benchmarks/pipeline.py --torch-python /root/benchvenv/bin/python
 
 A stage that sleeps needs no core, so that any machine shows what the schedule and the executor
 cost, and nothing else. A forward pass takes one unit, a backward pass two: one for the gradient of
 its input, one for that of its weight. The ideal is the schedule's makespan if every device starts
 its next pass as soon as it can.
 
-Beside it: pipeline_memory.py (peak memory), pipeline_torch.py (torch.distributed.pipelining),
+With a Python that has torch, pipeline_torch.py runs afterwards: a transformer on two processes, under
+ours and under torch.distributed.pipelining. Beside it: pipeline_memory.py (peak memory),
 pipeline_architectures.py (real models, equal to one device).
 """
 
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--unit-ms", type=float, default=20.0, help="of a forward pass")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--torch-python", help="a Python that has torch, to run that beside ours")
     options = parser.parse_args()
     tf.config.threading.set_inter_op_parallelism_threads(4 * options.stages)  # sleepers hold one
     tf.config.set_logical_device_configuration(
@@ -76,6 +80,10 @@ def main() -> None:
             f"{busy / measured:.0%}",
         )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
+    if options.torch_python:
+        script = Path(__file__).with_name("pipeline_torch.py")
+        arguments = ["--torch-python", options.torch_python, "--rounds", str(options.rounds)]
+        subprocess.run([sys.executable, script, *arguments], check=True)
 
 
 def make_step(schedule: Schedule, unit_s: float):

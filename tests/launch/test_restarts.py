@@ -99,12 +99,13 @@ def test_kill_9_of_a_worker_starts_all_of_them_again(tmp_path):
     source = """
         import os, time
         print("pids", os.getpid(), flush=True)
-        while os.environ["TFPARALLEL_RESTART"] == "0": time.sleep(0.1)
+        while not os.path.exists("may_end"): time.sleep(0.1)
     """
     with Launcher(tmp_path, source, "--max-restarts", "2") as launcher:
         first = list(launcher.wait_for_members())
         first[1].kill()
         second = launcher.wait_for_members()[2:]
+        (tmp_path / "may_end").touch()
         _, stderr = launcher.process.communicate()
     assert launcher.process.returncode == 0
     assert len(second) == 2 and not {p.pid for p in first} & {p.pid for p in second}
