@@ -9,8 +9,8 @@ cost, and nothing else. A forward pass takes one unit, a backward pass two: one 
 its input, one for that of its weight. The ideal is the schedule's makespan if every device starts
 its next pass as soon as it can.
 
-With a Python that has torch, pipeline_torch.py runs afterwards: a transformer on two processes, under
-ours and under torch.distributed.pipelining. Beside it: pipeline_memory.py (peak memory),
+With a Python that has torch, pipeline_torch.py runs afterwards: a transformer on two processes,
+under ours and under torch.distributed.pipelining. Beside it: pipeline_memory.py (peak memory),
 pipeline_architectures.py (real models, equal to one device).
 """
 
