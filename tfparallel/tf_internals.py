@@ -147,6 +147,7 @@ __all__ = [
     "is_keras_step",
     "layer_of_late_variable",
     "is_predict_step",
+    "is_stock_step",
     "is_symbolic_build",
     "in_stateless_scope",
     "is_called_by_trainer",
@@ -160,7 +161,6 @@ __all__ = [
     "set_keras_mask",
     "surround_epochs",
     "unique_number",
-    "uses_stock_train_step",
     "values_util",
     "variable_accessed",
 ]
@@ -272,13 +272,11 @@ def is_keras_step(fn: Callable) -> bool:
 
 
 def is_stock_step(fn: Any) -> bool:
-    """Whether `fn` is Keras's own step of a model, which gets a batch `(x, y, sample_weight)`."""
-    return getattr(keras_trainer.TensorFlowTrainer, fn.__name__, None) is fn.__func__
+    """Whether `fn`, a bound step of a Keras model, is Keras's own.
 
-
-def uses_stock_train_step(model: keras_trainer.TensorFlowTrainer) -> bool:
-    """Whether `model` trains by Keras's own `train_step`, which calls `optimizer.scale_loss`."""
-    return type(model).train_step is keras_trainer.TensorFlowTrainer.train_step
+    Such a step takes a batch `(x, y, sample_weight)`; to train, it calls `optimizer.scale_loss`.
+    """
+    return fn.__func__ is getattr(keras_trainer.TensorFlowTrainer, fn.__name__)
 
 
 def is_symbolic_build(frame: FrameType | None) -> bool:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfparallel.strategies import model_hooks
 from tfparallel.strategies.batch import Batch, concat_rows
 from tfparallel.strategies.replica_step import ReplicaStep
-from tfparallel.tf_internals import uses_stock_train_step, values_util
+from tfparallel.tf_internals import is_stock_step, values_util
 
 
 def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
@@ -34,7 +34,7 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
     """
     model, extended = step_function.__self__, strategy.extended
     batch = Batch(extended, data)
-    weights_loss = step_function.__name__ == "train_step" and uses_stock_train_step(model)
+    weights_loss = step_function.__name__ == "train_step" and is_stock_step(step_function)
     statistics: list = []
     global_results: list = []
 

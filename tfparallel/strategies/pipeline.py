@@ -26,7 +26,7 @@ from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.pipeline_checks import check_schedule
 from tfparallel.strategies.pipeline_extended import Options, PipelineExtended
-from tfparallel.tf_internals import is_keras_step, is_stock_step, uses_stock_train_step
+from tfparallel.tf_internals import is_keras_step, is_stock_step
 
 
 class PipelineStrategy(KerasStrategy):
@@ -186,11 +186,9 @@ class PipelineStrategy(KerasStrategy):
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
         """`tf.distribute.Strategy.run`; notes a Keras step's batch, to measure layers with it."""
-        if is_keras_step(fn) and args:
-            if uses_stock_train_step(fn.__self__):
-                self.extended._note_batch(fn.__self__, args[0])
-            if is_stock_step(fn):
-                args = (self.extended._batch_for_step(args[0]), *args[1:])
+        if is_keras_step(fn) and is_stock_step(fn) and args:
+            self.extended._note_batch(fn.__self__, args[0])
+            args = (self.extended._batch_for_step(args[0]), *args[1:])
         return super().run(fn, args, kwargs, options)
 
 

@@ -22,8 +22,8 @@ from tfparallel.tf_internals import (
     distribute_lib,
     is_keras_step,
     is_predict_step,
+    is_stock_step,
     owner_of_new_variable,
-    uses_stock_train_step,
 )
 
 
@@ -74,9 +74,7 @@ class SpmdExtended(tf.distribute.StrategyExtended):
 
 def _step_on_replica(step_function: Any, is_split: bool) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
-    weights_loss = step_function.__name__ == "train_step" and uses_stock_train_step(
-        step_function.__self__
-    )
+    weights_loss = step_function.__name__ == "train_step" and is_stock_step(step_function)
 
     def on_replica(data: Any) -> Any:
         data, rows, total = (data, *_rows_of_all(data)) if is_split else _own_rows(data)
