@@ -12,6 +12,7 @@ from tests.communication.compression.ranks import Gradients, Meeting, ThreadTran
 from tfparallel.communication.compression import adaptive_plan
 from tfparallel.communication.compression.adaptive_plan import (
     MEASURED_STEPS,
+    TURNS,
     Controller,
     Measurement,
     choose_levels,
@@ -85,19 +86,23 @@ def test_a_level_takes_the_time_that_its_bytes_need(half_bytes, level):
     plan.bytes_shares = np.array([[1.0, half_bytes, 0.01]] * 2)
     done_s = {EXACT: [10.0, 20.0], HALF: [10.0, 9.0], COARSE: [0.5, 1.0], 3: [0.6, 1.2]}
     levels, _ = plan.advance(Measurement(np.zeros((1, 2)), np.ones((1, 2)), np.zeros((1, 2, 3))))
-    for step in range(3 * MEASURED_STEPS + 1):
-        start_s = 100.0 * step
-        ready_s, done = np.full((1, 2), start_s), start_s + np.array([done_s[levels[0]]])
-        errors = np.tile([0, 1e-4, 0.3], (1, 2, 1))
+    now_s = 10.0
+    for _ in range(3 * MEASURED_STEPS + 1):
+        ready_s, done = np.full((1, 2), now_s), now_s + np.array([done_s[levels[0]]])
+        errors, now_s = np.tile([0, 1e-4, 0.3], (1, 2, 1)), done[0, -1]
         levels, _ = plan.advance(Measurement(ready_s, done, errors))
     assert levels == [COARSE, level]
 
 
-def drive(controller, durations_of, error, steps):
-    """Runs `controller` on two buckets that take `durations_of(level)`; returns levels by step."""
+def drive(controller, durations_of, error, steps, mixing_s=0.0):
+    """Runs `controller` on two buckets that take `durations_of(level)`; returns levels by step.
+
+    A step with two levels takes `mixing_s` longer than forecast.
+    """
     levels, now, countdown, taken = [0, 0], 0.0, 1, []
     for _ in range(steps):
-        ready, taken = np.array([now, now + 1]), [*taken, levels]
+        now, taken = now + mixing_s * (levels[0] != levels[1]), [*taken, levels]
+        ready = np.array([now, now + 1])
         done = [ready[0] + durations_of(levels[0])]
         done.append(max(done[0], ready[1]) + durations_of(levels[1]))
         now, countdown = done[1] + 3.0, countdown - 1
@@ -126,22 +131,32 @@ def test_it_measures_then_decides_then_looks_again():
     assert "bucket 1 is sent as four" in plan.log[1]
 
 
+@pytest.mark.parametrize(("mixing_s", "decided"), [(0.0, [0, 3]), (0.5, [3, 3])])
+def test_a_plan_of_several_levels_stays_if_its_steps_are_as_fast(mixing_s, decided):
+    """The first bucket hides behind the second's computation, so says the plan."""
+    plan, times = controller(), {0: 1.0, 1: 0.9, 2: 0.8, 3: 0.1, 4: 0.1}
+    taken = drive(plan, times.get, 0.3, 40, mixing_s)
+    first = 1 + 4 * MEASURED_STEPS + 1
+    turns = [[0, 3], [3, 3]] * TURNS
+    assert taken[first : first + len(turns) + 10] == turns + [decided] * 10
+    assert ("exact, one took 4600.0 ms a step, not 4100.0 ms" in plan.log[0]) == (mixing_s > 0)
+
+
 def test_it_measures_again_when_times_change():
     plan = controller()
     times = {0: 10.0, 1: 5.0, 2: 0.5, 3: 0.4, 4: 0.6}
     drive(plan, times.get, 0.3, 1 + 4 * MEASURED_STEPS + 1)
     fast = {0: 0.01, 1: 0.02, 2: 0.05, 3: 0.04, 4: 0.06}
-    plan._running = plan._plan
     levels, countdown = plan.advance(
         Measurement(np.array([[0.0, 1.0]]), np.array([[0.05, 1.05]]), np.zeros((1, 2, 4)))
     )
     assert (levels, countdown) == ([0, 0], 1)
     assert "measures" in plan.log[-1]
+    now_s = 2.0
     for _ in range(4 * MEASURED_STEPS + 1):
-        time_s = fast[levels[0]]
-        done = np.array([[time_s, 1 + time_s]])
-        errors = np.tile([0, 1e-4, 0.3, 0.5], (1, 2, 1))
-        levels, countdown = plan.advance(Measurement(np.array([[0.0, 1.0]]), done, errors))
+        ready, time_s = now_s + np.array([[0.0, 1.0]]), fast[levels[0]]
+        errors, now_s = np.tile([0, 1e-4, 0.3, 0.5], (1, 2, 1)), now_s + 2
+        levels, countdown = plan.advance(Measurement(ready, ready + time_s, errors))
     assert levels == [0, 0] and countdown == 10
 
 
@@ -184,7 +199,8 @@ def test_ranks_decide_alike_from_what_a_slow_network_takes(monkeypatch):
     def run(transport):
         transport = SlowTransport(transport.rank, meeting)
         compression = GradientCompression(adaptive, gradients.variables)
-        total = train(compression, low_rank_gradient, transport, 1 + 4 * MEASURED_STEPS + 1 + 7)
+        steps = 1 + 4 * MEASURED_STEPS + 1 + 2 * TURNS + 1
+        total = train(compression, low_rank_gradient, transport, steps)
         return total, compression.report(2), compression._reducer._levels.numpy().tolist()
 
     (first, report, levels), (second, _, other_levels) = meeting.run(run)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MEASURED_STEPS = 3  # with each level for all buckets; the fastest counts
+TURNS = 5  # of a plan and of the fastest level
 _TOLERANCE = 0.03  # of the fastest step: so much longer may it be for a more exact gradient
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
@@ -44,7 +45,7 @@ def choose_levels(
         durations_s: `[bucket, level]`.
         errors: `[bucket, level]`; level 0 has none.
         max_error: the largest error that is allowed.
-        step_s: how long a whole step takes, at the least, with level 0 for all.
+        step_s: how long a whole step takes with level 0 for all.
     """
     buckets = range(len(ready_s))
     allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
@@ -99,9 +100,10 @@ class Controller:
     """Says, step by step, which level each bucket gets, and when it wants to see times again.
 
     A round of measurements runs each of the measured levels for a few steps, then one probing step
-    that also estimates errors; then it decides. After `interval` steps it looks at one step and
-    probes once more: it measures everything anew if times have changed, and decides again if they
-    have not.
+    that also estimates errors; then it plans. A plan is a forecast: unless it is known to be as
+    fast as the fastest measured level for all buckets, it takes turns with that for a few steps,
+    and the faster one stays. After `interval` steps it looks at one step and probes once more: it
+    measures everything anew if times have changed, and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
@@ -127,10 +129,13 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.bytes_shares = np.zeros((self.num_buckets, len(self.names)))
-        self._plan: list[int] = []
-        self._queue: list[list[int]] = []
         self._running: list[int] = []  # the levels of the step that is measured next
-        self._measurements: dict[int, list[Measurement]] = {}
+        self._queue: list[list[int]] = []  # and of those after it
+        self._measurements: dict[tuple[int, ...], list[Measurement]] = {}
+        self._steps_s: dict[tuple[int, ...], list[float]] = {}  # whole steps of these levels
+        self._end_s = np.empty(0)  # `[rank]`: of the step before
+        self._candidates: list[list[int]] = []  # that take turns
+        self._is_settled = False
         self._durations_s = np.empty(0)
         self._steps = 0
 
@@ -140,64 +145,97 @@ class Controller:
         Returns:
             The levels of the buckets, and after how many steps to be called again.
         """
+        end_s, before_s = measurement.done_s[:, -1], self._end_s
+        self._end_s = end_s
         if not self._running:  # the first step of all: its times hold tracing and connecting
             return self._measure_all()
-        if self._running == self._plan:
+        if self._is_settled:
             return self._look(measurement)
-        self._measurements.setdefault(self._running[0], []).append(measurement)
+        levels = tuple(self._running)
+        self._measurements.setdefault(levels, []).append(measurement)
+        self._steps_s.setdefault(levels, []).append(float(np.max(end_s - before_s)))
         if self._queue:
-            return self._next(self._queue.pop(0))
-        return self._decide()
+            return self._next()
+        return self._compare() if self._candidates else self._plan()
 
     def _measure_all(self) -> tuple[list[int], int]:
-        self._measurements, self._durations_s, self._plan = {}, np.empty(0), []
+        self._durations_s = np.empty(0)
         levels = [level for level in self.measured for _ in range(MEASURED_STEPS)]
-        self._queue = [[level] * self.num_buckets for level in [*levels, self.probe]]
-        return self._next(self._queue.pop(0))
+        return self._run([self._for_all(level) for level in [*levels, self.probe]])
 
-    def _next(self, levels: list[int]) -> tuple[list[int], int]:
-        self._running = levels
+    def _run(self, steps: list[list[int]]) -> tuple[list[int], int]:
+        self._queue, self._is_settled = steps, False
+        self._measurements, self._steps_s = {}, {}
+        return self._next()
+
+    def _next(self) -> tuple[list[int], int]:
+        self._running = self._queue.pop(0)
         self._steps += 1
-        return levels, 1
+        return self._running, 1
 
     def _look(self, measurement: Measurement) -> tuple[list[int], int]:
-        """At a step under the plan, one interval after the decision."""
-        expected = sum(self._durations_s[k, level] for k, level in enumerate(self._plan))
+        """At a step as it was decided, one interval later."""
+        expected = sum(self._durations_s[k, level] for k, level in enumerate(self._running))
         received = float(np.sum(measurement.durations_s()))
         if not expected / _CHANGE < received < expected * _CHANGE:
             self._say(f"communication took {received:.4f} s instead of {expected:.4f} s: measures")
             return self._measure_all()
-        return self._next([self.probe] * self.num_buckets)
+        return self._run([self._for_all(self.probe)])
 
-    def _decide(self) -> tuple[list[int], int]:
-        probes = self._measurements.pop(self.probe)
-        if self._measurements:
+    def _plan(self) -> tuple[list[int], int]:
+        (probing,) = self._measurements[tuple(self._for_all(self.probe))]
+        self._errors = np.max(probing.errors, 0)
+        if not len(self._durations_s):
             self._durations_s = self._times_of_levels()
-            exact = self._measurements[self.measured[0]]
+            exact = self._measurements[tuple(self._for_all(self.measured[0]))]
             self._ready_s = np.median([m.offsets_s() for m in exact], 0)
-            ends = [m.done_s[:, -1] for m in exact]
-            self._step_s = float(np.min(np.diff(ends, axis=0)))
-            self._measurements = {}
-        errors = np.max(probes[-1].errors, 0)
-        self._plan = choose_levels(
-            self._ready_s, self._durations_s, errors, self.max_error, self._step_s
+            self._steps_for_all_s = {n: self._step_s(self._for_all(n)) for n in self.measured}
+        steps_s = self._steps_for_all_s
+        plan = choose_levels(
+            self._ready_s, self._durations_s, self._errors, self.max_error, steps_s[0]
         )
-        for k, level in enumerate(self._plan):
+        allowed = [n for n in self.measured if np.max(self._errors[:, n]) <= self.max_error]
+        fastest = min(allowed, key=steps_s.__getitem__)
+        plan_s = steps_s.get(plan[0], np.inf) if len(set(plan)) == 1 else np.inf
+        if plan_s <= (1 + _TOLERANCE) * steps_s[fastest]:
+            return self._settle(plan)
+        self._candidates = [plan, self._for_all(fastest)]
+        return self._run(self._candidates * TURNS)
+
+    def _compare(self) -> tuple[list[int], int]:
+        plan, fastest = self._candidates
+        self._candidates = []
+        plan_s, fastest_s = self._step_s(plan), self._step_s(fastest)
+        if plan_s <= (1 + _TOLERANCE) * fastest_s:
+            return self._settle(plan)
+        planned = ", ".join(self.names[level] for level in plan)
+        self._say(f"{planned} took {1e3 * plan_s:.1f} ms a step, not {1e3 * fastest_s:.1f} ms")
+        return self._settle(fastest)
+
+    def _settle(self, levels: list[int]) -> tuple[list[int], int]:
+        for k, level in enumerate(levels):
             options = ", ".join(
                 f"{name} {1e3 * time:.1f} ms, error {error:.3g}"
                 for name, time, error in zip(
-                    self.names, self._durations_s[k], errors[k], strict=True
+                    self.names, self._durations_s[k], self._errors[k], strict=True
                 )
             )
             self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
-        self._running = self._plan
+        self._running, self._is_settled = levels, True
         self._steps += self.interval
-        return self._plan, self.interval
+        return levels, self.interval
+
+    def _for_all(self, level: int) -> list[int]:
+        return [level] * self.num_buckets
+
+    def _step_s(self, levels: list[int]) -> float:
+        return float(np.median(self._steps_s[tuple(levels)]))
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`."""
         durations = np.empty((self.num_buckets, len(self.names)))
-        for level, measurements in self._measurements.items():
+        for level in self.measured:
+            measurements = self._measurements[tuple(self._for_all(level))]
             durations[:, level] = min((m.durations_s() for m in measurements), key=np.sum)
         first, last = self.measured[-2:]
         for level in range(first + 1, last):
