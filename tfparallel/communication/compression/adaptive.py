@@ -34,8 +34,9 @@ class Adaptive(PowerSGD):
 
     In the first steps it measures, for each bucket, when its gradients are ready and how long each
     way takes, and estimates the error of each. Then it takes the most exact way with which
-    communication hides behind computation as well as it can. It looks again every `interval` steps,
-    and measures anew if times have changed. All ranks decide alike, from the measurements of all.
+    communication hides behind computation as well as it can, if a few steps show that none of the
+    measured ways is faster for all. It looks again every `interval` steps, and measures anew if
+    times have changed. All ranks decide alike, from the measurements of all.
 
     Args:
         max_error: the largest relative error of what is sent, `|m - sent| / |m|`, with m the sum

@@ -145,7 +145,7 @@ class Controller:
         Returns:
             The levels of the buckets, and after how many steps to be called again.
         """
-        end_s, before_s = measurement.done_s[:, -1], self._end_s
+        end_s, before_s = np.max(measurement.done_s, 1), self._end_s
         self._end_s = end_s
         if not self._running:  # the first step of all: its times hold tracing and connecting
             return self._measure_all()
