@@ -142,6 +142,18 @@ def test_a_plan_of_several_levels_stays_if_its_steps_are_as_fast(mixing_s, decid
     assert ("exact, one took 4600.0 ms a step, not 4100.0 ms" in plan.log[0]) == (mixing_s > 0)
 
 
+def test_a_step_lasts_until_the_bucket_that_is_done_last():
+    """Of the planned step the second bucket is done first, and the step is slower than forecast."""
+    plan = Controller(2, ["exact", "coarse"], [0, 1], probe=2, max_error=0.6, interval=10)
+    done_s = {(0, 0): [3.0, 4.0], (1, 1): [5.0, 5.1], (0, 1): [6.0, 1.0], (2, 2): [5.0, 5.1]}
+    levels, now_s, taken = [0, 0], 0.0, []
+    for _ in range(1 + 2 * MEASURED_STEPS + 1 + 2 * TURNS):
+        done, errors = now_s + np.array([done_s[tuple(levels)]]), np.tile([0, 0.3], (1, 2, 1))
+        levels, _ = plan.advance(Measurement(np.full((1, 2), now_s), done, errors))
+        now_s, taken = np.max(done), [*taken, levels]
+    assert [0, 1] in taken and taken[-1] == [0, 0]
+
+
 def test_it_measures_again_when_times_change():
     plan = controller()
     times = {0: 10.0, 1: 5.0, 2: 0.5, 3: 0.4, 4: 0.6}
