@@ -38,8 +38,6 @@ from contestants import Contestant, Running  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from tfparallel.launch.cpus import share_cpus  # noqa: E402
-
 PROBLEM = "mlp10m"
 # Steps to warm up, multiples of the number of batches: a call of `fit` begins with the first batch,
 # loops go on.
@@ -166,11 +164,7 @@ def _on_hosts(contestant: Contestant, hosts: list[network.Host], ports: Iterator
                 cluster = {"cluster": {"worker": addresses}, "task": task}
                 environment["TF_CONFIG"] = json.dumps(cluster)
             environments.append(environment)
-        cpus = share_cpus(os.sched_getaffinity(0), len(hosts))
-        prefixes = [
-            [*host.prefix, "taskset", "--cpu-list", ",".join(map(str, own))]
-            for host, own in zip(hosts, cpus, strict=True)
-        ]
+        prefixes = [host.prefix for host in hosts]
         running = Running(contestant, PROBLEM, "sgd", environments, prefixes)
         stack.callback(running.kill)
         yield running

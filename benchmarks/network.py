@@ -1,7 +1,7 @@
 """What goes over networks: a slow link between two hosts of this machine, and bytes counted.
 
-The hosts are network namespaces with a `veth` pair; they need root and the tools `ip` and `tc`
-(Debian: iproute2).
+The hosts are network namespaces with a `veth` pair, and half of this machine's CPUs each. They need
+root, the tools `ip` and `tc` (Debian: iproute2) and `taskset` (util-linux).
 """
 
 import contextlib
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfparallel.launch.cpus import share_cpus
+
 
 @dataclass(frozen=True)
 class Host:
@@ -23,16 +25,19 @@ class Host:
         name: of the namespace.
         address: its IP address.
         interface: its network interface.
+        cpus: those that its processes run on.
     """
 
     name: str
     address: str
     interface: str
+    cpus: tuple[int, ...]
 
     @property
     def prefix(self) -> list[str]:
         """What runs a command on this host."""
-        return ["ip", "netns", "exec", self.name]
+        cpus = ",".join(map(str, self.cpus))
+        return ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", cpus]
 
     def sent_bytes(self) -> int:
         """What has left this host so far, packet headers included."""
@@ -44,9 +49,11 @@ def missing() -> str | None:
     """What this machine lacks for namespaces, in words, or None."""
     if os.geteuid() != 0:
         return "needs root, for `ip netns`: run it with sudo"
-    for tool in ("ip", "tc"):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(tool) is None:
-            return f"needs `{tool}`: apt-get install iproute2"
+            return f"needs `{tool}`: apt-get install {package}"
+    if len(os.sched_getaffinity(0)) < 2:
+        return "needs two CPUs, one for each host"
     return None
 
 
@@ -67,15 +74,18 @@ def sent_by_this_process() -> int:
 
 
 @contextlib.contextmanager
-def two_hosts(mbit_per_s: int, tcp: str | None = None) -> Iterator[list[Host]]:
+def two_hosts(mbit_per_s: int, tcp: str) -> Iterator[list[Host]]:
     """Two namespaces that reach each other at `mbit_per_s` in each direction; removed on exit.
 
     Args:
         mbit_per_s: the rate of the link.
-        tcp: its congestion control, "cubic" or "bbr" for example; None takes this machine's.
+        tcp: its congestion control, "cubic" or "bbr" for example.
     """
     number = os.getpid()
-    hosts = [Host(f"tfparallel-{number}-{i}", f"10.77.0.{i + 1}", f"veth{i}") for i in range(2)]
+    hosts = [
+        Host(f"tfparallel-{number}-{i}", f"10.77.0.{i + 1}", f"veth{i}", tuple(cpus))
+        for i, cpus in enumerate(share_cpus(os.sched_getaffinity(0), 2))
+    ]
     with contextlib.ExitStack() as stack:
         for host in hosts:
             _run("ip", "netns", "add", host.name)
@@ -93,9 +103,9 @@ def two_hosts(mbit_per_s: int, tcp: str | None = None) -> Iterator[list[Host]]:
                 f"burst {max(256, mbit_per_s)}kbit latency 50ms",
             ):
                 _run(*host.prefix, *command.split())
-            if tcp is not None:  # not by sysctl, which containers may not set
-                route = f"ip route replace 10.77.0.0/24 dev {host.interface} congctl {tcp}"
-                _run(*host.prefix, *route.split())
+            # Not by sysctl, which containers may not set.
+            route = f"ip route replace 10.77.0.0/24 dev {host.interface} congctl {tcp}"
+            _run(*host.prefix, *route.split())
         yield hosts
 
 
