@@ -24,7 +24,7 @@ export KERAS_BACKEND := tensorflow
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs docs-check clean check-tools
+.PHONY: help setup demo test test-all lint types docs docs-check clean check-tools
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ demo: $(STAMP) ## train a CNN on MNIST under every strategy, compare with one de
 
 test: lint types docs-check ## lint, types, documentation, then every test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: override PYTEST_ARGS += --everything
+test-all: test ## the same, with every pair of strategy and case and the long tests (hours)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(STEP) "checking rules (ruff check)" $(BIN)/python -m ruff check .

@@ -19,9 +19,9 @@ open_logical_cpus(4)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--every-case",
+        "--everything",
         action="store_true",
-        help="ask every strategy every conformance case, also those that share their code",
+        help="also the tests marked `long`, and every conformance case of every strategy",
     )
 
 
@@ -35,8 +35,12 @@ def _fixed_seed():
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """What shares processes runs on one pytest worker: a strategy's cases, or a file's tests."""
+    if not config.getoption("--everything"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     for item in items:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         item.add_marker(pytest.mark.xdist_group(row.name if row else item.path.name))

@@ -26,6 +26,7 @@ class Case:
         core: asked of every row, also of those that are not asked every case.
         claims: True if the function judges by itself and returns nothing.
         atol: largest allowed difference from one device.
+        long: asked in `make test-all` only.
     """
 
     name: str
@@ -33,19 +34,20 @@ class Case:
     core: bool
     claims: bool
     atol: float
+    long: bool = False
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(core: bool = False, atol: float = 1e-5) -> Callable:
+def case(core: bool = False, atol: float = 1e-5, long: bool = False) -> Callable:
     """Register a function whose results must equal those of one device."""
-    return _registers(core=core, claims=False, atol=atol)
+    return _registers(core=core, claims=False, atol=atol, long=long)
 
 
-def claim(core: bool = False) -> Callable:
+def claim(core: bool = False, long: bool = False) -> Callable:
     """Register a function that asserts by itself, under the strategy alone."""
-    return _registers(core=core, claims=True, atol=0.0)
+    return _registers(core=core, claims=True, atol=0.0, long=long)
 
 
 def add_case(name: str, function: Callable, core: bool = False, atol: float = 1e-5) -> None:

@@ -46,8 +46,8 @@ class Row:
         devices_per_worker: logical CPUs each process opens.
         environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
-            called with `--every-case`.
-        few: if given, the names of all it is asked unless pytest is called with `--every-case`.
+            called with `--everything`.
+        few: if given, the names of all it is asked unless pytest is called with `--everything`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design;
             a test of its own says how.
     """
@@ -62,13 +62,15 @@ class Row:
     few: tuple[str, ...] = ()
     exempt: tuple[str, ...] = ()
 
-    def is_asked(self, case: Any, every_case: bool) -> bool:
-        """Whether this row is asked a case; `every_case` is pytest's option."""
+    def is_asked(self, case: Any, everything: bool) -> bool:
+        """Whether this row is asked a case; `everything` is pytest's option."""
         if case.name.startswith(self.exempt):
             return False
-        if self.few and not every_case:
-            return case.name in self.few
-        return every_case or self.every_case or case.core
+        if everything:
+            return True
+        if case.long:
+            return False
+        return case.name in self.few if self.few else self.every_case or case.core
 
 
 def library() -> Any:

@@ -15,12 +15,12 @@ _OF_TENSORFLOW_COLLECTIVES = [
 
 
 def pytest_generate_tests(metafunc):
-    every_case = metafunc.config.getoption("--every-case")
+    everything = metafunc.config.getoption("--everything")
     pairs = [
         (row, case)
         for row in STRATEGIES
         for case in CASES.values()
-        if row.is_asked(case, every_case)
+        if row.is_asked(case, everything)
     ]
     pairs += [(TENSORFLOW_COLLECTIVES, CASES[name]) for name in _OF_TENSORFLOW_COLLECTIVES]
     ids = [f"{row.name}-{case.name}" for row, case in pairs]
