@@ -6,6 +6,7 @@ the file to change.
 
 import contextlib
 import inspect
+import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,6 +134,7 @@ __all__ = [
     "TPUExtended",
     "TrainerCall",
     "calling_trainer",
+    "changed_variables",
     "context",
     "dataset_as_graph",
     "device_util",
@@ -155,6 +157,7 @@ __all__ = [
     "let_idle_threads_sleep",
     "new_executor",
     "numpy_dataset",
+    "own_eager_seeds",
     "owner_of_new_variable",
     "record",
     "run_independently",
@@ -304,6 +307,32 @@ def run_independently(graph: FuncGraph, operations: Iterable) -> None:
                 manager.run_independently(operation)
             return
         frame = frame.f_back
+
+
+def changed_variables(graph: FuncGraph) -> list[tuple[tf.Tensor, tf.DType]]:
+    """Handle and type of each variable that a function takes from outside and may assign."""
+    outside = {id(inner): outer for outer, inner in graph.captures if inner.dtype == tf.resource}
+    read_only = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph))
+    inputs = [x for i, x in enumerate(graph.inputs) if id(x) in outside and i not in read_only]
+    handles = [outside[id(x)] for x in inputs]
+    kinds = [handle._handle_data.shape_and_type for handle in handles]
+    pairs = zip(handles, kinds, strict=True)
+    return [(x, tf.as_dtype(kind[0].dtype)) for x, kind in pairs if kind]  # a table has none
+
+
+@contextlib.contextmanager
+def own_eager_seeds() -> Iterator[None]:
+    """Within it, eager random operations draw other seeds than they would, and use up none.
+
+    Seeds put back would be drawn again, and find TensorFlow's kernels for them somewhere on.
+    """
+    eager = context.context()
+    seeds = getattr(eager, "_rng", None)
+    eager._rng = random.Random()
+    try:
+        yield
+    finally:
+        eager._rng = seeds
 
 
 def has_one_tape(tensors: Sequence) -> bool:

@@ -1,7 +1,7 @@
 """How long each part of a model takes, forward and backward, and how many bytes it makes.
 
 Every part is run by itself on what the parts before it have made of one microbatch, outside of the
-step. Nothing of the model changes: it runs as in inference.
+step, as in inference. Nothing of the model changes (`no_trace.py`).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tfparallel.pipeline.memory import num_elements
+from tfparallel.pipeline.no_trace import without_trace
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 _REPEATS = 3
@@ -46,7 +47,7 @@ def profile_parts(model: keras.Model, graph: Any, parts: Sequence, inputs: Any) 
             that is not known: the parts of a functional model are then measured on 8 rows of
             zeros, and the weights of those of a subclassed model counted.
     """
-    with tf.init_scope():
+    with tf.init_scope(), without_trace(model):
         if graph is not None:
             return _profile_nodes(graph, parts, inputs)
         if inputs is None:

@@ -19,6 +19,7 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.staged_losses import shadow_losses
 from tfparallel.pipeline.stages import Part, Stages, functional_graph
+from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
@@ -31,6 +32,7 @@ def staged(
     executor: Executor,
     current_microbatch: Callable,
     deferred: DeferredBatchNorm,
+    changes: StateChanges,
     rematerialization: Rematerialization,
 ) -> Iterator[None]:
     """Within it, `model` computes through `executor`.
@@ -40,9 +42,10 @@ def staged(
         executor: of the step that is being traced.
         current_microbatch: gives the calling thread's microbatch, or None outside of microbatches.
         deferred: layers whose moving averages are assigned when all microbatches have passed.
+        changes: what other layers assign.
         rematerialization: the executor's; is told which layer is being traced.
     """
-    calls = _Calls(executor, current_microbatch, deferred, rematerialization)
+    calls = _Calls(executor, current_microbatch, deferred, changes, rematerialization)
     shadows: list[tuple[dict, str]] = []
 
     def shadow(instance: Any, name: str, hook: Callable) -> None:
@@ -77,10 +80,12 @@ class _Calls:
         executor: Executor,
         current_microbatch: Callable,
         deferred: DeferredBatchNorm,
+        changes: StateChanges,
         rematerialization: Rematerialization,
     ):
         self._executor, self.current_microbatch = executor, current_microbatch
-        self._deferred, self._rematerialization = deferred, rematerialization
+        self._deferred, self._changes = deferred, changes
+        self._rematerialization = rematerialization
         self.last_stage = executor.num_stages - 1
         self._thread = threading.local()
         self._results: dict[Any, _Result] = {}
@@ -108,31 +113,40 @@ class _Calls:
         counts[name] += 1
         stage = seen["stage"] = max(stage, seen.get("stage", 0))
         masks = [get_keras_mask(x) for x in inputs]
-        key = (name, counts[name], tuple(mask is not None for mask in masks))
+        given = self._changes.needed_by(layers)
+        assigned = tuple(id(change.variable) for change in given)
+        key = (name, counts[name], tuple(mask is not None for mask in masks), assigned)
 
         flat_inputs = _flat(inputs)
+        arguments = [*flat_inputs, *_present(masks)]
 
         def flat_function(*flat: tf.Tensor) -> list:
+            flat, state = flat[: len(arguments)], flat[len(arguments) :]
             own_inputs, own_masks = _filled(inputs, flat), flat[len(flat_inputs) :]
             _set_masks(own_inputs, masks, own_masks)
-            with self._deferred.collected() as statistics:
+            apart = self._changes.in_function(flat, given, state)
+            with self._deferred.collected() as statistics, apart as changed:
                 outputs, losses = _losses_apart(function, layers, own_inputs)
-            result = _Result(outputs, [layer for layer, _ in losses], [v for v, _ in statistics])
+            owners = [layer for layer, _ in losses]
+            result = _Result(outputs, owners, [v for v, _ in statistics], changed)
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
             values = _flat(result.tensors)
             tensors = [*values, *result.masks, *(x for _, x in [*losses, *statistics])]
+            tensors += [change.value for change in changed]
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self.current_microbatch()
-        arguments = [*flat_inputs, *_present(masks)]
+        state = [change.value for change in given]
         flat = self._executor.call(
-            stage, microbatch, key, flat_function, arguments, is_shared=is_shared
+            stage, microbatch, key, flat_function, [*arguments, *state], is_shared=is_shared
         )
         result = self._results[key]
-        end = len(flat) - len(result.statistics)
-        self._deferred.add(microbatch, result.statistics, flat[end:])
-        return result.filled(flat[:end])
+        flat, values = _split(flat, len(flat) - len(result.changed))
+        self._changes.add(result.changed, values, layers)
+        flat, values = _split(flat, len(flat) - len(result.statistics))
+        self._deferred.add(microbatch, result.statistics, values)
+        return result.filled(flat)
 
     @contextlib.contextmanager
     def traced(self, stage: int, name: str) -> Iterator[None]:
@@ -154,11 +168,12 @@ class _Result:
 
     Attributes:
         statistics: the variables that were to be assigned, had that not been deferred.
+        changed: what was to be assigned otherwise.
     """
 
-    def __init__(self, outputs: Any, loss_owners: list, statistics: list):
+    def __init__(self, outputs: Any, loss_owners: list, statistics: list, changed: list):
         self._structure, self._loss_owners = outputs, loss_owners
-        self.statistics = statistics
+        self.statistics, self.changed = statistics, changed
         self._leaves = keras.tree.flatten(outputs)
         self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, _TENSORS)]
         self.tensors = [self._leaves[i] for i in self._at]
@@ -308,6 +323,10 @@ def _set_masks(tensors: Sequence, like: Sequence, masks: Sequence) -> None:
     for tensor, mask in zip(tensors, like, strict=True):
         if mask is not None:
             set_keras_mask(tensor, next(rest))
+
+
+def _split(values: list, at: int) -> tuple[list, list]:
+    return values[:at], values[at:]
 
 
 def _present(masks: Sequence) -> list:

@@ -92,6 +92,9 @@ class KerasStrategy(tf.distribute.Strategy):
             mark_statistics(fn.__self__)
         elif is_called_by_trainer(sys._getframe(1)):
             checks.check_is_not_compiled(fn)
+        if self.extended._divides_data and (is_step or is_predict_step(fn)):
+            model = fn.__self__ if is_step else model_of_predict_step(fn)
+            checks.check_states_of_rows(self, model)
         if self.extended._num_replicas_in_sync > 1:
             if is_step:
                 with self.extended._step_of(fn.__self__):
@@ -127,6 +130,8 @@ class KerasStrategy(tf.distribute.Strategy):
         if call is None:
             return super().experimental_distribute_dataset(dataset, options)
         checks.check_model(self, call.model)
+        if self.extended._divides_data:
+            checks.check_states_of_rows(self, call.model)
         build_without_reading(call, dataset.element_spec)
         return self.extended._keras_dataset(dataset, call)
 
@@ -238,6 +243,11 @@ class ReplicatedExtended(MirroredExtended):
     @property
     def _host_device(self) -> str:
         return device_util.canonicalize("/device:CPU:0", self._devices[0])
+
+    @property
+    def _divides_data(self) -> bool:
+        """Whether a device computes a part of the rows, or of the batches, only."""
+        return self._num_replicas_in_sync > 1
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         del call

@@ -103,6 +103,24 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
         )
 
 
+def check_states_of_rows(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `stateful=True`, a state for each row that goes on from batch to batch.
+
+    Raises:
+        ValueError: naming the layers.
+    """
+    found = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN) and x.stateful]
+    if found:
+        raise ValueError(
+            "stateful=True keeps a state for each row of the batch, from one batch to the next, "
+            "and needs one device that computes all rows of all batches. Received: layers "
+            f"{[layer.name for layer in found][:5]} of model '{model.name}' under "
+            f"{_name(strategy)}, which divides rows or batches. Give the states to the model as "
+            "inputs (initial_state) and take them from its outputs (return_state=True), or use "
+            "stateful=False."
+        )
+
+
 def check_devices(devices: str | Sequence[str] | None, what: str = "devices") -> list[str] | None:
     """Refuses devices that do not exist, or one device named twice.
 

@@ -40,9 +40,10 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
 
     def replica_function() -> Any:
         i = _local_replica_id()
-        step = ReplicaStep(batch.rows[i], batch.weights[i], weights_loss, statistics)
+        part = batch.parts[i]
+        step = ReplicaStep(batch.rows[i], batch.weights[i], weights_loss, statistics, part)
         with step.active():
-            return step_function(batch.parts[i])
+            return step_function(part)
 
     with model_hooks.hooked(model, extended, global_results):
         outputs = strategy._run_on_replicas(replica_function)
@@ -56,7 +57,16 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
     """Runs `predict_step` on every replica's rows; returns all rows in the caller's order."""
     extended = strategy.extended
     batch = Batch(extended, data)
-    outputs = strategy._run_on_replicas(lambda: predict_step(batch.parts[_local_replica_id()]))
+    statistics: list = []
+
+    def replica_function() -> Any:
+        i = _local_replica_id()
+        step = ReplicaStep(batch.rows[i], batch.weights[i], False, statistics, batch.parts[i])
+        with step.active():
+            return predict_step(batch.parts[i])
+
+    outputs = strategy._run_on_replicas(replica_function)
+    _average_statistics(extended, statistics, batch)
     return keras.tree.map_structure(
         lambda rows: extended._gather_rows(concat_rows(strategy.experimental_local_results(rows))),
         outputs,

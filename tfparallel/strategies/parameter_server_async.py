@@ -164,6 +164,10 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
     # ---- how a batch is split --------------------------------------------------------------------
 
+    @property
+    def _divides_data(self) -> bool:
+        return len(self._cluster.worker_devices()) > 1
+
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         own_executor()
         model: Any = call.model

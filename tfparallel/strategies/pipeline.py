@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfparallel.cluster import read_tf_config
 from tfparallel.pipeline.counts import check_choice, check_counts
+from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster, Timeouts
 from tfparallel.pipeline.schedule import Schedule
@@ -149,8 +150,8 @@ class PipelineStrategy(KerasStrategy):
         """Measures when each pass of a training step starts and ends.
 
         `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is
-        measured; then weights, optimizer and metrics are put back to what they were. On a GPU a
-        pass ends when its kernels are launched.
+        measured; then all that they changed is put back: variables, losses, attributes of layers,
+        random numbers. On a GPU a pass ends when its kernels are launched.
 
         Args:
             model: compiled under this strategy.
@@ -161,10 +162,7 @@ class PipelineStrategy(KerasStrategy):
         with self.scope():
             x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
             model._symbolic_build(data_batch=(x, y, weight))
-            optimizer = model.optimizer
-            optimizer.build(model.trainable_variables)
-            variables = [*model.variables, *optimizer.variables, *model.metrics_variables]
-            before = [variable.numpy() for variable in variables]
+            model.optimizer.build(model.trainable_variables)
 
             @tf.function
             def step(batch: Any) -> list[tf.Tensor]:
@@ -173,11 +171,12 @@ class PipelineStrategy(KerasStrategy):
                 return [times[action] for action in times]
 
             times: dict = {}
-            with extended._with_clock():
-                step(batch)
-                measured = step(batch)
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
+            with python_as_it_was(model):
+                with extended._with_clock():
+                    traced = step.get_concrete_function(batch)
+                with variables_as_they_were(traced):
+                    step(batch)
+                    measured = step(batch)
         times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
         names = [short_name(device) for device in extended._stage_devices]
         return swimlane(self.schedule, times_s, names)

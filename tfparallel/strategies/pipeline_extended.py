@@ -23,11 +23,17 @@ from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.simulation import simulate
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
+from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.strategies.base import LocalExtended
 from tfparallel.strategies.pipeline_batch import batch_on_hosts
 from tfparallel.strategies.pipeline_checks import check_batch_norm
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.strategies.stage_variables import OptimizerNumber, SequentialVariable, StageVariable
+from tfparallel.strategies.stage_variables import (
+    LayerVariable,
+    OptimizerNumber,
+    SequentialVariable,
+    StageVariable,
+)
 from tfparallel.tf_internals import (
     BaseOptimizer,
     DistributedValues,
@@ -36,6 +42,7 @@ from tfparallel.tf_internals import (
     device_util,
     distribute_lib,
     distribute_utils,
+    layer_of_late_variable,
     surround_epochs,
     values_util,
 )
@@ -84,6 +91,7 @@ class PipelineExtended(LocalExtended):
         self._has_clock = False
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
+        self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -107,10 +115,12 @@ class PipelineExtended(LocalExtended):
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return SequentialVariable
-        if isinstance(owner, BaseOptimizer) and not self._creation.is_slot:
-            return OptimizerNumber
-        is_state = isinstance(owner, (keras.Layer, keras.random.SeedGenerator))
-        return SequentialVariable if is_state and not kwargs.get("trainable") else StageVariable
+        if isinstance(owner, BaseOptimizer):
+            return StageVariable if self._creation.is_slot else OptimizerNumber
+        owner = owner or layer_of_late_variable()
+        is_average = isinstance(owner, keras.layers.BatchNormalization) and not kwargs["trainable"]
+        is_in_turn = is_average or isinstance(owner, keras.random.SeedGenerator)
+        return SequentialVariable if is_in_turn else LayerVariable
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._creation.device,)
@@ -169,26 +179,45 @@ class PipelineExtended(LocalExtended):
     def _step_of(self, model: keras.Model) -> Iterator[None]:
         stages = self._stages_of(model)
         deferred = DeferredBatchNorm(self._deferred_layers(model))
-        if tf.executing_eagerly():
-            yield
-            return
+
+        def current_microbatch() -> int | None:
+            step = current_replica_step()
+            if step is None:
+                return None
+            microbatch = values_util.get_current_replica_id_as_int()
+            deferred.shares[microbatch] = step.rows, step.weight
+            return microbatch
+
+        changes = StateChanges(model, current_microbatch, _current_inputs, deferred.shares)
+        traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
+        with contextlib.nullcontext() if tf.executing_eagerly() else traced:
+            self._changes = changes
+            try:
+                yield
+                changes.assign()
+            finally:
+                self._changes = None
+
+    @contextlib.contextmanager
+    def _traced_step(
+        self,
+        model: keras.Model,
+        stages: Stages,
+        current_microbatch: Callable,
+        deferred: DeferredBatchNorm,
+        changes: StateChanges,
+    ) -> Iterator[None]:
         rematerialization = Rematerialization(self._options.rematerialize, self._schedule)
         rematerialization.check_names([part.name for part in stages.parts])
         hosts = self._hosts() if self._options.offload else None
         self._executor = executor = Executor(
             self._schedule, self._stage_devices, rematerialization, hosts
         )
-
-        def current_microbatch() -> int | None:
-            microbatch = values_util.get_current_replica_id_as_int()
-            step = current_replica_step()
-            if step is not None:
-                deferred.shares[microbatch] = step.rows, step.weight
-            return microbatch
-
         try:
             self._reads = {}
-            with staged(model, stages, executor, current_microbatch, deferred, rematerialization):
+            with staged(
+                model, stages, executor, current_microbatch, deferred, changes, rematerialization
+            ):
                 yield
             deferred.assign()
             graph = tf.compat.v1.get_default_graph()
@@ -227,7 +256,10 @@ class PipelineExtended(LocalExtended):
     # ---- how gradients meet ----------------------------------------------------------------------
 
     def _reduce_gradients(self, gradients: list) -> list:
+        context = distribute_lib.get_replica_context()
         step, executor = current_replica_step(), self._executor
+        if step is not None:
+            context.merge_call(lambda _: self._assign_changes())
         if step is None or executor is None:
             return super()._reduce_gradients(gradients)
 
@@ -236,14 +268,19 @@ class PipelineExtended(LocalExtended):
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             return sum_gradients(executor, *zip(*parts, strict=True))
 
-        context = distribute_lib.get_replica_context()
         return context.merge_call(merge, args=(gradients, step.rows))
+
+    def _assign_changes(self) -> None:
+        if self._changes is not None:
+            self._changes.assign()
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         """Replica 0 updates for all: what the others would compute to that end is left out."""
         if self._executor is not None and values_util.get_current_replica_id_as_int() != 0:
             return None
-        return super()._apply_reduced(apply, gradients, variables)
+        applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
+        with applying:
+            return super()._apply_reduced(apply, gradients, variables)
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
@@ -251,6 +288,12 @@ class PipelineExtended(LocalExtended):
         if not isinstance(value, DistributedValues):
             return value
         return ReductionToOneDevice()._gather(value, destinations, axis, options)
+
+
+def _current_inputs() -> list[tf.Tensor]:
+    """The dense tensors of the calling thread's microbatch."""
+    step = current_replica_step()
+    return [] if step is None else tf.nest.flatten(step.inputs, expand_composites=True)
 
 
 def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:

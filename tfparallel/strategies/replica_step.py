@@ -25,10 +25,13 @@ class ReplicaStep:
         weight: scalar float32 tensor, `rows` over the rows of all replicas.
         weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
         statistics: variables assigned from this replica's rows only, to be averaged.
+        inputs: the replica's part of the batch, a nest of tensors.
     """
 
-    def __init__(self, rows: Any, weight: tf.Tensor, weights_loss: bool, statistics: list):
-        self.rows, self.weight = rows, weight
+    def __init__(
+        self, rows: Any, weight: tf.Tensor, weights_loss: bool, statistics: list, inputs: Any = None
+    ):
+        self.rows, self.weight, self.inputs = rows, weight, inputs
         self.weights_loss, self.statistics = weights_loss, statistics
 
     def weigh_gradient(self, gradient: Any) -> Any:

@@ -40,6 +40,7 @@ class SpmdKerasSteps(tf.distribute.Strategy):
         is_split = any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(args))
         if is_keras_step(fn):
             checks.check_model(self, fn.__self__)
+            checks.check_states_of_rows(self, fn.__self__)
             model, step = fn.__self__, _step_on_replica(fn, is_split)
             with model_hooks.weighted_losses(model):
                 return super().run(step, args, kwargs, options)

@@ -1,0 +1,91 @@
+"""PipelineStrategy: layers that assign their variables in a forward pass."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.conformance.models import MODELS
+from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
+from tfparallel import PipelineStrategy
+
+CPUS = ["CPU:0", "CPU:1"]
+
+
+class CountsRows(layers.Layer):
+    """Has a whole number that depends on rows."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(name="rows", trainable=False, dtype="int32")
+
+    def call(self, x):
+        self.rows.assign_add(ops.shape(x)[0])
+        return x
+
+
+class AssignsInBranch(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(name="calls", trainable=False, initializer="zeros")
+
+    def call(self, x):
+        tf.cond(tf.reduce_sum(x) > 0, lambda: self.calls.assign(1.0), lambda: self.calls + 0.0)
+        return x
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(name="calls", trainable=False, initializer="zeros")
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return x
+
+
+def between(layer):
+    return lambda: keras.Sequential([keras.Input((6,)), layer(name="own"), layers.Dense(3)])
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_whole_numbers_that_depend_on_rows_are_refused(run_eagerly):
+    options = {**tiny_compile_options(), "run_eagerly": run_eagerly}
+    with pytest.raises(ValueError, match="'rows' of layer 'own' of type int32.*metric"):
+        train(PipelineStrategy(CPUS, 3), between(CountsRows), lambda: options)
+
+
+def test_assigning_in_a_branch_is_refused():
+    with pytest.raises(ValueError, match="tf.cond.*'calls' of layer 'own'.*behind"):
+        train(PipelineStrategy(CPUS, 2), between(AssignsInBranch))
+
+
+def test_predict_calls_a_layer_once_per_batch():
+    training = train(PipelineStrategy(CPUS, 3), between(Counts), epochs=1)
+    counter = training.model.get_layer("own").calls
+    before = float(counter)
+    training.model.predict(tiny_data(12)[0], batch_size=4, verbose=0)
+    assert float(counter) == before + 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_spectral_normalization_under_other_schedules(schedule):
+    def build():
+        embedding = layers.SpectralNormalization(layers.Embedding(20, 4))
+        hidden = layers.SpectralNormalization(layers.Dense(4, activation="tanh"))
+        last = [layers.GlobalAveragePooling1D(), layers.Dense(3)]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), embedding, hidden, *last])
+
+    data = MODELS["embedding"].data
+    strategy = PipelineStrategy(CPUS, 3, schedule, rematerialize="full")
+    assert_same_training(train(None, build, data=data), train(strategy, build, data=data))
+
+
+def test_averages_deferred_in_a_model_without_input():
+    """Keras creates its variables late, from the first batch."""
+
+    def build():
+        return keras.Sequential([layers.BatchNormalization(momentum=0.9), layers.Dense(3)])
+
+    strategy = PipelineStrategy(CPUS, 3, batch_norm="deferred")
+    training = train(strategy, build, rows=13, epochs=1)
+    x, _ = tiny_data(13)
+    np.testing.assert_allclose(training.model.layers[0].moving_mean, 0.1 * x.mean(0), atol=1e-6)

@@ -1,0 +1,275 @@
+"""What layers assign in a step, kept apart for each microbatch and assigned once per batch.
+
+On one device a layer that counts its calls, or normalises its own kernel, does so once per batch.
+In a pipeline every microbatch calls it. So nothing is assigned on the way: a microbatch computes
+with the state of the step's beginning and with what it would have assigned itself. When all have
+passed, and before an optimizer looks at a gradient, each variable is assigned once:
+
+    what would be assigned                         what is
+    ---------------------------------------------  -----------------------------------------------
+    a value that no row has a part in: a counter,  that of the last microbatch, as all are equal
+    the kernel of SpectralNormalization
+    a value that depends on rows: a moving         the mean of the microbatches' values, weighted by
+    average of means                               rows: one device's, where it is a mean over rows
+    the same, of whole numbers                     refused, as they have no mean
+
+Metrics and seeds are not concerned: microbatches change them one after another. Nor are BatchNorm's
+averages, for which `DeferredBatchNorm` and the order of microbatches are rules of their own.
+
+Note: whether a value depends on rows
+-------------------------------------
+is read off the graph that was traced for it, by going back from the value. Going back meets either
+the tensors of the microbatch (what a stage's function is given, or the microbatch itself) or only
+constants and variables. That needs no run, no data and no second trace, and is exact where a trial
+on some rows could miss what other rows show. What calls a branch or a loop takes counts as what its
+results depend on, so the answer errs to "depends" only. Eagerly there is no graph: values that are
+equal for all microbatches are taken as they are.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a microbatch would assign.
+
+    Attributes:
+        variable: a variable of `tfparallel.strategies.stage_variables`.
+        value: a tensor.
+        depends: whether it depends on the microbatch's rows.
+        layers: the ids of the layers in whose call it was assigned; none outside of layers.
+    """
+
+    variable: Any
+    value: tf.Tensor
+    depends: bool
+    layers: frozenset[int] = frozenset()
+
+
+class StateChanges:
+    """The changes of one step.
+
+    Args:
+        model: whose step it is.
+        current_microbatch: gives the calling thread's microbatch, or None outside of microbatches.
+        current_inputs: gives the tensors of the calling thread's microbatch.
+        shares: for each microbatch its number of rows, and its share of the batch's rows; known
+            when all have passed.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        current_microbatch: Callable,
+        current_inputs: Callable,
+        shares: Mapping[int, tuple],
+    ):
+        self._model, self._shares = model, shares
+        self._current_microbatch, self._current_inputs = current_microbatch, current_inputs
+        self._graph = tf.compat.v1.get_default_graph()
+        self._changes: dict[int, dict[int, Change]] = collections.defaultdict(dict)
+        self._thread = threading.local()
+
+    # ---- asked by variables ----------------------------------------------------------------------
+
+    def seen(self, variable: Any) -> tf.Tensor | None:
+        """What the calling thread has assigned to `variable`; None if nothing."""
+        change = self._own().get(id(variable))
+        return None if change is None else change.value
+
+    def take(self, variable: Any, value: Any) -> bool:
+        """Takes note of an assignment; whether it is thereby dealt with."""
+        graph = getattr(self._thread, "function_graph", self._graph)
+        is_in_branch = tf.compat.v1.get_default_graph() is not graph
+        if self._current_microbatch() is None or self._is_applying() or is_in_branch:
+            return False
+        value = tf.stop_gradient(tf.convert_to_tensor(value, variable.dtype))
+        value.shape.assert_is_compatible_with(variable.shape)
+        depends = tf.is_symbolic_tensor(value) and self._depends(value)
+        self._own()[id(variable)] = Change(variable, value, depends)
+        return True
+
+    def check_is_outside_of_layers(self, variable: Any) -> None:
+        """Refuses what `take` does not take, in a layer.
+
+        Raises:
+            ValueError: naming the variable and its layer.
+        """
+        if hasattr(self._thread, "function_graph"):
+            raise ValueError(
+                "In a pipeline a layer must assign its variables by assign, assign_add or "
+                "assign_sub, outside of branches and loops of TensorFlow: every microbatch calls "
+                "it, and the variable is assigned once. Received: an assignment of another kind, "
+                f"or in tf.cond or tf.while_loop, of {self._name(variable)}. Compute the value "
+                "there and assign it behind."
+            )
+
+    def _own(self) -> dict[int, Change]:
+        """The changes of the function that is being traced, or of the calling microbatch."""
+        in_function = getattr(self._thread, "changes", None)
+        if in_function is not None:
+            return in_function
+        microbatch = self._current_microbatch()
+        return {} if microbatch is None else self._changes[microbatch]
+
+    def _depends(self, value: tf.Tensor) -> bool:
+        known = self._own().values()
+        rows = {id(change.value) for change in known if change.depends}
+        rows |= self._given()
+        return _reaches(value, rows, {id(change.value) for change in known})
+
+    def _given(self) -> set[int]:
+        """The ids of the tensors that come with the microbatch."""
+        if not hasattr(self._thread, "function_graph"):
+            return set(map(id, self._current_inputs()))
+        captures = getattr(self._thread.function_graph, "captures", ())
+        taken = {
+            id(inner)
+            for outer, inner in captures
+            if tf.is_symbolic_tensor(outer) and inner.dtype != tf.resource
+        }
+        return taken | self._thread.arguments
+
+    # ---- asked by calls of stages ----------------------------------------------------------------
+
+    def needed_by(self, layers: Iterable) -> list[Change]:
+        """What the calling thread's microbatch has assigned, and a call of `layers` may read."""
+        microbatch = self._current_microbatch()
+        if not self._changes.get(microbatch):
+            return []
+        layers = _flat_layers(layers)
+        own = {id(variable._value) for layer in layers for variable in layer.variables}
+        ids = frozenset(map(id, layers))
+        return [
+            change
+            for key, change in self._changes[microbatch].items()
+            if not change.layers or key in own or change.layers & ids
+        ]
+
+    @contextlib.contextmanager
+    def in_function(
+        self, arguments: Sequence, given: Sequence[Change], values: Sequence
+    ) -> Iterator[list[Change]]:
+        """Within it, a stage's function is traced; the list is then what that assigns.
+
+        Args:
+            arguments: of the function, tensors of a microbatch.
+            given: what the microbatch has assigned before, as `needed_by` tells.
+            values: the function's arguments that stand for these.
+        """
+        thread = self._thread
+        pairs = zip(given, values, strict=True)
+        thread.changes = {id(c.variable): Change(c.variable, v, c.depends) for c, v in pairs}
+        thread.arguments = set(map(id, arguments))
+        thread.function_graph = tf.compat.v1.get_default_graph()
+        before = dict(thread.changes)
+        changed: list[Change] = []
+        try:
+            yield changed
+            changed += [c for key, c in thread.changes.items() if before.get(key) is not c]
+        finally:
+            del thread.changes, thread.arguments, thread.function_graph
+
+    def add(self, changed: Sequence[Change], values: Sequence, layers: Iterable) -> None:
+        """Adds what a call of a stage's function has returned for the calling microbatch."""
+        if not changed:
+            return
+        ids = frozenset(map(id, _flat_layers(layers)))
+        own = self._changes[self._current_microbatch()]
+        for change, value in zip(changed, values, strict=True):
+            own[id(change.variable)] = Change(change.variable, value, change.depends, ids)
+
+    # ---- asked by the step -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """Within it, the calling thread's assignments are an optimizer's, and done at once."""
+        self._thread.is_applying = True
+        try:
+            yield
+        finally:
+            self._thread.is_applying = False
+
+    def _is_applying(self) -> bool:
+        return getattr(self._thread, "is_applying", False)
+
+    def assign(self) -> None:
+        """Assigns what all microbatches have assigned so far; called outside of microbatches.
+
+        Raises:
+            ValueError: naming a variable whose values have no mean.
+        """
+        by_variable: dict[int, dict[int, Change]] = collections.defaultdict(dict)
+        for microbatch in sorted(self._changes):
+            for key, change in self._changes[microbatch].items():
+                by_variable[key][microbatch] = change
+        self._changes.clear()
+        for changes in by_variable.values():
+            variable = next(iter(changes.values())).variable
+            with tf.device(variable.device):
+                value = self._combined(variable, changes)
+                for copy in variable.values:
+                    copy.assign(value)
+
+    def _combined(self, variable: Any, changes: Mapping[int, Change]) -> tf.Tensor:
+        values = [change.value for change in changes.values()]
+        if not any(change.depends for change in changes.values()) and _are_alike(values):
+            return values[-1]
+        if not variable.dtype.is_floating:
+            raise ValueError(
+                "What a layer assigns to a variable of whole numbers must not depend on the rows "
+                "of the batch in a pipeline, where each microbatch has some of them. Received: "
+                f"{self._name(variable)} of type {variable.dtype.name}. Use a metric such as "
+                "keras.metrics.Sum to add up over rows, or a floating-point mean over rows."
+            )
+        weighted = []
+        for microbatch, value in zip(changes, values, strict=True):
+            rows, weight = self._shares[microbatch]
+            present = tf.where(tf.greater(rows, 0), value, 0)  # a mean of no rows is NaN
+            weighted.append(present * tf.cast(weight, value.dtype))
+        return tf.add_n(weighted)
+
+    def _name(self, variable: Any) -> str:
+        for layer in self._model._flatten_layers():
+            for own in layer._trainable_variables + layer._non_trainable_variables:
+                if own._value is variable:
+                    return f"variable '{own.name}' of layer '{layer.name}'"
+        return f"variable '{variable.name}'"
+
+
+def _flat_layers(operations: Iterable) -> list[keras.Layer]:
+    layers = [each for each in operations if isinstance(each, keras.Layer)]
+    return [own for each in layers for own in each._flatten_layers()]
+
+
+def _are_alike(values: Sequence[tf.Tensor]) -> bool:
+    """Whether all are equal, as far as one can see: what is traced has no values yet."""
+    if tf.is_symbolic_tensor(values[0]):
+        return True
+    return all(bool(tf.reduce_all(tf.equal(value, values[0]))) for value in values)
+
+
+def _reaches(value: tf.Tensor, targets: set[int], ends: set[int]) -> bool:
+    """Whether any of `targets`, ids of tensors, is on the way back from `value`.
+
+    Args:
+        ends: ids of tensors behind which not to look.
+    """
+    stack, seen = [value], set()
+    while stack:
+        tensor = stack.pop()
+        if id(tensor) in targets:
+            return True
+        if id(tensor) in ends or tensor.op in seen:
+            continue
+        seen.add(tensor.op)
+        stack += tensor.op.inputs
+    return False
