@@ -236,6 +236,7 @@ class PipelineExtended(LocalExtended):
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             return sum_gradients(executor, *zip(*parts, strict=True))
 
+        executor.end_round(values_util.get_current_replica_id_as_int())
         context = distribute_lib.get_replica_context()
         return context.merge_call(merge, args=(gradients, step.rows))
 
