@@ -8,8 +8,16 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.helpers import Training, assert_same_training, numbered, tiny_data, train
+from tests.helpers import (
+    Training,
+    assert_same_training,
+    numbered,
+    tiny_compile_options,
+    tiny_data,
+    train,
+)
 from tfparallel import PipelineStrategy
+from tfparallel.pipeline.parts import find_parts
 
 CPUS = [f"CPU:{i}" for i in range(4)]
 
@@ -70,6 +78,14 @@ class Wrapper(keras.Model):
     def from_config(cls, config):
         config["model"] = keras.saving.deserialize_keras_object(config["model"])
         return cls(**config)
+
+
+def mlp_and_head():
+    x = keras.Input((6,))
+    y = x
+    for units in (5, 7, 4):
+        y = layers.Dense(units, "tanh", name=f"d{units}")(y)
+    return keras.Model(x, layers.Dense(3, name="head")(y))
 
 
 def functional_in_functional():
@@ -216,7 +232,7 @@ def test_under_every_schedule(options):
 
 
 class Gan(keras.Model):
-    """As in keras.io's DCGAN: no `call`; the generator learns from the discriminator just trained."""
+    """No `call`; the generator learns from the discriminator that has just been trained."""
 
     def __init__(self):
         super().__init__()
@@ -271,3 +287,234 @@ def test_a_gan_without_a_call(schedule):
     strategy = PipelineStrategy(CPUS[:2], 3, schedule)
     trained = trained_gan(strategy)
     assert_same_training(trained_gan(None), trained)
+
+
+def stage_of(strategy, model) -> dict[str, int]:
+    stages = strategy.stages(model)
+    return {part.name: stage for part, stage in zip(stages.parts, stages.stage_of)}
+
+
+def built(strategy, build):
+    with strategy.scope():
+        return build()
+
+
+def nested_twice():
+    """Called on its own result; another one around both."""
+    x = keras.Input((6,))
+    block = mlp(6, name="block")
+    body = keras.Model(x, block(block(x)), name="body")
+    return Wrapper(keras.Model(x, layers.Dense(3, name="head")(body(x)), name="model"))
+
+
+def test_layers_of_nested_models_are_parts_with_paths():
+    expected = {
+        functional_in_functional: [
+            "base/first",
+            "base/second",
+            "base/add",
+            "base/third",
+            "head",
+        ],
+        functional_in_trainer: [
+            "functional/base/first",
+            "functional/base/second",
+            "functional/base/add",
+            "functional/base/third",
+            "functional/head",
+        ],
+        subclassed_in_functional: ["base/block_0", "base/block_1", "base/block_2", "head"],
+        nested_twice: ["model/body/block/d6", "model/body/block/d6", "model/head"],
+        Siamese: ["tower/first", "tower/second", "tower/add", "tower/third", "dense"],
+        siamese: [
+            "get_item_1",
+            "get_item",
+            "tower/first",
+            "tower/second",
+            "tower/add",
+            "tower/third",
+            "concatenate",
+            "head",
+        ],
+        wrappers: ["reshape", "time_distributed", "bidirectional", "dense"],
+    }
+    for build, names in expected.items():
+        keras.backend.clear_session()  # numbers of names
+        strategy = PipelineStrategy(CPUS[:2], 2, partition=[["*"], ["nothing"]])
+        model = built(strategy, build)
+        assert [part.name for part in find_parts(model)] == names, build.__name__
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        ([["base"], ["head"]], [0, 0, 0, 0, 1]),
+        ([["b*"], ["h*"]], [0, 0, 0, 0, 1]),
+        ([["base/first"], ["base/[!f]*", "head"]], [0, 1, 1, 1, 1]),
+        ([["*/first", "*/second"], ["base/add*", "base/third", "*head"]], [0, 0, 1, 1, 1]),
+        ([["base/first", "base/third"], ["*/second", "*/add*", "head"]], [0, 1, 1, 1, 1]),
+    ],
+)
+def test_patterns_of_paths(partition, expected):
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
+    stages = strategy.stages(built(strategy, functional_in_functional))
+    assert list(stages.stage_of) == expected
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ([["base/first"], ["head"]], "Every layer must match .* 'base/second', 'base/add"),
+        ([["first", "base"], ["head"]], "pattern must match .* 'first' .* are 'base/first'"),
+        (
+            [["base"], ["base/third", "head"]],
+            r"one stage only. Received: 'base/third' \(stages 0, 1",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit_name_paths(partition, message):
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
+    with pytest.raises(ValueError, match=message):
+        strategy.stages(built(strategy, functional_in_functional))
+
+
+def test_parts_follow_what_they_take_out_of_nested_models():
+    """`late` has two outputs, of stages 1 and 2; `early` takes one of them."""
+
+    def build():
+        x = keras.Input((6,))
+        first = layers.Dense(4, name="first")(x)
+        late = keras.Model(x, [first, layers.Dense(4, name="second")(first)], name="late")
+        of_first, of_second = late(layers.Dense(6, name="input")(x))
+        y = keras.Input((4,))
+        early = keras.Model(y, layers.Dense(4, name="only")(y), name="early")
+        joined = layers.Concatenate(name="join")([early(of_first), of_second])
+        return keras.Model(x, layers.Dense(3, name="head")(joined))
+
+    partition = [["input", "early"], ["late/first", "join"], ["late/second", "head"]]
+    strategy = PipelineStrategy(CPUS[:3], 2, partition=partition)
+    candidate = train(strategy, build)
+    assert stage_of(strategy, candidate.model) == {
+        "input": 0,
+        "late/first": 1,
+        "late/second": 2,
+        "early/only": 1,  # the pattern says 0
+        "join": 2,  # the pattern says 1
+        "head": 2,
+    }
+    assert_same_training(train(None, build), candidate)
+
+
+def test_nested_models_constructed_for_a_stage():
+    """Layers go where they were constructed, or else where the model around them was."""
+    strategy = PipelineStrategy(CPUS[:3], 2)
+
+    def build(stage):
+        x = inputs = keras.Input((6,))
+        with stage(0):
+            base = functional()
+        with stage(1):
+            first = layers.Dense(6, name="first")
+        second = keras.Sequential([keras.Input((4,)), first], name="second")
+        with stage(2):
+            third = Blocks(name="third")  # its layers too
+            x = third(second(base(inputs)))
+            return keras.Model(inputs, layers.Dense(3, name="head")(x))
+
+    candidate = train(strategy, lambda: build(strategy.stage))
+    assert stage_of(strategy, candidate.model) == {
+        "base/first": 0,
+        "base/second": 0,
+        "base/add": 0,
+        "base/third": 0,
+        "second/first": 1,
+        "third/block_0": 2,
+        "third/block_1": 2,
+        "third/block_2": 2,
+        "head": 2,
+    }
+    assert_same_training(train(None, lambda: build(lambda _: contextlib.nullcontext())), candidate)
+
+
+def test_variables_of_nested_models_live_with_their_layers():
+    patterns = [["base/block_0"], ["base/block_[12]", "head"]]
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=patterns)
+    model = train(strategy, subclassed_in_functional).model
+    stages = stage_of(strategy, model)
+    for weight in model.weights:
+        layer = next((name for name in stages if name in weight.path), "base/block_0")
+        (copy,) = weight.value.values
+        assert copy.device.endswith(f"CPU:{stages[layer]}"), weight.path
+    first, second = strategy.summary(model).stages
+    assert first.layers == ("base/block_0",) and first.num_parameters == 7 * 6 + 1  # and `scale`
+    assert second.num_parameters == 2 * 7 * 6 + 7 * 3
+
+
+def test_stages_of_a_nested_model_are_called_once_for_each_microbatch():
+    """What stands together runs together, though models are around some of it."""
+
+    def calls(build, partition):
+        strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
+        with strategy.scope():
+            model = build()
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            x, y = (tf.constant(array) for array in tiny_data(8))
+            model._symbolic_build(data_batch=(x, y, None))
+            step = tf.function(lambda data: strategy.run(model.test_step, args=(data,)))
+            operations = step.get_concrete_function((x, y)).graph.get_operations()
+        remote = [op for op in operations if op.type == "RemoteCall" and op.outputs]
+        return [sum(op.device.endswith(f"CPU:{i}") for op in remote) // 2 for i in (0, 1)]
+
+    flat, nested = [["d5"], ["d7", "d4", "head"]], [["base/d5"], ["base/d[74]", "head"]]
+    of_flat = calls(mlp_and_head, flat)
+    assert calls(sequential_in_functional, nested) == [of_flat[0], of_flat[1] + 1]
+    assert calls(sequential_in_functional, [["base"], ["head"]]) == of_flat
+
+
+def test_siamese_sides_share_their_parts():
+    """Both calls go through the stages: none is moved behind the other."""
+    partition = [["get_item*", "tower/first"], ["tower/[!f]*", "concatenate*", "head"]]
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
+    candidate = train(strategy, siamese)
+    assert stage_of(strategy, candidate.model)["tower/second"] == 1
+    assert_same_training(train(None, siamese), candidate)
+
+
+def test_saved_files_are_those_of_plain_keras(tmp_path):
+    strategy = PipelineStrategy(CPUS[:3], 3)
+    for build in (subclassed_in_trainer, depth_three):
+        reference, candidate = train(None, build).model, train(strategy, build).model
+        candidate.save(tmp_path / "model.keras")
+        candidate.save_weights(tmp_path / "model.weights.h5")
+        x, _ = tiny_data(7)
+        expected = candidate.predict(x, verbose=0)
+        loaded = keras.saving.load_model(tmp_path / "model.keras")  # outside of the strategy
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), expected, atol=1e-6)
+        reference.load_weights(tmp_path / "model.weights.h5")
+        np.testing.assert_allclose(reference.predict(x, verbose=0), expected, atol=1e-6)
+
+
+class Fragile(layers.Layer):
+    is_cracked = False
+
+    def call(self, x):
+        if self.is_cracked:
+            raise LookupError("the layer is cracked")
+        return x
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes come with Python 3.11")
+def test_an_error_names_the_path_of_the_layer():
+    fragile = Fragile(name="fragile")
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=[["base/d5"], ["base/fragile", "head"]])
+    with strategy.scope():
+        x = keras.Input((6,))
+        inner = [keras.Input((6,)), layers.Dense(5, name="d5"), fragile]
+        base = keras.Sequential(inner, name="base")
+        model = keras.Model(x, layers.Dense(3, name="head")(base(x)))
+        model.compile("sgd", **tiny_compile_options())
+    model.train_on_batch(*tiny_data(4))
+    fragile.is_cracked = True
+    with pytest.raises(LookupError) as error:
+        model.train_on_batch(*tiny_data(6))  # traced anew
+    assert error.value.__notes__ == ["In layer 'base/fragile' on stage 1 of the pipeline."]

@@ -34,12 +34,13 @@ class Placement:
                 f"Received: stage({index!r})."
             )
         thread, original = threading.get_ident(), keras.Operation.__init__
+        stage_of = self._stage_of
 
         @functools.wraps(original)
-        def construct(operation: Any, *args: Any, **kwargs: Any) -> None:
-            original(operation, *args, **kwargs)
+        def construct(self: Any, name: str | None = None) -> None:  # Keras reads the signature
+            original(self, name)
             if threading.get_ident() == thread:
-                self._stage_of[operation] = index
+                stage_of[self] = index
 
         keras.Operation.__init__ = construct
         try:

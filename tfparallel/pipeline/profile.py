@@ -60,7 +60,7 @@ def _trials(model: keras.Model, inputs: Any) -> list[tuple[Any, Any]]:
     if inputs is not None and has_call:
         return [(model, inputs)]
     own = [model] if functional_graph(model) is not None else [x.operation for x in members(model)]
-    graphs = [functional_graph(each) if isinstance(each, keras.Model) else None for each in own]
+    graphs: list[Any] = [functional_graph(x) if isinstance(x, keras.Model) else None for x in own]
     if None in graphs:
         return []
     zeros = functools.partial(keras.tree.map_structure, lambda x: zeros_like_spec(x, ROWS))
