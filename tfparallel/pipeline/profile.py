@@ -44,27 +44,14 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
         model: built.
         parts: of the model, in the order in which they run.
         inputs: what the model is called with, a nest of tensors of a microbatch's rows; None where
-            that is not known. Functional models, and those that a model without inputs or a `call`
-            consists of, are then measured on 8 rows of zeros; otherwise weights are counted.
+            that is not known. A functional model, and those in a subclassed one that this does not
+            call, are then measured on 8 rows of zeros. If that is not all, weights are counted.
     """
     with tf.init_scope():
-        calls = _calls_of(model, parts, _trials(model, inputs))
+        calls = _calls_of(model, parts, inputs)
         if calls is None:
             return [Cost(1.0 + sum(map(num_elements, _weights(part)))) for part in parts]
         return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
-
-
-def _trials(model: keras.Model, inputs: Any) -> list[tuple[Any, Any]]:
-    """Models with inputs for each, that together run all parts of `model`; none if not known."""
-    has_call = type(model).call is not keras.Layer.call
-    if inputs is not None and has_call:
-        return [(model, inputs)]
-    own = [model] if functional_graph(model) is not None else [x.operation for x in members(model)]
-    graphs: list[Any] = [functional_graph(x) if isinstance(x, keras.Model) else None for x in own]
-    if None in graphs:
-        return []
-    zeros = functools.partial(keras.tree.map_structure, lambda x: zeros_like_spec(x, ROWS))
-    return [(each, zeros(graph.input)) for each, graph in zip(own, graphs, strict=True)]
 
 
 def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:
@@ -82,15 +69,20 @@ def _cost(part: Part, calls: Sequence[tuple]) -> Cost:
     return Cost(*(sum(numbers) for numbers in zip(Cost(0.0), *measured, strict=True)))
 
 
-def _calls_of(
-    model: keras.Model, parts: Sequence[Part], trials: Sequence[tuple]
-) -> list[list[tuple]] | None:
-    """The arguments of each part's calls in `trials`; None where these fail, or are none."""
+def _calls_of(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[list[tuple]] | None:
+    """The arguments of each part's calls, as far as a model can be called; None where they lack."""
     calls: dict[tuple, list[tuple]] = {part.key: [] for part in parts}
+    if functional_graph(model) is not None and inputs is None:
+        inputs = _zeros(functional_graph(model))
+    is_called = inputs is not None and type(model).call is not keras.Layer.call
     try:
         with _noted_calls(model, parts, calls):
-            for each, inputs in trials:
-                each(inputs, training=False)
+            if is_called:
+                model(inputs, training=False)
+            for each in _functional_members(model):
+                own = [part for part in parts if part.models[:1] == (each,)]
+                if own and not any(calls[part.key] for part in own):  # only a `train_step` does
+                    each(_zeros(functional_graph(each)), training=False)
     except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
         warnings.warn(
             f"The layers of model '{model.name}' are divided by their numbers of weights, as it "
@@ -98,7 +90,16 @@ def _calls_of(
             stacklevel=2,
         )
         return None
-    return list(calls.values()) if trials else None
+    return list(calls.values()) if is_called or all(calls.values()) else None
+
+
+def _functional_members(model: keras.Model) -> list[keras.Model]:
+    own = [each.operation for each in members(model) if isinstance(each.operation, keras.Model)]
+    return [each for each in own if functional_graph(each) is not None]
+
+
+def _zeros(graph: Any) -> Any:
+    return keras.tree.map_structure(lambda x: zeros_like_spec(x, ROWS), graph.input)
 
 
 @contextlib.contextmanager
