@@ -129,7 +129,7 @@ class Vae(keras.Model):
         hidden = layers.Dense(5, "tanh", name="hidden")(x)
         mean, log_variance = layers.Dense(2, name="mean")(hidden), layers.Dense(2)(hidden)
         # A sample that is the same whatever the batch is cut into.
-        z = layers.Lambda(lambda v: v[0] + keras.ops.exp(0.5 * v[1]) * keras.ops.sin(9 * v[0]))
+        z = layers.Lambda(lambda v: v[0] + keras.ops.exp(0.5 * v[1]) * keras.ops.sin(v[0]))
         outputs = [mean, log_variance, z([mean, log_variance])]
         self.encoder = keras.Model(x, outputs, name="encoder")
         self.decoder = mlp(5, 6, features=2, name="decoder")
@@ -143,7 +143,7 @@ class Vae(keras.Model):
     def train_step(self, x):
         with tf.GradientTape() as tape:
             mean, log_variance, z = self.encoder(x)
-            error = tf.reduce_mean(tf.reduce_sum(tf.square(x - self.decoder(z)), axis=1))
+            error = tf.reduce_mean(tf.square(x - self.decoder(z)))
             divergence = 1 + log_variance - tf.square(mean) - tf.exp(log_variance)
             loss = error - 0.05 * tf.reduce_mean(tf.reduce_sum(divergence, axis=1))
         weights = self.trainable_weights
