@@ -83,6 +83,8 @@ class Executor:
 
         A microbatch goes forward through the stages, once in a round.
         """
+        if stage == self.num_stages - 1:
+            return stage
         in_round, made_on = self._rounds.latest(inputs)
         return max(stage, made_on) if in_round == self._rounds.current(microbatch) else stage
 
