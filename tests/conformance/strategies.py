@@ -158,7 +158,12 @@ STRATEGIES = [
         lambda: library().PipelineStrategy(_cpus(4), num_microbatches=3),
         num_replicas=3,
         environments=_of_four_layers,
-        few=("models.attention", "models.shared_layers", "models.dict_inputs_and_outputs"),
+        few=(
+            "models.attention",
+            "models.dict_inputs_and_outputs",
+            "models.shared_layers",
+            "nested.trainer",
+        ),
         exempt=(*_NOT_OF_MICROBATCHES, *_OF_TWO_LAYERS),
     ),
     Row(
@@ -173,7 +178,7 @@ STRATEGIES = [
         lambda: library().PipelineStrategy(_cpus(2), 3, "interleaved_1f1b"),
         num_replicas=3,
         environments=_of_four_layers,
-        few=("models.attention", "models.shared_layers"),
+        few=("models.attention", "models.shared_layers", "nested.gan"),
         exempt=(*_NOT_OF_MICROBATCHES, *_OF_TWO_LAYERS),
     ),
     Row(
@@ -183,6 +188,8 @@ STRATEGIES = [
         few=(
             "models.embedding",
             "models.subclassed",
+            "nested.gan",
+            "nested.trainer",
             "optimizers.global_clipnorm",
             "optimizers.gradient_accumulation",
         ),
@@ -193,7 +200,7 @@ STRATEGIES = [
         lambda: _remote_pipeline(2, num_microbatches=3),
         num_replicas=3,
         devices_per_worker=1,
-        few=FEW,
+        few=(*FEW, "nested.gan", "nested.trainer"),
         exempt=_NOT_OF_MICROBATCHES,
     ),
     Row(

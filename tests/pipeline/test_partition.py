@@ -3,7 +3,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from tfparallel.pipeline.partition import balanced_cuts, match_patterns
+from tfparallel.pipeline.partition import balanced_cuts, match_patterns, matches
 
 
 def all_cuts(num_layers, num_stages):
@@ -118,6 +118,25 @@ def test_a_layer_that_exceeds_the_memory_limit_alone_is_named():
         balanced_cuts(costs, 2, memory=memory, memory_limit=9)
     with pytest.raises(ValueError, match=r"too large alone: conv \(20\)"):
         balanced_cuts(costs, 2, memory=memory, memory_limit=9, layer_names=["in", "conv", "out"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("base", {"base/conv", "base/block/conv", "base/block/norm"}),
+        ("b*", {"base/conv", "base/block/conv", "base/block/norm"}),
+        ("base/block", {"base/block/conv", "base/block/norm"}),
+        ("base/conv", {"base/conv"}),
+        ("*/conv", {"base/conv", "base/block/conv"}),
+        ("*/block/*", {"base/block/conv", "base/block/norm"}),
+        ("base/[!b]*", {"base/conv"}),
+        ("conv", {"conv"}),  # as without nested models: of the top only
+        ("*/base", set()),
+    ],
+)
+def test_patterns_of_paths(pattern, paths):
+    every = ["base/conv", "base/block/conv", "base/block/norm", "conv"]
+    assert {path for path in every if matches(path, pattern)} == paths
 
 
 LAYERS = ["embedding", "block_0", "block_1", "block_2", "head"]

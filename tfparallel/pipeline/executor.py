@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfparallel.pipeline.action import Action
 from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.rematerialization import Rematerialization
+from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.stage_function import StageFunction, inference_function
 from tfparallel.tf_internals import (
@@ -33,6 +34,8 @@ from tfparallel.tf_internals import (
     unique_number,
     variable_accessed,
 )
+
+Pass = tuple[int, Action]  # in which round
 
 _MOST_BETWEEN = 4  # operations from a gradient back to the call that has made it
 
@@ -57,11 +60,12 @@ class Executor:
     ):
         self._schedule, self._device_names, self._hosts = schedule, device_names, hosts
         self._rematerialization = rematerialization or Rematerialization("none", schedule)
-        self._fetches: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
+        self._rounds = Rounds()
+        self._fetches: dict[Pass, list[tf.Operation]] = collections.defaultdict(list)
         self._traced: dict[Hashable, Any] = {}
         self._functions: dict[Hashable, Any] = {}
         self._trainable: dict[Any, Sequence] = {}
-        self._calls: dict[Action, list[tf.Operation]] = collections.defaultdict(list)
+        self._calls: dict[Pass, list[tf.Operation]] = collections.defaultdict(list)
         self._action_of: dict[tf.Operation, Action] = {}
         self._sums: dict[int, list[tf.Operation]] = collections.defaultdict(list)
 
@@ -74,6 +78,20 @@ class Executor:
         """The name of the device of `stage`."""
         return self._device_names[self._schedule.device_of[stage]]
 
+    def stage_of_call(self, stage: int, microbatch: int, inputs: Iterable) -> int:
+        """Where `stage`'s part runs for `microbatch`: there, or where the last of `inputs` is made.
+
+        A microbatch goes forward through the stages, once in a round.
+        """
+        if stage == self.num_stages - 1:
+            return stage
+        in_round, made_on = self._rounds.latest(inputs)
+        return max(stage, made_on) if in_round == self._rounds.current(microbatch) else stage
+
+    def end_round(self, microbatch: int) -> None:
+        """Tells that what `microbatch` computes next may need all others' gradients."""
+        self._rounds.come_back(microbatch)
+
     def call(
         self,
         stage: int,
@@ -83,6 +101,7 @@ class Executor:
         inputs: list,
         *,
         is_shared: bool = True,
+        is_result: bool = False,
     ) -> list:
         """Calls `function(*inputs)` as a part of what `stage` does for `microbatch`.
 
@@ -97,6 +116,7 @@ class Executor:
             inputs: tensors.
             is_shared: whether `function` takes nothing else of its microbatch. If that is not sure
                 it is called as it is, in no particular order, where it takes tensors of the step.
+            is_result: whether `function` is a loss or a metric, of the round its inputs are of.
         """
         with tf.device(self.device_of(stage)):
             if tf.executing_eagerly():
@@ -110,6 +130,10 @@ class Executor:
                 variable_accessed(variable)
             arguments = [*inputs, *concrete.captured_inputs]
             action = Action(stage, microbatch, "forward")
+            if is_result:
+                in_round, _ = self._rounds.latest(inputs)
+            else:
+                in_round = self._rounds.current(microbatch)
             if has_one_tape(arguments):
                 outputs = self._recorded_call(action, concrete, arguments)
             elif record.should_record_backprop(arguments):
@@ -119,7 +143,9 @@ class Executor:
                 function = self._once((concrete, "inference"), inference_function, name, concrete)
                 outputs = function(self.device_of(stage), arguments)[: len(concrete.outputs)]
         if outputs:
-            self._add(action, outputs[0].op)
+            self._add(in_round, action, outputs[0].op)
+        for output in outputs:
+            self._rounds.note(output.op, in_round, stage)
         return outputs
 
     def _recorded_call(self, action: Action, concrete: Any, arguments: list) -> list:
@@ -137,12 +163,14 @@ class Executor:
         first = action._replace(kind="backward_input" if is_split else "backward")
 
         def backward(*output_gradients: Any) -> list:
+            in_round = self._rounds.come_back(action.microbatch)
             self._place_sums(device, output_gradients)
             with tf.device(device):
-                fetched = self._fetched(first, function, stash)
+                fetched = self._fetched((in_round, first), function, stash)
                 gradients, calls = run(device, arguments, fetched, output_gradients)
             for kind, operation in calls.items():
-                self._add(action._replace(kind=kind), operation)
+                self._add(in_round, action._replace(kind=kind), operation)
+                self._rounds.note(operation, in_round, action.stage)
             return gradients
 
         record.record_operation("tfparallel_stage", outputs, arguments, backward)
@@ -169,12 +197,12 @@ class Executor:
             moved = [tf.identity(x, "offload") for x in stash[: function.num_activations]]
         return [*moved, *stash[function.num_activations :]]
 
-    def _fetched(self, action: Action, function: StageFunction, stash: list) -> list:
+    def _fetched(self, in_pass: Pass, function: StageFunction, stash: list) -> list:
         if self._hosts is None:
             return stash
         with record.stop_recording():
             fetched = [tf.identity(x, "fetch") for x in stash[: function.num_activations]]
-        self._fetches[action] += [x.op for x in fetched]
+        self._fetches[in_pass] += [x.op for x in fetched]
         return [*fetched, *stash[function.num_activations :]]
 
     def _watched_variables(self, concrete: Any) -> Sequence:
@@ -203,14 +231,16 @@ class Executor:
         ]
         run_independently(graph, [*unordered, *itertools.chain(*self._sums.values())])
         _place_shapes(graph)
-        for order in self._schedule.orders:
-            calls = [self._calls[action] for action in order if action in self._calls]
+        num_rounds = 1 + max((in_round for in_round, _ in self._calls), default=0)
+        for actions in self._schedule.orders:
+            order = [(i, action) for i in range(num_rounds) for action in actions]
+            calls = [self._calls[each] for each in order if each in self._calls]
             for before, after in itertools.pairwise(calls):
                 for operation in after:
                     operation._add_control_inputs(before)
             # What an action takes from the host is copied while the one before it runs.
-            for earlier, action in zip(order, order[2:], strict=False):
-                for operation in self._fetches[action]:
+            for earlier, each in zip(order, order[2:], strict=False):
+                for operation in self._fetches[each]:
                     operation._add_control_inputs(self._calls[earlier])
         self._hide_from_clustering(graph)
         if _has_cycle(graph):
@@ -218,13 +248,12 @@ class Executor:
                 f"Under schedule {self._schedule.name!r} a microbatch is on its way back while "
                 "others are still on their way forward, so no loss may depend on several "
                 "microbatches. Received: a step whose loss does, for example by a mask or by "
-                "'mean_with_sample_weight', which divide by a sum over the batch, or a train_step "
-                "that computes forward again with what came back. Use schedule='gpipe', or a loss "
-                "that is a mean over rows."
+                "'mean_with_sample_weight', which divide by a sum over the batch. Use "
+                "schedule='gpipe', or a loss that is a mean over rows."
             )
 
     def add_clock(self, graph: tf.Graph, hosts: Sequence[str]) -> dict[Action, tf.Tensor]:
-        """After `order`: when each pass starts and ends, as `clock.add_clock`.
+        """After `order`: when each pass of the first round starts and ends, as `clock.add_clock`.
 
         Args:
             graph: of the step.
@@ -232,7 +261,8 @@ class Executor:
         """
         stages = range(self._schedule.num_stages)
         own = {stage: hosts[self._schedule.device_of[stage]] for stage in stages}
-        return add_clock(graph, self._calls, own)
+        first = {action: calls for (i, action), calls in self._calls.items() if i == 0}
+        return add_clock(graph, first, own)
 
     def _hide_from_clustering(self, graph: tf.Graph) -> None:
         """Puts all calls behind an operation on a reference, of which XLA's clustering stays clear.
@@ -289,8 +319,8 @@ class Executor:
             each._set_device(self.device_of(stage))
         return stage
 
-    def _add(self, action: Action, operation: tf.Operation) -> None:
-        self._calls[action].append(operation)
+    def _add(self, in_round: int, action: Action, operation: tf.Operation) -> None:
+        self._calls[in_round, action].append(operation)
         self._action_of[operation] = action
 
 

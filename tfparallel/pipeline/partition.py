@@ -168,15 +168,29 @@ def _raise_too_large(
     )
 
 
+def matches(path: str, pattern: str) -> bool:
+    """Whether a shell-style pattern names a layer, or a model that it is in.
+
+    Args:
+        path: of the layer: its name, behind those of the nested models around it (`base/conv`).
+        pattern: of a path (`base/conv*`, `*/conv*`), or, without `/`, of a name at the top
+            (`base` is all of that model).
+    """
+    names = path.split("/")
+    depths = range(2, len(names) + 1) if "/" in pattern else [1]
+    return any(fnmatchcase("/".join(names[:depth]), pattern) for depth in depths)
+
+
 def match_patterns(
     layer_names: Sequence[str], patterns_per_stage: Sequence[Sequence[str]]
 ) -> list[int]:
     """Give every layer the stage one of whose patterns its name matches.
 
     Args:
-        layer_names: names of the layers.
-        patterns_per_stage: for each stage, patterns as in a shell (`*`, `?`, `[abc]`); case
-            matters. `[["embedding", "block_[0-3]*"], ["block_[4-7]*", "head"]]` is two stages.
+        layer_names: names of the layers, paths where they are in nested models.
+        patterns_per_stage: for each stage, patterns as in a shell (`*`, `?`, `[abc]`), see
+            `matches`; case matters. `[["embedding", "block_[0-3]*"], ["block_[4-7]*", "head"]]` is
+            two stages.
 
     Returns:
         For each layer, the index of its stage.
@@ -196,7 +210,7 @@ def match_patterns(
         [
             stage
             for stage, patterns in enumerate(patterns_per_stage)
-            if any(fnmatchcase(name, pattern) for pattern in patterns)
+            if any(matches(name, pattern) for pattern in patterns)
         ]
         for name in layer_names
     ]
@@ -226,7 +240,7 @@ def _check_every_pattern_matches(
         f"{pattern!r} (stage {stage})"
         for stage, patterns in enumerate(patterns_per_stage)
         for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in layer_names)
+        if not any(matches(name, pattern) for name in layer_names)
     ]
     if idle:
         raise ValueError(

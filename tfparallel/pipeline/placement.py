@@ -34,12 +34,13 @@ class Placement:
                 f"Received: stage({index!r})."
             )
         thread, original = threading.get_ident(), keras.Operation.__init__
+        stage_of = self._stage_of
 
         @functools.wraps(original)
-        def construct(operation: Any, *args: Any, **kwargs: Any) -> None:
-            original(operation, *args, **kwargs)
+        def construct(self: Any, name: str | None = None) -> None:  # Keras reads the signature
+            original(self, name)
             if threading.get_ident() == thread:
-                self._stage_of[operation] = index
+                stage_of[self] = index
 
         keras.Operation.__init__ = construct
         try:
@@ -49,7 +50,12 @@ class Placement:
 
     def places(self, parts: Sequence) -> bool:
         """Whether some of `parts` were constructed for a stage."""
-        return any(part.operation in self._stage_of for part in parts)
+        return any(self._placed(part) is not None for part in parts)
+
+    def _placed(self, part: Any) -> int | None:
+        """The stage that a part was constructed for, or else the innermost model around it."""
+        own = [self._stage_of.get(each) for each in (part.operation, *reversed(part.models))]
+        return next((stage for stage in own if stage is not None), None)
 
     def stages(self, parts: Sequence) -> list[int]:
         """The stage of each of `parts`, which `places`.
@@ -63,14 +69,14 @@ class Placement:
         names = [
             part.name
             for part in parts
-            if part.operation not in self._stage_of and isinstance(part.operation, keras.Layer)
+            if self._placed(part) is None and isinstance(part.operation, keras.Layer)
         ]
         if names:
             raise ValueError(
                 "Where some layers are constructed in `with strategy.stage(i):`, all must be. "
                 f"Received: {', '.join(map(repr, names[:10]))} outside of any stage."
             )
-        return [self._stage_of.get(part.operation, 0) for part in parts]
+        return [self._placed(part) or 0 for part in parts]
 
 
 def check_no_stage_is_empty(stage_of: Sequence[int], num_stages: int, model_name: str) -> None:

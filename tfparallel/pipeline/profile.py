@@ -8,6 +8,7 @@ import contextlib
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rich.progress import track
 
 from tfparallel.pipeline.memory import num_elements
 from tfparallel.pipeline.no_trace import without_trace
+from tfparallel.pipeline.parts import Calls, Part, functional_graph, is_opened, members
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 _REPEATS = 3
@@ -36,23 +38,21 @@ class Cost(NamedTuple):
     activation_bytes: int = 0
 
 
-def profile_parts(model: keras.Model, graph: Any, parts: Sequence, inputs: Any) -> list[Cost]:
-    """The cost of each part.
+def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[Cost]:
+    """The cost of each part, of all its calls together.
 
     Args:
         model: built.
-        graph: its functional graph; None for a subclassed model.
-        parts: `Part`s, in the order in which they run.
+        parts: of the model, in the order in which they run.
         inputs: what the model is called with, a nest of tensors of a microbatch's rows; None where
-            that is not known: the parts of a functional model are then measured on 8 rows of
-            zeros, and the weights of those of a subclassed model counted.
+            that is not known. A functional model, and those in a subclassed one that this does not
+            call, are then measured on 8 rows of zeros. If that is not all, weights are counted.
     """
     with tf.init_scope(), without_trace(model):
-        if graph is not None:
-            return _profile_nodes(graph, parts, inputs)
-        if inputs is None:
-            return [Cost(1.0 + sum(map(num_elements, part.operation.weights))) for part in parts]
-        return _profile_layers(model, parts, inputs)
+        calls = _calls_of(model, parts, inputs)
+        if calls is None:
+            return [Cost(1.0 + sum(map(num_elements, _weights(part)))) for part in parts]
+        return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
 
 
 def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:
@@ -61,51 +61,92 @@ def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:
     return tf.zeros(shape, spec.dtype)
 
 
-def _profile_nodes(graph: Any, parts: Sequence, inputs: Any) -> list[Cost]:
-    if inputs is None:
-        flat = [zeros_like_spec(x, ROWS) for x in graph.inputs]
-    else:
-        flat = graph._standardize_inputs(inputs)
-    tensors = dict(zip(map(id, graph.inputs), flat, strict=True))
-    costs = []
-    for part in _shown(parts):
-        args, kwargs = part.node.arguments.fill_in(tensors)
-        operation = graph._get_operation_for_node(part.node)
-        cost, outputs = _measured(operation, args, kwargs)
-        tensors.update(zip(map(id, part.node.outputs), outputs, strict=True))
-        costs.append(cost)
-    return costs
+def _weights(part: Part) -> Sequence:
+    return getattr(part.operation, "weights", ())
 
 
-def _profile_layers(model: keras.Model, parts: Sequence, inputs: Any) -> list[Cost]:
-    calls: dict[int, list[tuple]] = {id(part.operation): [] for part in parts}
-    with _noted_calls([part.operation for part in parts], calls):
-        model(inputs, training=False)
-    costs = []
-    for part in _shown(parts):
-        measured = [
-            _measured(part.operation, args, kwargs)[0] for args, kwargs in calls[id(part.operation)]
-        ]
-        costs.append(Cost(*(sum(numbers) for numbers in zip(Cost(0.0), *measured, strict=True))))
-    return costs
+def _cost(part: Part, calls: Sequence[tuple]) -> Cost:
+    measured = [_measured(part.operation, args, kwargs)[0] for args, kwargs in calls]
+    return Cost(*(sum(numbers) for numbers in zip(Cost(0.0), *measured, strict=True)))
+
+
+def _calls_of(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[list[tuple]] | None:
+    """The arguments of each part's calls, as far as a model can be called; None where they lack."""
+    calls: dict[tuple, list[tuple]] = {part.key: [] for part in parts}
+    if functional_graph(model) is not None and inputs is None:
+        inputs = _zeros(functional_graph(model))
+    is_called = inputs is not None and type(model).call is not keras.Layer.call
+    try:
+        with _noted_calls(model, parts, calls):
+            if is_called:
+                model(inputs, training=False)
+            for each in _functional_members(model):
+                own = [part for part in parts if part.models[:1] == (each,)]
+                if own and not any(calls[part.key] for part in own):  # only a `train_step` does
+                    each(_zeros(functional_graph(each)), training=False)
+    except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
+        warnings.warn(
+            f"The layers of model '{model.name}' are divided by their numbers of weights, as it "
+            f"cannot be called with a batch's inputs: {error}",
+            stacklevel=2,
+        )
+        return None
+    return list(calls.values()) if is_called or all(calls.values()) else None
+
+
+def _functional_members(model: keras.Model) -> list[keras.Model]:
+    own = [each.operation for each in members(model) if isinstance(each.operation, keras.Model)]
+    return [each for each in own if functional_graph(each) is not None]
+
+
+def _zeros(graph: Any) -> Any:
+    return keras.tree.map_structure(lambda x: zeros_like_spec(x, ROWS), graph.input)
 
 
 @contextlib.contextmanager
-def _noted_calls(layers: Sequence, calls: dict[int, list[tuple]]) -> Iterator[None]:
-    """Within it, the arguments of each layer's calls are put into `calls[id(layer)]`."""
+def _noted_calls(
+    model: keras.Model, parts: Sequence[Part], calls: dict[tuple, list[tuple]]
+) -> Iterator[None]:
+    """Within it, the arguments of the calls of each part are put into `calls`, by `Part.key`."""
+    around: list[Calls] = [()]
+
+    def run(
+        graph: Any, own: Sequence, _: Callable, inputs: Any, operation_fn: Any, **__: Any
+    ) -> Any:
+        tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
+        for member in own:
+            args, kwargs = member.node.arguments.fill_in(tensors)
+            if not is_opened(member.operation):
+                calls[member.key(around[-1])].append((args, kwargs))
+            around.append(member.within(around[-1]))
+            outputs = operation_fn(member.operation)(*args, **kwargs)
+            around.pop()
+            tensors.update(zip(map(id, member.node.outputs), keras.tree.flatten(outputs)))
+        outputs = [tensors[id(x)] for x in graph.outputs]
+        return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
     def note(layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        calls[id(layer)].append((args, kwargs))
+        if (key := (around[-1], id(layer))) in calls:
+            calls[key].append((args, kwargs))
         return original(*args, **kwargs)
 
-    for layer in layers:
-        noted = functools.partial(note, layer, layer.call)
-        vars(layer)["call"] = functools.wraps(layer.call)(noted)
+    models = {id(each): each for part in parts for each in (model, *part.models)}.values()
+    graphs = [(functional_graph(each), each) for each in models]
+    shadows: list[tuple[Any, str, Callable]] = [
+        (graph, "_run_through_graph", functools.partial(run, graph, members(each)))
+        for graph, each in graphs
+        if graph is not None
+    ]
+    layers = {id(part.operation): part.operation for part in parts if part.node is None}
+    shadows += [(layer, "call", functools.partial(note, layer)) for layer in layers.values()]
+    for instance, name, hook in shadows:
+        original = getattr(instance, name)
+        vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
     try:
         yield
     finally:
-        for layer in layers:
-            vars(layer).pop("call")
+        for instance, name, _ in shadows:
+            vars(instance).pop(name, None)
 
 
 def _measured(operation: Any, args: Any, kwargs: Any) -> tuple[Cost, list]:

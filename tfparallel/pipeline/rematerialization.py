@@ -11,11 +11,11 @@ https://arxiv.org/abs/2004.09910.
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import tensorflow as tf
 
 from tfparallel.pipeline.action import Action
+from tfparallel.pipeline.partition import matches
 from tfparallel.pipeline.schedule import Schedule
 
 Choice = str | Collection[str]
@@ -57,7 +57,7 @@ class Rematerialization:
         Raises:
             ValueError: naming the pattern.
         """
-        idle = [p for p in self._patterns if not any(fnmatchcase(name, p) for name in names)]
+        idle = [p for p in self._patterns if not any(matches(name, p) for name in names)]
         if idle:
             raise ValueError(
                 "Every pattern of rematerialize must match a layer. Received: "
@@ -68,7 +68,7 @@ class Rematerialization:
     @contextlib.contextmanager
     def traced(self, name: str) -> Iterator[None]:
         """Within it, the operations of the layer of this name are traced."""
-        if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
+        if not any(matches(name, pattern) for pattern in self._patterns):
             yield
             return
         graph = tf.compat.v1.get_default_graph()

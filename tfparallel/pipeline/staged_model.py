@@ -1,14 +1,17 @@
 """A model whose parts run on their stages while one step is traced.
 
-The model's instances are shadowed, and only for that time: a functional graph runs its nodes stage
-by stage, the layers of a subclassed model one by one.
+The instances of the model, and of models in it, are shadowed, and only for that time. A functional
+graph runs its nodes stage by stage, a subclassed model its layers one by one; a nested model whose
+parts are all on one stage runs as one. Whatever else a nested model does when it is called (masks,
+`training`, a `call` in Python) Keras does as ever.
 """
 
 import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,9 +19,11 @@ import tensorflow as tf
 
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.graph_groups import Item, group_items
+from tfparallel.pipeline.parts import Calls, Member, Part, functional_graph, is_opened, members
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.staged_losses import shadow_losses
-from tfparallel.pipeline.stages import Part, Stages, functional_graph
+from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
@@ -45,6 +50,7 @@ def staged(
         changes: what other layers assign.
         rematerialization: the executor's; is told which layer is being traced.
     """
+    places = _Places(stages)
     calls = _Calls(executor, current_microbatch, deferred, changes, rematerialization)
     shadows: list[tuple[dict, str]] = []
 
@@ -53,15 +59,20 @@ def staged(
         vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
         shadows.append((vars(instance), name))
 
-    graph = functional_graph(model)
-    if graph is not None:
-        shadow(graph, "_run_through_graph", _StagedGraph(graph, stages, calls).run)
-    else:
-        for part, stage in zip(stages.parts, stages.stage_of, strict=True):
-            shadow(part.operation, "call", functools.partial(_call_layer, calls, stage, part))
+    models = [model, *(each for part in stages.parts for each in part.models)]
+    for each in {id(each): each for each in models}.values():
+        graph = functional_graph(each)
+        if graph is not None:
+            shadow(graph, "_run_through_graph", _StagedGraph(graph, each, places, calls).run)
+        elif each is not model:
+            shadow(each, "call", functools.partial(_call_model, calls, places, each))
+    layers = {id(part.operation): part.operation for part in stages.parts if part.node is None}
+    for layer in layers.values():
+        shadow(layer, "call", functools.partial(_call_layer, calls, places, layer))
 
     def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
-        return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, False)
+        options = {"is_shared": False, "is_result": True}
+        return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, options)
 
     put_back = shadow_losses(model, call_on_last, shadow)
     try:
@@ -70,6 +81,39 @@ def staged(
         put_back()
         for attributes, name in shadows:
             attributes.pop(name, None)
+
+
+class _Places:
+    """Where the parts of a model are."""
+
+    def __init__(self, stages: Stages):
+        self._by_key: dict[tuple, tuple[Part, int]] = {}
+        self._paths: dict[int, str] = {}
+        for part, stage in zip(stages.parts, stages.stage_of, strict=True):
+            for depth, model in enumerate(part.models, 1):
+                path = "/".join(part.name.split("/")[:depth])
+                self._paths.setdefault(id(model), path)
+            self._by_key[part.key] = (part, stage)
+            # For a call that the division does not know of, such as a user's own of a nested model.
+            self._by_key.setdefault(part.key[1:], (part, stage))
+
+    def find(self, key: tuple[Calls, int]) -> tuple[Part, int]:
+        """The part of this key, and its stage."""
+        return self._by_key[key if key in self._by_key else key[1:]]
+
+    def path(self, model: keras.Model) -> str:
+        """The name of a nested model, behind those of the models around it."""
+        return self._paths[id(model)]
+
+    def stages(self, member: Member, calls: Calls) -> set[int]:
+        """All stages of a member of a model, within `calls`."""
+        if is_opened(member.operation):
+            return self.stages_of_model(member.operation, member.within(calls))
+        return {self.find(member.key(calls))[1]}
+
+    def stages_of_model(self, model: keras.Model, calls: Calls) -> set[int]:
+        """All stages of a nested model, within `calls`."""
+        return set().union(*(self.stages(member, calls) for member in members(model)))
 
 
 class _Calls:
@@ -83,12 +127,38 @@ class _Calls:
         changes: StateChanges,
         rematerialization: Rematerialization,
     ):
-        self._executor, self.current_microbatch = executor, current_microbatch
+        self._executor, self._current_microbatch = executor, current_microbatch
         self._deferred, self._changes = deferred, changes
         self._rematerialization = rematerialization
         self.last_stage = executor.num_stages - 1
+        self._graph = tf.compat.v1.get_default_graph()
         self._thread = threading.local()
         self._results: dict[Any, _Result] = {}
+
+    @property
+    def around(self) -> Calls:
+        """By which graphs' calls the thread has come to where it is."""
+        return getattr(self._thread, "around", ())
+
+    @contextlib.contextmanager
+    def entered(self, around: Calls) -> Iterator[None]:
+        """Within it, `around` is that."""
+        before, self._thread.around = self.around, around
+        try:
+            yield
+        finally:
+            self._thread.around = before
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the thread is a microbatch's, and in no part and no branch of the step."""
+        in_graph = tf.compat.v1.get_default_graph() is self._graph
+        return in_graph and self._current_microbatch() is not None
+
+    @property
+    def is_in_part(self) -> bool:
+        """Whether the thread traces a part of a stage."""
+        return getattr(self._thread, "is_in_part", False)
 
     def call(
         self,
@@ -97,21 +167,19 @@ class _Calls:
         layers: Sequence,
         function: Callable,
         inputs: list,
-        is_shared: bool = True,
+        **options: bool,
     ) -> Any:
-        """`function(inputs)` on `stage`, or on a later stage if this microbatch is there already.
+        """`function(inputs)` on `stage`, or on a later stage if the inputs are made there.
 
         Args:
             name: of the computation. Its n-th call is the same computation in all microbatches.
             layers: that it calls; losses that they add are carried out of the stage's function.
             function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
             inputs: tensors, sparse and ragged ones too.
-            is_shared: as in `Executor.call`.
+            **options: of `Executor.call`.
         """
-        seen = vars(self._thread)
-        counts = seen.setdefault("counts", collections.Counter())
+        counts = vars(self._thread).setdefault("counts", collections.Counter())
         counts[name] += 1
-        stage = seen["stage"] = max(stage, seen.get("stage", 0))
         masks = [get_keras_mask(x) for x in inputs]
         given = self._changes.needed_by(layers)
         assigned = tuple(id(change.variable) for change in given)
@@ -124,9 +192,13 @@ class _Calls:
             flat, state = flat[: len(arguments)], flat[len(arguments) :]
             own_inputs, own_masks = _filled(inputs, flat), flat[len(flat_inputs) :]
             _set_masks(own_inputs, masks, own_masks)
+            self._thread.is_in_part = True
             apart = self._changes.in_function(flat, given, state)
-            with self._deferred.collected() as statistics, apart as changed:
-                outputs, losses = _losses_apart(function, layers, own_inputs)
+            try:
+                with self._deferred.collected() as statistics, apart as changed:
+                    outputs, losses = _losses_apart(function, layers, own_inputs)
+            finally:
+                self._thread.is_in_part = False
             owners = [layer for layer, _ in losses]
             result = _Result(outputs, owners, [v for v, _ in statistics], changed)
             self._results[key] = result
@@ -136,10 +208,11 @@ class _Calls:
             tensors += [change.value for change in changed]
             return [tf.identity(tensor) for tensor in tensors]
 
-        microbatch = self.current_microbatch()
-        state = [change.value for change in given]
+        microbatch = self._current_microbatch()
+        stage = self._executor.stage_of_call(stage, microbatch, arguments)
+        given_values = [change.value for change in given]
         flat = self._executor.call(
-            stage, microbatch, key, flat_function, [*arguments, *state], is_shared=is_shared
+            stage, microbatch, key, flat_function, [*arguments, *given_values], **options
         )
         result = self._results[key]
         flat, values = _split(flat, len(flat) - len(result.changed))
@@ -158,8 +231,10 @@ class _Calls:
             with self._rematerialization.traced(name):
                 yield
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"In layer '{name}' on stage {stage} of the pipeline.")
+            end = "of the pipeline."
+            is_told = any(note.endswith(end) for note in getattr(error, "__notes__", ()))
+            if hasattr(error, "add_note") and not is_told:  # Python 3.11
+                error.add_note(f"In layer '{name}' on stage {stage} {end}")
             raise
 
 
@@ -193,73 +268,153 @@ class _Result:
 
 
 class _StagedGraph:
-    """Runs the nodes of a functional model, those of one stage together."""
+    """Runs the nodes of a functional model, those of one stage together.
 
-    def __init__(self, graph: Any, stages: Stages, calls: _Calls):
-        self._graph, self._calls = graph, calls
-        self._parts: dict[int, list[Part]] = collections.defaultdict(list)
-        for part, stage in zip(stages.parts, stages.stage_of, strict=True):
-            self._parts[stage].append(part)
+    Args:
+        graph: the functional model.
+        model: that runs it.
+    """
+
+    def __init__(self, graph: Any, model: keras.Model, places: _Places, calls: _Calls):
+        self._graph, self._places, self._calls = graph, places, calls
+        self._members = members(model)
+        self._groups: dict[Calls, list[_Group]] = {}
 
     def run(
         self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
     ) -> Any:
         """`Functional._run_through_graph`."""
         options = {} if operation_fn is None else {"operation_fn": operation_fn}
-        if call_fn is not None or self._calls.current_microbatch() is None:
+        is_staged = self._calls.is_in_step or self._calls.is_in_part
+        if call_fn is not None or not is_staged:
             return original(inputs, call_fn=call_fn, **options)
-        tensors = dict(zip(map(id, self._graph.inputs), keras.tree.flatten(inputs), strict=True))
-        for stage in sorted(self._parts):
-            needed, produced = self._boundary(stage)
+        flat = keras.tree.flatten(inputs)
+        tensors: dict[Any, Any] = dict(zip(map(id, self._graph.inputs), flat, strict=True))
+        around = self._calls.around
+        if around not in self._groups:
+            self._groups[around] = self._grouped(around)
+        for i, group in enumerate(self._groups[around]):
+            if group.stage is None or self._calls.is_in_part:
+                self._run_members(group, operation_fn, tensors)
+                continue
             outputs = self._calls.call(
-                stage,
-                (id(self._graph), stage),
-                [part.operation for part in self._parts[stage]],
-                functools.partial(self._run_stage, stage, operation_fn, needed, produced),
-                [tensors[key] for key in needed],
+                group.stage,
+                (id(self._graph), around, i),
+                [member.operation for member in group.members],
+                functools.partial(self._run_group, group, operation_fn),
+                [tensors[key] for key in group.needed],
             )
-            tensors.update(zip(produced, outputs, strict=True))
+            tensors.update(zip(group.produced, outputs, strict=True))
         outputs = [tensors[id(x)] for x in self._graph.outputs]
         return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
 
-    def _boundary(self, stage: int) -> tuple[list[int], list[int]]:
-        """The tensors that a stage takes from earlier ones, and gives to later ones."""
-        nodes = [part.node for part in self._parts[stage]]
-        made = {id(x) for node in nodes for x in node.outputs}
-        needed = dict.fromkeys(
-            id(x) for node in nodes for x in node.input_tensors if id(x) not in made
-        )
-        later = [p.node for s, parts in self._parts.items() if s > stage for p in parts]
-        wanted = {id(x) for node in later for x in node.input_tensors}
-        wanted |= {id(x) for x in self._graph.outputs}
-        return list(needed), [
-            key for key in dict.fromkeys(id(x) for n in nodes for x in n.outputs) if key in wanted
+    def _grouped(self, around: Calls) -> list["_Group"]:
+        items = [
+            Item(
+                self._places.stages(member, around),
+                [id(x) for x in member.node.input_tensors],
+                [id(x) for x in member.node.outputs],
+            )
+            for member in self._members
         ]
+        groups = []
+        for chosen in group_items(items, map(id, self._graph.inputs)):
+            others = [item for i, item in enumerate(items) if i not in chosen]
+            wanted = {id(x) for x in self._graph.outputs}.union(*(each.takes for each in others))
+            made = dict.fromkeys(key for i in chosen for key in items[i].makes)
+            needed = dict.fromkeys(key for i in chosen for key in items[i].takes)
+            stages = {stage for i in chosen for stage in items[i].stages}
+            groups.append(
+                _Group(
+                    next(iter(stages)) if len(stages) == 1 else None,
+                    [self._members[i] for i in chosen],
+                    [key for key in needed if key not in made],
+                    [key for key in made if key in wanted],
+                )
+            )
+        return groups
 
-    def _run_stage(
-        self, stage: int, operation_fn: Any, needed: list, produced: list, inputs: list
-    ) -> list:
-        tensors = dict(zip(needed, inputs, strict=True))
-        for part in self._parts[stage]:
-            args, kwargs = part.node.arguments.fill_in(tensors)
-            operation = self._graph._get_operation_for_node(part.node)
+    def _run_group(self, group: "_Group", operation_fn: Any, inputs: list) -> list:
+        tensors = dict(zip(group.needed, inputs, strict=True))
+        self._run_members(group, operation_fn, tensors)
+        return [tensors[key] for key in group.produced]
+
+    def _run_members(self, group: "_Group", operation_fn: Any, tensors: dict[Any, Any]) -> None:
+        around = self._calls.around
+        for member in group.members:
+            args, kwargs = member.node.arguments.fill_in(tensors)
+            operation = self._graph._get_operation_for_node(member.node)
             operation = operation if operation_fn is None else operation_fn(operation)
-            with self._calls.traced(stage, part.name):
+            with self._calls.entered(member.within(around)), self._named(member, around):
                 outputs = keras.tree.flatten(operation(*args, **kwargs))
-            tensors.update(zip(map(id, part.node.outputs), outputs, strict=True))
-        return [tensors[key] for key in produced]
+            tensors.update(zip(map(id, member.node.outputs), outputs, strict=True))
+
+    def _named(self, member: Member, around: Calls) -> contextlib.AbstractContextManager:
+        if is_opened(member.operation):  # its parts have names
+            return contextlib.nullcontext()
+        part, stage = self._places.find(member.key(around))
+        return self._calls.traced(stage, part.name)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Nodes of a graph that run together.
+
+    Attributes:
+        stage: on which they run; None for a nested model on several stages.
+        members: in their order.
+        needed: `id`s of the tensors that they take from others.
+        produced: `id`s of the tensors that others take from them.
+    """
+
+    stage: int | None
+    members: Sequence[Member]
+    needed: Sequence[Hashable]
+    produced: Sequence[Hashable]
+
+
+def _call_model(
+    calls: _Calls,
+    places: _Places,
+    model: keras.Model,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`model.call` of a nested subclassed model: on its stage, if it has only one."""
+    stages = places.stages_of_model(model, calls.around)
+    if len(stages) > 1:
+        return original(*args, **kwargs)
+    (stage,) = stages
+    return _call_on_stage(calls, stage, places.path(model), model, original, args, kwargs)
 
 
 def _call_layer(
-    calls: _Calls, stage: int, part: Part, original: Callable, *args: Any, **kwargs: Any
+    calls: _Calls, places: _Places, layer: Any, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """`layer.call` of a subclassed model's layer."""
+    part, stage = places.find((calls.around, id(layer)))
+    return _call_on_stage(calls, stage, part.name, layer, original, args, kwargs)
+
+
+def _call_on_stage(
+    calls: _Calls,
+    stage: int,
+    path: str,
+    layer: Any,
+    original: Callable,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """`original(*args, **kwargs)` as a part of a stage; within one, as what it is."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with calls.traced(stage, part.name):
+        with calls.traced(stage, path):
             return original(*args, **kwargs)
 
-    return _call_nest(calls, stage, part.name, [part.operation], traced, args, kwargs)
+    if calls.is_in_part:
+        return traced(*args, **kwargs)
+    return _call_nest(calls, stage, (calls.around, id(layer)), [layer], traced, args, kwargs)
 
 
 def _call_nest(
@@ -270,12 +425,12 @@ def _call_nest(
     function: Callable,
     args: tuple,
     kwargs: dict,
-    is_shared: bool = True,
+    options: Mapping[str, bool] | None = None,
 ) -> Any:
     """`function(*args, **kwargs)`, of nests of tensors, on `stage`."""
     flat = keras.tree.flatten((args, kwargs))
     at = [i for i, value in enumerate(flat) if isinstance(value, _TENSORS)]
-    if calls.current_microbatch() is None or not at:
+    if not calls.is_in_step or not at:
         return function(*args, **kwargs)
 
     def of_tensors(inputs: list) -> Any:
@@ -285,7 +440,8 @@ def _call_nest(
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), filled)
         return function(*own_args, **own_kwargs)
 
-    return calls.call(stage, name, layers, of_tensors, [flat[i] for i in at], is_shared)
+    inputs = [flat[i] for i in at]
+    return calls.call(stage, name, layers, of_tensors, inputs, **(options or {}))
 
 
 def _losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[Any, list[tuple]]:

@@ -1,11 +1,10 @@
 """Which stage each part of a model belongs to.
 
-The parts of a functional or sequential model are the nodes of its graph, one for each call of a
-layer, in the order in which Keras runs them. The parts of a subclassed model are its layers. A part
-runs on the stage it is given, or on a later one if what it needs is made there; so a layer that is
-called on several stages has one home, the first of them, where its variables live.
+A part runs on the stage it is given, or on a later one if what it needs is made there; so a layer
+that is called on several stages has one home, the first of them, where its variables live.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,28 +13,20 @@ import keras
 
 from tfparallel.pipeline.memory import parameter_bytes
 from tfparallel.pipeline.partition import balanced_cuts, match_patterns
+from tfparallel.pipeline.parts import (
+    Calls,
+    Member,
+    Part,
+    find_parts,
+    functional_graph,
+    is_opened,
+    members,
+    variables_by_part,
+)
 from tfparallel.pipeline.placement import Placement, check_no_stage_is_empty
 from tfparallel.pipeline.profile import Cost, profile_parts
-from tfparallel.tf_internals import Functional
 
 Partition = str | Sequence[Sequence[str]]  # "balanced", or patterns of layer names for each stage
-
-
-@dataclass(frozen=True)
-class Part:
-    """A node of a functional model, or a layer of a subclassed one.
-
-    Attributes:
-        operation: the layer, or the Keras operation, that computes it.
-        node: of the functional model; None for a layer of a subclassed one.
-    """
-
-    operation: Any
-    node: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.operation.name
 
 
 @dataclass(frozen=True)
@@ -56,19 +47,8 @@ class Stages:
 
     def homes(self) -> dict[int, int]:
         """The first stage of every variable, by `id` of the Keras variable."""
-        homes: dict[int, int] = {}
-        for part, stage in zip(self.parts, self.stage_of, strict=True):
-            for variable in getattr(part.operation, "variables", ()):
-                homes.setdefault(id(variable), stage)
-        return homes
-
-
-def functional_graph(model: keras.Model) -> Any:
-    """The functional model whose graph `model` runs, or None for a subclassed model."""
-    if isinstance(model, keras.Sequential):
-        return model._functional
-    overrides_call = type(model).call is not Functional.call
-    return model if isinstance(model, Functional) and not overrides_call else None
+        owned = zip(variables_by_part(self.parts), self.stage_of, strict=True)
+        return {id(variable): stage for own, stage in owned for variable in own}
 
 
 @dataclass(frozen=True)
@@ -105,8 +85,7 @@ def divide(
         ValueError: if there are fewer parts than stages, if patterns do not fit the layers, if a
             stage would be empty, or if no division is within the limit.
     """
-    graph, num_stages = functional_graph(model), len(budget.live)
-    parts = _nodes(graph) if graph is not None else _layers(model)
+    parts, num_stages = find_parts(model), len(budget.live)
     if num_stages > len(parts):
         raise ValueError(
             f"Every stage must have a layer. Received: {num_stages} stages for model "
@@ -114,14 +93,16 @@ def divide(
         )
     is_placed = placement.places(parts)
     if partition == "balanced" and not is_placed:
-        return _balanced(parts, profile_parts(model, graph, parts, inputs), budget)
+        return _balanced(parts, profile_parts(model, parts, inputs), budget)
     if partition != "balanced" and is_placed:
         raise ValueError(
             "Layers are placed either by patterns or by `with strategy.stage(i):`. Received: "
             f"both, partition={partition!r}. Leave the partition out."
         )
-    stage_of = placement.stages(parts) if is_placed else _matched(parts, partition, num_stages)
-    stage_of = _after_producers(parts, stage_of)
+    given = placement.stages(parts) if is_placed else _matched(parts, partition, num_stages)
+    keys = [part.key for part in parts]
+    moved = _after_producers(model, dict(zip(keys, given, strict=True)))
+    stage_of = [moved[key] for key in keys]
     check_no_stage_is_empty(stage_of, num_stages, model.name)
     return Stages(parts, stage_of)
 
@@ -138,12 +119,7 @@ def _matched(parts: Sequence[Part], partition: Partition, num_stages: int) -> li
 
 
 def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> Stages:
-    counted: set[int] = set()
-    of_variables = []
-    for part in parts:  # shared variables live with the first part that has them
-        variables = [v for v in getattr(part.operation, "variables", ()) if id(v) not in counted]
-        counted.update(map(id, variables))
-        of_variables.append(parameter_bytes(variables))
+    of_variables = [parameter_bytes(own) for own in variables_by_part(parts)]
     memory = [
         [own + live * cost.activation_bytes for own, cost in zip(of_variables, costs, strict=True)]
         for live in budget.live
@@ -164,24 +140,41 @@ def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> S
     )
 
 
-def _nodes(graph: Any) -> list[Part]:
-    depths = sorted(graph._nodes_by_depth, reverse=True)
-    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
-    return [Part(node.operation, node) for node in nodes if node.operation and not node.is_input]
-
-
-def _layers(model: keras.Model) -> list[Part]:
-    layers = model._flatten_layers(include_self=False, recursive=False)
-    return [Part(layer) for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
-
-
-def _after_producers(parts: Sequence[Part], stage_of: list[int]) -> list[int]:
-    """Moves every node behind the nodes whose results it takes."""
-    made_on: dict[int, int] = {}
-    for i, part in enumerate(parts):
-        if part.node is None:
-            continue
-        needed = [made_on.get(id(tensor), 0) for tensor in part.node.input_tensors]
-        stage_of[i] = max([stage_of[i], *needed])
-        made_on.update({id(tensor): stage_of[i] for tensor in part.node.outputs})
+def _after_producers(model: keras.Model, stage_of: dict[tuple, int]) -> dict[tuple, int]:
+    """Moves every part behind the parts whose results it takes; stages are by `Part.key`."""
+    _follow(model, (), [0], stage_of)
     return stage_of
+
+
+def _follow(
+    model: keras.Model, calls: Calls, made_on: Sequence[int], stage_of: dict[tuple, int]
+) -> list[int]:
+    """Moves the parts of a model whose inputs are made on these stages; gives its outputs'.
+
+    Of what a subclassed model does with its inputs nothing is known: all comes behind all of them.
+    """
+    graph, latest = functional_graph(model), max(made_on)
+    if graph is None:
+        moved = [_moved(each, calls, [latest], stage_of) for each in members(model)]
+        return [max(itertools.chain(*moved))]
+    if len(made_on) != len(graph.inputs):
+        made_on = [latest] * len(graph.inputs)
+    made = dict(zip(map(id, graph.inputs), made_on, strict=True))
+    for member in members(model):
+        needed = [made.get(id(tensor), 0) for tensor in member.node.input_tensors] or [0]
+        outputs = _moved(member, calls, needed, stage_of)
+        if len(outputs) != len(member.node.outputs):
+            outputs = [max(outputs)] * len(member.node.outputs)
+        made.update(zip(map(id, member.node.outputs), outputs, strict=True))
+    return [made[id(tensor)] for tensor in graph.outputs]
+
+
+def _moved(
+    member: Member, calls: Calls, needed: Sequence[int], stage_of: dict[tuple, int]
+) -> list[int]:
+    """Moves a part, or the parts of a model, behind `needed`; gives the stages of the outputs."""
+    if is_opened(member.operation):
+        return _follow(member.operation, member.within(calls), needed, stage_of)
+    key = member.key(calls)
+    stage_of[key] = max(stage_of[key], *needed)
+    return [stage_of[key]]

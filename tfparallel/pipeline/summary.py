@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from tfparallel.pipeline.memory import num_elements, parameter_bytes
+from tfparallel.pipeline.parts import variables_by_part
 from tfparallel.pipeline.stages import Stages
 
 _WIDTH = 100  # of a table that is made into text
@@ -21,7 +22,7 @@ class StageSummary(NamedTuple):
     Attributes:
         stage: its index.
         device: its name.
-        layers: names of its layers, in the order in which they run.
+        layers: names of its layers, as `Part.name`, in the order in which they run.
         num_parameters: numbers in the variables that live there.
         time_share: its share of the model's time, forward and backward; None if not measured.
         parameter_bytes: of its variables, two copies of their gradients, optimizer slots.
@@ -92,24 +93,17 @@ def summarise(
         devices: the device of each stage.
         live: how many microbatches each stage holds at once.
     """
-    homes = stages.homes()
+    owned = variables_by_part(stages.parts)
     rows = []
     for stage, device in enumerate(devices):
         at = [i for i, own in enumerate(stages.stage_of) if own == stage]
-        operations = {id(stages.parts[i].operation): stages.parts[i].operation for i in at}
-        variables = [
-            variable
-            for variable in {
-                id(v): v for op in operations.values() for v in getattr(op, "variables", ())
-            }.values()
-            if homes[id(variable)] == stage
-        ]
+        variables = [variable for i in at for variable in owned[i]]
         shares, activations = stages.time_shares, stages.activation_bytes
         rows.append(
             StageSummary(
                 stage,
                 short_name(device),
-                tuple(operation.name for operation in operations.values()),
+                tuple(dict.fromkeys(stages.parts[i].name for i in at)),
                 sum(num_elements(variable) for variable in variables),
                 sum(shares[i] for i in at) if shares else None,
                 parameter_bytes(variables),

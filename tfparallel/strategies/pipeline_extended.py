@@ -268,6 +268,7 @@ class PipelineExtended(LocalExtended):
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             return sum_gradients(executor, *zip(*parts, strict=True))
 
+        executor.end_round(values_util.get_current_replica_id_as_int())
         return context.merge_call(merge, args=(gradients, step.rows))
 
     def _assign_changes(self) -> None:
