@@ -24,6 +24,9 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 # Whether Keras has layers compute with values of its own in the place of their variables.
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+# Whether Keras computes shapes only.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
 # The class of Keras's variables, to recognise one that is created late.
 from keras.src.backend.tensorflow import core as keras_core
 
@@ -150,6 +153,7 @@ __all__ = [
     "is_stock_step",
     "is_symbolic_build",
     "in_stateless_scope",
+    "in_symbolic_scope",
     "is_called_by_trainer",
     "model_of_predict_step",
     "let_idle_threads_sleep",

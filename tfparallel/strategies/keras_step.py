@@ -40,7 +40,9 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
 
     def replica_function() -> Any:
         i = _local_replica_id()
-        step = ReplicaStep(batch.rows[i], batch.weights[i], weights_loss, statistics)
+        step = ReplicaStep(
+            batch.rows[i], batch.weights[i], weights_loss, statistics, batch.first_rows[i]
+        )
         with step.active():
             return step_function(batch.parts[i])
 

@@ -11,8 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.tf_internals import Mean, ReduceOp, Sum, TrainerCall, distribute_lib
+from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
 
 
 def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
@@ -88,7 +89,7 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
         yield
         return
     compile_loss._flat_losses = [
-        entry._replace(loss=_weighted_by_rows(entry.loss)) for entry in losses
+        entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
     ]
     try:
         yield
@@ -129,49 +130,3 @@ def _counting_a_batch_once(update_state: Callable) -> Callable:
         return update_state(values, sample_weight=sample_weight)
 
     return weighted
-
-
-def _weighted_by_rows(loss: Any) -> Callable:
-    """`loss` rescaled so that its mean weighted by rows is the loss of the whole batch.
-
-    Means over rows need nothing. A sum is divided by the replica's weight; a mean over something
-    else (unmasked positions, sample weights) goes from its own share to the share of rows.
-    """
-
-    def weighted(y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        step = current_replica_step()
-        value = loss(y_true, y_pred, sample_weight)
-        if step is None:
-            return value
-        reduction = getattr(loss, "reduction", "mean")
-        mask = getattr(y_pred, "_keras_mask", None)
-        is_sum = reduction in ("sum", "none", None)
-        if value.shape == (0,) and not is_sum:
-            value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
-        if is_sum:
-            share = tf.ones((), value.dtype)
-        elif reduction == "mean_with_sample_weight" and sample_weight is not None:
-            share = _share_of(_sum_of_weights(sample_weight, mask, value.dtype))
-        elif mask is not None:
-            share = _share_of(tf.reduce_sum(tf.cast(mask, value.dtype)))
-        else:
-            return value
-        return value * tf.math.divide_no_nan(share, tf.cast(step.weight, value.dtype))
-
-    return weighted
-
-
-def _share_of(local: tf.Tensor) -> tf.Tensor:
-    """`local` over its sum over all replicas."""
-    total = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, local)
-    return tf.math.divide_no_nan(local, total)
-
-
-def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
-    """The divisor of Keras's `mean_with_sample_weight`."""
-    weights = tf.cast(sample_weight, dtype)
-    if mask is not None:
-        mask = tf.cast(mask, dtype)
-        missing = mask.shape.rank - weights.shape.rank
-        weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0)) * mask
-    return tf.reduce_sum(weights)

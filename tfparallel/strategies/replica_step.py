@@ -25,10 +25,18 @@ class ReplicaStep:
         weight: scalar float32 tensor, `rows` over the rows of all replicas.
         weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
         statistics: variables assigned from this replica's rows only, to be averaged.
+        first_row: where `rows` begin among those of all replicas, None where that is not known.
     """
 
-    def __init__(self, rows: Any, weight: tf.Tensor, weights_loss: bool, statistics: list):
-        self.rows, self.weight = rows, weight
+    def __init__(
+        self,
+        rows: Any,
+        weight: tf.Tensor,
+        weights_loss: bool,
+        statistics: list,
+        first_row: Any = None,
+    ):
+        self.rows, self.weight, self.first_row = rows, weight, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
 
     def weigh_gradient(self, gradient: Any) -> Any:

@@ -1,0 +1,191 @@
+"""How a number comes of a batch's rows: tried on random rows, all at once and in two parts.
+
+    all rows at once             f(rows 0..5)
+    in parts                     f(rows 0..1), f(rows 2..5)
+
+Whether a part is enough to know its own rows is a property of the program, so any rows will do that
+it can compute: no batch is read for it, and all workers come to the same answer.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_ROWS = 6
+_PARTS = slice(0, 2), slice(2, 6)  # of different sizes; even, as some programs halve a batch
+_UNKNOWN_DIM = 3
+_RELATIVE, _OF_LARGEST = 1e-4, 1e-5  # what rounding may do; parts of coupled rows are far apart
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How rows are drawn for one trial.
+
+    Attributes:
+        labels: what integers are drawn from, and floats of targets if `are_labels`.
+        are_labels: whether floats among targets are labels, too.
+        spread: of predictions, drawn from a normal distribution; None draws them from (0, 1).
+    """
+
+    labels: tuple[int, ...]
+    are_labels: bool
+    spread: float | None
+
+
+# Classes and probabilities, regressions; and labels by which programs leave positions out.
+_DRAWS = (
+    Draw((0, 1), True, None),
+    Draw((0, 1), False, 1.0),
+    Draw((0, 1), True, 20.0),
+    Draw((0, 1, -1), True, None),
+    Draw((0, 1, -100), True, 1.0),
+    Draw((0, 1, 255), True, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function gave for some rows.
+
+    Attributes:
+        values: one for each row, or one for all.
+        number: that all rows count with.
+    """
+
+    values: Any
+    number: Any
+
+
+class UntriableError(Exception):
+    """The function cannot be computed on any of the random rows."""
+
+
+class GathersRowsError(Exception):
+    """The function that is tried gathers rows by itself."""
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Within it, a function is tried while a step is traced; Keras's variables stay as they are."""
+    _thread.is_trial = True
+    try:
+        with tf.init_scope(), tf.device("CPU:0"), keras.StatelessScope(collect_losses=True):
+            yield
+    finally:
+        _thread.is_trial = False
+
+
+def check_is_no_trial() -> None:
+    """Ends the trial of a function that gathers rows by itself."""
+    if getattr(_thread, "is_trial", False):
+        raise GathersRowsError
+
+
+def kinds_of(function: Callable, targets: Any, predictions: Any, weights: Any) -> set[str]:
+    """Which of "rows", "mean" and "sum" a function's parts are to the whole; none: it is coupled.
+
+    Args:
+        function: of targets, predictions and weights, to an `Outcome`, or several.
+        targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
+
+    Returns:
+        For each `Outcome` the set of "rows" (values of a part are those of its rows), "mean" (the
+        mean of parts weighted by rows is the number of all) and "sum".
+
+    Raises:
+        UntriableError: from the last error.
+        GathersRowsError: from the function.
+    """
+    return all_kinds_of(lambda *args: [function(*args)], targets, predictions, weights)[0]
+
+
+def all_kinds_of(function: Callable, targets: Any, predictions: Any, weights: Any) -> list[set]:
+    """`kinds_of` each of the outcomes that `function` gives a list of."""
+    kinds: list[set] | None = None
+    error: Exception | None = None
+    for seed, draw in enumerate(_DRAWS):
+        rng = np.random.default_rng(seed)
+        rows = [
+            _drawn(targets, draw, rng, is_target=True),
+            _drawn(predictions, draw, rng, is_target=False),
+            _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
+        ]
+        try:
+            whole, *parts = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
+        except GathersRowsError:
+            raise
+        except Exception as raised:  # these rows do not suit the program
+            error = raised
+            continue
+        own = [_kinds(*outcomes) for outcomes in zip(whole, *parts, strict=True)]
+        kinds = own if kinds is None else [a & b for a, b in zip(kinds, own, strict=True)]
+    if kinds is None:
+        raise UntriableError from error
+    return kinds
+
+
+def _kinds(whole: Outcome, first: Outcome, second: Outcome) -> set[str]:
+    all_values, number = np.asarray(whole.values), np.asarray(whole.number)
+    if not np.all(np.isfinite(number)):
+        return {"rows", "mean", "sum"}  # it tells nothing
+    kinds = set()
+    in_parts = [np.asarray(part.values) for part in (first, second)]
+    have_rows = all_values.shape[:1] == (_ROWS,)
+    if have_rows and _equal(all_values, _joined(in_parts)):
+        kinds.add("rows")
+    a, b = np.asarray(first.number), np.asarray(second.number)
+    shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
+    if a.shape == b.shape == number.shape == ():
+        kinds |= {"mean"} if _equal(number, a * shares[0] + b * shares[1]) else set()
+        kinds |= {"sum"} if _equal(number, a + b) else set()
+    return kinds
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    fit = all(part.ndim for part in parts) and len({part.shape[1:] for part in parts}) == 1
+    return np.concatenate(parts) if fit else None
+
+
+def _equal(whole: np.ndarray, parts: np.ndarray | None) -> bool:
+    if parts is None or whole.shape != parts.shape:
+        return False
+    whole, parts = whole.astype("float64"), parts.astype("float64")
+    return np.allclose(whole, parts, _RELATIVE, _OF_LARGEST * np.max(np.abs(whole), initial=0))
+
+
+def _part(rows: Any, part: slice) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else tf.constant(leaf[part]), rows
+    )
+
+
+def _drawn(specs: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> Any:
+    return keras.tree.map_structure(
+        lambda spec: None if spec is None else _drawn_leaf(spec, draw, rng, is_target), specs
+    )
+
+
+def _drawn_leaf(spec: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> np.ndarray:
+    """Rows that differ in size as a whole, so that means of many positions differ too."""
+    dims = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape[1:]]
+    shape, of_rows = (_ROWS, *dims), (_ROWS, *[1 for _ in dims])
+    dtype = tf.as_dtype(spec.dtype)
+    size = rng.uniform(0.2, 1, of_rows)
+    if dtype == tf.bool:
+        return rng.uniform(size=shape) < size
+    if not dtype.is_floating or (is_target and draw.are_labels):
+        is_first = rng.uniform(size=shape) < size / 2
+        chosen = np.where(is_first, draw.labels[0], rng.choice(draw.labels[1:], shape))
+        return chosen.astype(dtype.as_numpy_dtype)
+    if draw.spread is None:
+        return (rng.uniform(size=shape) * size).astype(dtype.as_numpy_dtype)
+    return (rng.normal(size=shape) * size * draw.spread).astype(dtype.as_numpy_dtype)
