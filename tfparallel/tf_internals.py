@@ -33,7 +33,8 @@ from keras.src.backend.tensorflow import core as keras_core
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses.
+# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses; and
+# that of metrics of functions, which may be of a whole batch.
 from keras.src.metrics import reduction_metrics
 
 # The class of functional models, whose graph of layers a pipeline cuts into stages.
@@ -108,6 +109,7 @@ PerReplica = values.PerReplica
 ReduceOp = reduce_util.ReduceOp
 ReplicaContext = distribute_lib.ReplicaContext
 Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
+MeanMetricWrapper = reduction_metrics.MeanMetricWrapper
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
@@ -120,6 +122,7 @@ __all__ = [
     "FuncGraph",
     "Functional",
     "Mean",
+    "MeanMetricWrapper",
     "Mirrored",
     "MirroredExtended",
     "MirroredVariable",

@@ -103,7 +103,12 @@ class Executor:
                 return function(*inputs)
             if (stage, key) not in self._traced:
                 self._traced[stage, key] = _traced_once(stage, function)
-            concrete = self._traced[stage, key].get_concrete_function(*inputs)
+            try:
+                concrete = self._traced[stage, key].get_concrete_function(*inputs)
+            except RuntimeError:
+                if is_shared:
+                    raise
+                return function(*inputs)  # which asks for what other microbatches have
             if not is_shared and any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
                 return function(*inputs)
             for variable in self._watched_variables(concrete):

@@ -72,7 +72,14 @@ def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
 
 def gather_rows(tensors: Sequence) -> list:
     """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
-    return distribute_lib.get_replica_context().strategy.extended._all_rows(list(tensors))
+    try:
+        return distribute_lib.get_replica_context().strategy.extended._all_rows(list(tensors))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Replicas exchange rows between the operations of their step, not in a function of its "
+            "own within it. Received: a call in a tf.function, tf.cond or loop, or in a layer of a "
+            "pipeline, whose stages are such functions. Move it out, or set run_eagerly=True."
+        ) from error
 
 
 def _check_rows(tensors: Sequence) -> None:

@@ -2,12 +2,12 @@
 
 kind       of the whole batch                              examples
 --------   ---------------------------------------------   -------------------------------------
-rows       reduced from values, each of its row alone      all of Keras but those of the last line
+rows       reduced from values, each of its row alone      most of Keras
 masked     likewise, of values that are not masked by      `ignore_class`
            the loss itself
 mean       the mean of the replicas', weighted by rows     a function that returns `ops.mean(...)`
 sum        the sum of the replicas'                        ... `ops.sum(...)`
-coupled    to be computed from all rows                    Dice, Tversky, Circle, CLIP, sum/sum(mask)
+coupled    to be computed from all rows                    Dice, Circle, CLIP, sum/sum(mask)
 
 A loss says so itself, is known, or is tried (`row_trial.py`).
 """
@@ -15,6 +15,7 @@ A loss says so itself, is known, or is tried (`row_trial.py`).
 import copy
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -24,7 +25,7 @@ from tfparallel.strategies.row_trial import (
     GathersRowsError,
     Outcome,
     UntriableError,
-    kinds_of,
+    found_for,
     trial,
 )
 from tfparallel.tf_internals import get_keras_mask
@@ -110,23 +111,36 @@ def declared_kind(loss: Any) -> str | None:
 
 
 def kind_of_loss(loss: keras.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
-    """The kind of a loss of a compiled model, given these tensors or nests of them.
-
-    Raises:
-        TypeError: for ragged or sparse tensors, which are not tried, and a loss that is not known.
-    """
-    kind = declared_kind(loss)
-    if kind is not None:
+    """The kind of a loss of a compiled model, given these tensors or nests of them."""
+    if (kind := declared_kind(loss)) is not None:
         return kind
     if _is_of_rows(loss, y_pred):
         return "rows"
-    specs = keras.tree.map_structure(_spec, (y_true, y_pred, sample_weight))
-    masked = get_keras_mask(y_pred) is not None if tf.is_tensor(y_pred) else False
-    kinds = _known.setdefault(loss, {})
-    key = (str(specs), masked, loss.reduction)
-    if key not in kinds:
-        kinds[key] = _tried(loss, specs, masked)
-    return kinds[key]
+
+    def outcome(*arguments: Any) -> Outcome:
+        number, values = number_and_values(loss, *arguments)
+        return Outcome(values, number, get_keras_mask(values) is not None)
+
+    return _tried(loss, outcome, (y_true, y_pred, sample_weight))
+
+
+def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
+    """The kind of the function of a `MeanMetricWrapper`; "masked" rows are "rows" for it."""
+    function = metric._fn
+    if (kind := declared_kind(function)) is not None:
+        return kind
+    is_known = function in _OF_ROWS or function.__module__.startswith("keras.src.metrics")
+    if is_known and metric._fn_kwargs.get("axis", -1) == -1 and _have_columns(y_pred):
+        return "rows"
+
+    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> Outcome:
+        del sample_weight  # Keras takes none for a number of the batch
+        values = function(y_true, y_pred, **metric._fn_kwargs)
+        number = values if len(values.shape) == 0 else float("nan")
+        return Outcome(values, number)
+
+    kind = _tried(metric, outcome, (y_true, y_pred, sample_weight))
+    return "rows" if kind == "masked" else kind
 
 
 def _is_of_rows(loss: Any, y_pred: Any) -> bool:
@@ -137,8 +151,12 @@ def _is_of_rows(loss: Any, y_pred: Any) -> bool:
         and function in _OF_ROWS
         and options.get("axis", -1) == -1
         and options.get("ignore_class") is None
-        and all((leaf.shape.rank or 0) > 1 for leaf in keras.tree.flatten(y_pred))
+        and _have_columns(y_pred)
     )
+
+
+def _have_columns(y_pred: Any) -> bool:
+    return all((leaf.shape.rank or 0) > 1 for leaf in keras.tree.flatten(y_pred))
 
 
 def _spec(tensor: Any) -> tf.TensorSpec | None:
@@ -164,29 +182,41 @@ def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     return number, values[-1] if values else number
 
 
-def _tried(loss: keras.Loss, specs: Any, masked: bool) -> str:
-    masks = []
+def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:
+    """The kind of `outcome`, a function of such arguments, that a loss or metric computes."""
+    try:
+        specs = keras.tree.map_structure(_spec, arguments)
+    except TypeError as error:
+        return _not_tried(owner, error)
+    is_masked = any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(arguments[1]))
+    key = (str(specs), is_masked, getattr(owner, "reduction", None))
+    known = _known.setdefault(owner, {})
+    if key not in known:
+        known[key] = _kind_of_outcome(owner, outcome, specs, is_masked)
+    return known[key]
 
-    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> Outcome:
-        number, values = number_and_values(loss, y_true, y_pred, sample_weight)
-        masks.append(get_keras_mask(values))
-        return Outcome(values, number)
 
+def _kind_of_outcome(owner: Any, outcome: Callable, specs: tuple, is_masked: bool) -> str:
     try:
         with trial():
-            kinds = kinds_of(outcome, *specs)
+            found = found_for(outcome, *specs)
     except GathersRowsError:
         return "rows"
     except UntriableError as error:
-        tf.get_logger().warning(
-            "Loss '%s' cannot be tried on random rows (%r). It is computed on the rows of all "
-            "replicas, which is right for any loss. Where that is not needed, declare it: "
-            "tfparallel.mean_loss or tfparallel.sum_loss.",
-            loss.name,
-            error.__cause__,
-        )
-        return "coupled"
-    if "rows" in kinds:
-        return "rows" if all(mask is None for mask in masks) else "masked"
+        return _not_tried(owner, error.__cause__)
+    if "rows" in found.kinds:
+        return "masked" if found.is_masked else "rows"
     # Keras takes a number of the batch times the mean of a mask.
-    return next((kind for kind in ("mean", "sum") if kind in kinds and not masked), "coupled")
+    kinds = [kind for kind in ("mean", "sum") if kind in found.kinds and not is_masked]
+    return kinds[0] if kinds else "coupled"
+
+
+def _not_tried(owner: Any, error: BaseException | None) -> str:
+    tf.get_logger().warning(
+        "'%s' cannot be tried on random rows (%r). It is computed on the rows of all replicas, "
+        "which is right for any function of a batch. Where that is not needed, declare it: "
+        "tfparallel.mean_loss or tfparallel.sum_loss.",
+        owner.name,
+        error,
+    )
+    return "coupled"

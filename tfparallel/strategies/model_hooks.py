@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies import coupled_metrics
 from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
@@ -72,6 +73,9 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         shadow(metric, "result", in_cross_replica(metric.result, [metric]))
         if type(metric).update_state in (Mean.update_state, Sum.update_state):
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
+    for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
+        if coupled_metrics.is_of_function(metric):
+            shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
     try:
         with weighted_losses(model):
             yield

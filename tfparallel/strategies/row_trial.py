@@ -55,11 +55,30 @@ class Outcome:
 
     Attributes:
         values: one for each row, or one for all.
-        number: that all rows count with.
+        number: what `values` are reduced to; NaN where only they matter.
+        is_masked: whether the function has masked some of the values.
     """
 
     values: Any
     number: Any
+    is_masked: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the trials of a function agree on.
+
+    Attributes:
+        kinds: out of "rows" (values of a part are those of its rows), "mean" (the mean of parts
+            weighted by rows is the number of all) and "sum". None: the rows are coupled.
+        is_masked: as of `Outcome`, in any trial.
+    """
+
+    kinds: frozenset[str]
+    is_masked: bool = False
+
+    def __and__(self, other: "Found") -> "Found":
+        return Found(self.kinds & other.kinds, self.is_masked or other.is_masked)
 
 
 class UntriableError(Exception):
@@ -90,27 +109,18 @@ def check_is_no_trial() -> None:
         raise GathersRowsError
 
 
-def kinds_of(function: Callable, targets: Any, predictions: Any, weights: Any) -> set[str]:
-    """Which of "rows", "mean" and "sum" a function's parts are to the whole; none: it is coupled.
+def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) -> Found:
+    """Tries a function of the rows of a batch.
 
     Args:
-        function: of targets, predictions and weights, to an `Outcome`, or several.
+        function: of targets, predictions and weights, to an `Outcome`.
         targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
-
-    Returns:
-        For each `Outcome` the set of "rows" (values of a part are those of its rows), "mean" (the
-        mean of parts weighted by rows is the number of all) and "sum".
 
     Raises:
         UntriableError: from the last error.
         GathersRowsError: from the function.
     """
-    return all_kinds_of(lambda *args: [function(*args)], targets, predictions, weights)[0]
-
-
-def all_kinds_of(function: Callable, targets: Any, predictions: Any, weights: Any) -> list[set]:
-    """`kinds_of` each of the outcomes that `function` gives a list of."""
-    kinds: list[set] | None = None
+    found: Found | None = None
     error: Exception | None = None
     for seed, draw in enumerate(_DRAWS):
         rng = np.random.default_rng(seed)
@@ -120,34 +130,33 @@ def all_kinds_of(function: Callable, targets: Any, predictions: Any, weights: An
             _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
         ]
         try:
-            whole, *parts = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
+            outcomes = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
         except GathersRowsError:
             raise
         except Exception as raised:  # these rows do not suit the program
             error = raised
             continue
-        own = [_kinds(*outcomes) for outcomes in zip(whole, *parts, strict=True)]
-        kinds = own if kinds is None else [a & b for a, b in zip(kinds, own, strict=True)]
-    if kinds is None:
+        own = _compared(*outcomes)
+        found = own if found is None else found & own
+    if found is None:
         raise UntriableError from error
-    return kinds
+    return found
 
 
-def _kinds(whole: Outcome, first: Outcome, second: Outcome) -> set[str]:
-    all_values, number = np.asarray(whole.values), np.asarray(whole.number)
-    if not np.all(np.isfinite(number)):
-        return {"rows", "mean", "sum"}  # it tells nothing
-    kinds = set()
-    in_parts = [np.asarray(part.values) for part in (first, second)]
-    have_rows = all_values.shape[:1] == (_ROWS,)
-    if have_rows and _equal(all_values, _joined(in_parts)):
-        kinds.add("rows")
+def _compared(whole: Outcome, first: Outcome, second: Outcome) -> Found:
+    values, number = np.asarray(whole.values), np.asarray(whole.number)
+    if not np.all(np.isfinite(values)):
+        return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing
+    kinds = []
+    in_parts = _joined([np.asarray(part.values) for part in (first, second)])
+    if values.shape[:1] == (_ROWS,) and _equal(values, in_parts):
+        kinds.append("rows")
     a, b = np.asarray(first.number), np.asarray(second.number)
-    shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
     if a.shape == b.shape == number.shape == ():
-        kinds |= {"mean"} if _equal(number, a * shares[0] + b * shares[1]) else set()
-        kinds |= {"sum"} if _equal(number, a + b) else set()
-    return kinds
+        shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
+        kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1]) else []
+        kinds += ["sum"] if _equal(number, a + b) else []
+    return Found(frozenset(kinds), whole.is_masked)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -156,7 +165,7 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
 
 
 def _equal(whole: np.ndarray, parts: np.ndarray | None) -> bool:
-    if parts is None or whole.shape != parts.shape:
+    if parts is None or whole.shape != parts.shape or not np.all(np.isfinite(whole)):
         return False
     whole, parts = whole.astype("float64"), parts.astype("float64")
     return np.allclose(whole, parts, _RELATIVE, _OF_LARGEST * np.max(np.abs(whole), initial=0))

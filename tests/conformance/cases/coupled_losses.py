@@ -4,9 +4,9 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.conformance.case import Run, case, claim
+from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_BATCH, tiny_data
+from tests.helpers import ODD_BATCH
 
 ROWS = 2 * ODD_BATCH + 2  # the last batch has fewer rows than some strategies have replicas
 
