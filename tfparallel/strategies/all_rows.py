@@ -36,9 +36,10 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy:
         raise RuntimeError(
-            "all_rows gathers what replicas have, and is called where they compute: in a "
-            "train_step, compute_loss or layer of a model that `fit` or `evaluate` runs, or in a "
-            "function given to strategy.run. Received: a call outside of a step."
+            "all_rows gathers what replicas have, and is called where they compute: in the "
+            "train_step, compute_loss or a layer of a model that `fit` or `evaluate` runs, or in a "
+            "function given to strategy.run. Received: a call outside of a step, or in a layer of "
+            "a pipeline, which computes its layers apart."
         )
     flat = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(tensors)]
     _check_rows(flat)

@@ -96,8 +96,10 @@ _thread = threading.local()
 def trial() -> Iterator[None]:
     """Within it, a function is tried while a step is traced; Keras's variables stay as they are."""
     _thread.is_trial = True
+    scope = keras.StatelessScope(collect_losses=True)
     try:
-        with tf.init_scope(), tf.device("CPU:0"), keras.StatelessScope(collect_losses=True):
+        # On this process's CPU, even if the step is for another's device.
+        with tf.init_scope(), tf.device(None), tf.device("CPU:0"), scope:
             yield
     finally:
         _thread.is_trial = False

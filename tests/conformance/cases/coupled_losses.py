@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.conformance.case import Run, case
@@ -216,3 +217,72 @@ def mean_over_labelled_tokens(run: Run):
         return tokens, tokens % 3
 
     return _trained(run, build=build, data=data, compile_options=lambda: {"loss": MeanOfLabelled()})
+
+
+# ---- all_rows ------------------------------------------------------------------------------------
+
+
+def _all_rows(run: Run):
+    return run.strategy.all_rows if run.strategy else lambda tensor: tensor
+
+
+def _options() -> dict:
+    return {"loss": None}
+
+
+@case(core=True)
+def all_rows_in_train_step(run: Run):
+    """All replicas compute the whole loss."""
+    all_rows = _all_rows(run)
+
+    class Contrastive(keras.Model):
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                loss = nt_xent(None, all_rows(self(x, training=True)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    def build():
+        model = two_towers()
+        return Contrastive(model.inputs, model.outputs)
+
+    return run.train("mlp", build=build, compile_options=_options, rows=ROWS).results()
+
+
+@case(core=True)
+def all_rows_in_compute_loss(run: Run):
+    """Each replica computes its own rows' losses against all rows, half of the matrix each."""
+    all_rows = _all_rows(run)
+
+    class Contrastive(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            own, every = ops.split(y_pred, 2, axis=-1)[0], all_rows(y_pred)
+            others = ops.split(every, 2, axis=-1)[1]
+            scores = ops.matmul(own, ops.transpose(others))
+            same = ops.equal(y[:, None], all_rows(y)[None])
+            likelihood = ops.sum(ops.where(same, ops.softmax(scores), 0.0), axis=1)
+            return -ops.mean(ops.log(likelihood))
+
+    def build():
+        model = two_towers()
+        return Contrastive(model.inputs, model.outputs)
+
+    return _trained(run, "mlp", build=build, compile_options=_options)
+
+
+@case()
+def all_rows_in_layer(run: Run):
+    all_rows = _all_rows(run)
+
+    class Centered(layers.Layer):
+        def call(self, x):
+            return x - ops.mean(all_rows(x), axis=0)
+
+    def build():
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(5, "tanh"), Centered(), layers.Dense(3)]
+        )
+
+    return _trained(run, "mlp", build=build)
