@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
+    from tfparallel.strategies.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
@@ -42,7 +43,10 @@ _MODULES = {
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
     "ElasticJob": "tfparallel.elastic",
+    "coupled_loss": "tfparallel.strategies.loss_kinds",
+    "mean_loss": "tfparallel.strategies.loss_kinds",
     "run_elastic": "tfparallel.elastic",
+    "sum_loss": "tfparallel.strategies.loss_kinds",
 }
 
 __all__ = [
@@ -58,7 +62,10 @@ __all__ = [
     "__version__",
     "callbacks",
     "compression",
+    "coupled_loss",
+    "mean_loss",
     "run_elastic",
+    "sum_loss",
 ]
 
 

@@ -111,19 +111,20 @@ class KerasStrategy(tf.distribute.Strategy):
     def all_rows(self, tensors: Any) -> Any:
         """The rows that all replicas have, one after the other; each replica gets them all.
 
-            For what depends on all rows of a batch, in a `train_step`, `compute_loss` or layer, or in a
-            function given to `run`. It is differentiable: the gradient of a replica's rows is that of
-            the sum of all replicas' losses, each weighted as the step does. The numbers of rows may
-            differ. On one replica, and while Keras computes shapes, it gives what it is given.
+        For what depends on all rows of a batch, in a `train_step`, `compute_loss` or layer, or in a
+        function given to `run`. It is differentiable: the gradient of a replica's rows is that of
+        the sum of all replicas' losses, each weighted as the step does. The numbers of rows may
+        differ. On one replica, and while Keras computes shapes, it gives what it is given.
 
-            Args:
-                tensors: a tensor `[rows, ...]`, or a nest of them, of as many rows each.
+        Args:
+            tensors: a tensor `[rows, ...]`, or a nest of them, of as many rows each.
 
-            Returns:
-                The same nest of tensors `[rows of all replicas, ...]`.
+        Returns:
+            The same nest of tensors `[rows of all replicas, ...]`.
 
-            Raises:
-        XX: for a tensor without rows.
+        Raises:
+            RuntimeError: outside of a step that runs on replicas, and in a layer of a pipeline.
+            ValueError: for a tensor without rows.
         """
         return all_rows(self, tensors)
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.strategies import coupled_metrics
+from tfparallel.strategies import coupled_metrics, layer_losses
 from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
@@ -90,13 +90,15 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
     compile_loss: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
     if not losses:
-        yield
+        with layer_losses.weighted(model):
+            yield
         return
     compile_loss._flat_losses = [
         entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
     ]
     try:
-        yield
+        with layer_losses.weighted(model):
+            yield
     finally:
         compile_loss._flat_losses = losses
 

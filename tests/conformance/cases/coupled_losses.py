@@ -219,6 +219,55 @@ def mean_over_labelled_tokens(run: Run):
     return _trained(run, build=build, data=data, compile_options=lambda: {"loss": MeanOfLabelled()})
 
 
+# ---- losses that layers add --------------------------------------------------------------------
+
+
+class Penalty(layers.Layer):
+    """Adds sums, a mean and a constant, and one that is not a number but one for each row."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.size = self.add_weight(shape=(), initializer="ones")
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(x * self.size))
+        self.add_loss(0.1 * ops.mean(ops.abs(x)))
+        self.add_loss(0.1 * self.size)
+        self.add_loss(0.01 * ops.max(x, axis=-1))
+        return self.dropout(x, training=False)
+
+
+class Accounting(keras.Sequential):
+    """A model that adds a loss itself, and reads all of them."""
+
+    def call(self, x, training=False):
+        y = super().call(x, training=training)
+        self.add_loss(0.01 * ops.sum(ops.square(y)))
+        return y
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y_pred)) + sum(ops.sum(loss) for loss in self.losses)
+
+
+@case(core=True)
+def sums_that_layers_add(run: Run):
+    def build():
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(5, "tanh"), Penalty(), layers.Dense(3)]
+        )
+
+    return _trained(run, "mlp", build=build)
+
+
+@case()
+def sums_that_a_model_adds(run: Run):
+    def build():
+        return Accounting([keras.Input((6,)), layers.Dense(5, "tanh"), Penalty(), layers.Dense(3)])
+
+    return _trained(run, "mlp", build=build, compile_options=_options)
+
+
 # ---- all_rows ------------------------------------------------------------------------------------
 
 
