@@ -12,7 +12,6 @@ coupled    to be computed from all rows                    Dice, Circle, CLIP, s
 A loss says so itself, is known, or is tried (`row_trial.py`).
 """
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -171,7 +170,10 @@ def _spec(tensor: Any) -> tf.TensorSpec | None:
 def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple:
     """What `loss` gives, and the values, perhaps with a Keras mask, that it reduces to that."""
     values: list = []
-    noting = copy.copy(loss)  # not `loss` itself, which another replica's thread may be calling
+    # Not `loss` itself, which another replica's thread may be calling; and no `copy`, for which
+    # Keras would serialize it.
+    noting = object.__new__(type(loss))
+    vars(noting).update(vars(loss))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values.append(loss.call(*args, **kwargs))
