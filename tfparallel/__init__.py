@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
+    from tfparallel.strategies.row_chunks import in_chunks
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
@@ -44,6 +45,7 @@ _MODULES = {
     "TPUStrategy": "tfparallel.strategies.tpu",
     "ElasticJob": "tfparallel.elastic",
     "coupled_loss": "tfparallel.strategies.loss_kinds",
+    "in_chunks": "tfparallel.strategies.row_chunks",
     "mean_loss": "tfparallel.strategies.loss_kinds",
     "run_elastic": "tfparallel.elastic",
     "sum_loss": "tfparallel.strategies.loss_kinds",
@@ -63,6 +65,7 @@ __all__ = [
     "callbacks",
     "compression",
     "coupled_loss",
+    "in_chunks",
     "mean_loss",
     "run_elastic",
     "sum_loss",
