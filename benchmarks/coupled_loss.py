@@ -71,9 +71,7 @@ def run(name: str, options: argparse.Namespace, extra: list[str]) -> dict:
     command = [python, __file__, "--contestant", name, *extra]
     for option in ("rows", "columns", "steps"):
         command += [f"--{option}", str(getattr(options, option))]
-    script = (
-        'ip link set lo up; "$@" --rank 1 >/dev/null & "$@" --rank 0; code=$?; wait; exit $code'
-    )
+    ranks = '"$@" --rank 1 >/dev/null & "$@" --rank 0; code=$?; wait; exit $code'
     output = subprocess.run(
         ["unshare", "--net", "bash", "-c", f"ip link set lo up; {ranks}", "bash", *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},

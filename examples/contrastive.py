@@ -10,7 +10,8 @@ Two logical CPU devices, each with half of every batch:
 
 Two workers, here two processes of this machine:
 
-    tfparallel launch --standalone --workers 2 examples/contrastive.py --strategy multi_worker_mirrored
+    tfparallel launch --standalone --workers 2 \
+        examples/contrastive.py --strategy multi_worker_mirrored
 
 Two hosts, the same command on each, with this host's index in TF_CONFIG:
 
