@@ -5,9 +5,7 @@ tried on random inputs as a compiled loss is (`loss_kinds.py`). Penalties of wei
 activities are Keras's own, and are the same or means.
 """
 
-import collections
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,14 +29,13 @@ _known: Any = weakref.WeakKeyDictionary()  # kinds of the losses of a layer, by 
 
 @contextlib.contextmanager
 def weighted(model: keras.Model) -> Iterator[None]:
-    """Within it, replicas' losses are apart, and sums over rows are weighted like means."""
+    """Within it, sums over rows that `model`'s layers add are weighted like means."""
     put_back = []
     for layer in model._flatten_layers():
-        hooks: dict[str, Any] = {"_losses": _OfThread()}
-        if not type(layer).__module__.startswith("keras.src."):  # those have regularizers only
-            calls = _Calls(layer)
-            hooks |= {"call": calls.call, "_get_own_losses": calls.own_losses}
-        for name, hook in hooks.items():
+        if type(layer).__module__.startswith("keras.src."):
+            continue  # adds no loss but by its regularizers
+        calls = _Calls(layer)
+        for name, hook in (("call", calls.call), ("_get_own_losses", calls.own_losses)):
             put_back.append((vars(layer), name, vars(layer).get(name)))
             vars(layer)[name] = hook
     try:
@@ -49,21 +46,6 @@ def weighted(model: keras.Model) -> Iterator[None]:
                 del attributes[name]
             else:
                 attributes[name] = before
-
-
-class _OfThread(collections.UserList):
-    """A list for each thread: a replica may add losses while another one is half through."""
-
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    @property
-    def data(self) -> list:  # type: ignore[override]
-        """That of the calling thread."""
-        return vars(self._thread).setdefault("losses", [])
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.data[index]
 
 
 class _Calls:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.strategies import coupled_metrics, layer_losses
+from tfparallel.strategies.added_losses import added_losses_by_replica
 from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
@@ -77,7 +78,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         if coupled_metrics.is_of_function(metric):
             shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
     try:
-        with weighted_losses(model):
+        with weighted_losses(model), added_losses_by_replica(model):
             yield
     finally:
         for attributes, name in shadows:
