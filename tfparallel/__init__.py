@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
+    from tfparallel.strategies.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
+    from tfparallel.strategies.row_chunks import in_chunks
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
@@ -42,7 +44,11 @@ _MODULES = {
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
     "ElasticJob": "tfparallel.elastic",
+    "coupled_loss": "tfparallel.strategies.loss_kinds",
+    "in_chunks": "tfparallel.strategies.row_chunks",
+    "mean_loss": "tfparallel.strategies.loss_kinds",
     "run_elastic": "tfparallel.elastic",
+    "sum_loss": "tfparallel.strategies.loss_kinds",
 }
 
 __all__ = [
@@ -58,7 +64,11 @@ __all__ = [
     "__version__",
     "callbacks",
     "compression",
+    "coupled_loss",
+    "in_chunks",
+    "mean_loss",
     "run_elastic",
+    "sum_loss",
 ]
 
 

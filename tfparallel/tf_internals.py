@@ -25,13 +25,17 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 # Whether Keras has layers compute with values of its own in the place of their variables.
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+# Whether Keras computes shapes only.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
 # The class of Keras's variables, to recognise one that is created late.
 from keras.src.backend.tensorflow import core as keras_core
 
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses.
+# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses; and
+# that of metrics of functions, which may be of a whole batch.
 from keras.src.metrics import reduction_metrics
 
 # The class of functional models, whose graph of layers a pipeline cuts into stages.
@@ -106,6 +110,7 @@ PerReplica = values.PerReplica
 ReduceOp = reduce_util.ReduceOp
 ReplicaContext = distribute_lib.ReplicaContext
 Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
+MeanMetricWrapper = reduction_metrics.MeanMetricWrapper
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
@@ -118,6 +123,7 @@ __all__ = [
     "FuncGraph",
     "Functional",
     "Mean",
+    "MeanMetricWrapper",
     "Mirrored",
     "MirroredExtended",
     "MirroredVariable",
@@ -152,6 +158,7 @@ __all__ = [
     "is_stock_step",
     "is_symbolic_build",
     "in_stateless_scope",
+    "in_symbolic_scope",
     "is_called_by_trainer",
     "model_of_predict_step",
     "let_idle_threads_sleep",

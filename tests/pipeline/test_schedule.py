@@ -51,6 +51,19 @@ def test_steps_follow_time_and_dependencies():
     ]
 
 
+def test_all_forward_first_moves_nothing_else():
+    first, second = Schedule("mine", MINE).all_forward_first().orders
+    assert [tuple(action) for action in first] == MINE[0]
+    assert [tuple(action) for action in second] == [
+        (1, 0, "forward"),
+        (1, 1, "forward"),
+        (1, 0, "backward_input"),
+        (1, 1, "backward_input"),
+        (1, 0, "backward_weight"),
+        (1, 1, "backward_weight"),
+    ]
+
+
 def test_devices_that_wait_for_one_another_are_named():
     orders = [
         [(0, 0, "forward"), (0, 0, "backward"), (0, 1, "forward"), (0, 1, "backward")],

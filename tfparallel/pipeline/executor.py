@@ -16,7 +16,7 @@ https://arxiv.org/abs/2006.09503, for 1F1B.
 
 import collections
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -123,7 +123,12 @@ class Executor:
                 return function(*inputs)
             if (stage, key) not in self._traced:
                 self._traced[stage, key] = _traced_once(stage, function)
-            concrete = self._traced[stage, key].get_concrete_function(*inputs)
+            try:
+                concrete = self._traced[stage, key].get_concrete_function(*inputs)
+            except RuntimeError:
+                if is_shared:
+                    raise
+                return function(*inputs)  # which asks for what other microbatches have
             if not is_shared and any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
                 return function(*inputs)
             for variable in self._watched_variables(concrete):
@@ -218,11 +223,15 @@ class Executor:
             self._functions[key] = build(*arguments)
         return self._functions[key]
 
-    def order(self, graph: tf.Graph) -> None:
+    def order(self, graph: tf.Graph) -> Schedule:
         """Makes each device's calls follow one another as the schedule says.
 
+        Returns:
+            The schedule; or, where something of the step depends on several microbatches, that with
+            all forward passes first.
+
         Raises:
-            ValueError: if the step cannot be done in that order.
+            ValueError: if the step cannot be done in that order either.
         """
         unordered = [
             op
@@ -231,26 +240,34 @@ class Executor:
         ]
         run_independently(graph, [*unordered, *itertools.chain(*self._sums.values())])
         _place_shapes(graph)
-        num_rounds = 1 + max((in_round for in_round, _ in self._calls), default=0)
-        for actions in self._schedule.orders:
-            order = [(i, action) for i in range(num_rounds) for action in actions]
-            calls = [self._calls[each] for each in order if each in self._calls]
-            for before, after in itertools.pairwise(calls):
-                for operation in after:
-                    operation._add_control_inputs(before)
-            # What an action takes from the host is copied while the one before it runs.
-            for earlier, each in zip(order, order[2:], strict=False):
-                for operation in self._fetches[each]:
-                    operation._add_control_inputs(self._calls[earlier])
+        schedule = self._schedule
+        if _has_cycle(graph, self._edges(schedule)):
+            schedule = schedule.all_forward_first()
+        for before, after in self._edges(schedule):
+            after._add_control_input(before)
         self._hide_from_clustering(graph)
         if _has_cycle(graph):
             raise ValueError(
-                f"Under schedule {self._schedule.name!r} a microbatch is on its way back while "
-                "others are still on their way forward, so no loss may depend on several "
-                "microbatches. Received: a step whose loss does, for example by a mask or by "
-                "'mean_with_sample_weight', which divide by a sum over the batch. Use "
-                "schedule='gpipe', or a loss that is a mean over rows."
+                "A step of a pipeline does the forward passes of all microbatches, then something "
+                "of all of them if it must, then their backward passes. Received: a step that "
+                "computes forward again with what came of several microbatches. Move what needs "
+                "all rows behind the model's last layer, or train in a strategy that does not cut "
+                "the model."
             )
+        return schedule
+
+    def _edges(self, schedule: Schedule) -> Iterator[tuple[tf.Operation, tf.Operation]]:
+        """What `schedule` adds to the order of operations: pairs of one before another."""
+        num_rounds = 1 + max((in_round for in_round, _ in self._calls), default=0)
+        for actions in schedule.orders:
+            order = [(i, action) for i in range(num_rounds) for action in actions]
+            calls = [self._calls[each] for each in order if each in self._calls]
+            for before, after in itertools.pairwise(calls):
+                yield from itertools.product(before, after)
+            # What an action takes from the host is copied while the one before it runs.
+            for earlier, each in zip(order, order[2:], strict=False):
+                if each in self._fetches:
+                    yield from itertools.product(self._calls[earlier], self._fetches[each])
 
     def add_clock(self, graph: tf.Graph, hosts: Sequence[str]) -> dict[Action, tf.Tensor]:
         """After `order`: when each pass of the first round starts and ends, as `clock.add_clock`.
@@ -343,13 +360,20 @@ def _place_shapes(graph: tf.Graph) -> None:
             operation._set_device(device)
 
 
-def _has_cycle(graph: tf.Graph) -> bool:
-    """Whether some operation waits for itself (Kahn's algorithm)."""
+def _has_cycle(graph: tf.Graph, edges: Iterable = ()) -> bool:
+    """Whether some operation waits for itself (Kahn's algorithm), with `edges` beside the graph's.
+
+    Args:
+        edges: pairs of operations, one before another.
+    """
     operations = graph.get_operations()
-    waits_for = {op: len({t.op for t in op.inputs} | set(op.control_inputs)) for op in operations}
+    needs = {op: {t.op for t in op.inputs} | set(op.control_inputs) for op in operations}
+    for before, after in edges:
+        needs[after].add(before)
+    waits_for = {op: len(needed) for op, needed in needs.items()}
     successors = collections.defaultdict(list)
     for operation in operations:
-        for needed in {t.op for t in operation.inputs} | set(operation.control_inputs):
+        for needed in needs[operation]:
             successors[needed].append(operation)
     ready = [operation for operation in operations if not waits_for[operation]]
     for operation in ready:  # grows

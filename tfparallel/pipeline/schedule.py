@@ -59,6 +59,16 @@ class Schedule:
         """All actions of all devices."""
         return frozenset(action for order in self.orders for action in order)
 
+    def all_forward_first(self) -> "Schedule":
+        """The same with every device's forward passes before its backward passes, as in GPipe.
+
+        Its devices keep what every microbatch needs for the way back, all at once.
+        """
+        orders = [
+            sorted(order, key=lambda action: action.kind != "forward") for order in self.orders
+        ]
+        return Schedule(f"{self.name}, all forward passes first", orders)
+
     def dependencies(self, action: Action) -> tuple[Action, ...]:
         """Return what must be done before `action`, on any device."""
         stage, microbatch, kind = action

@@ -54,16 +54,20 @@ def _through(in_step: Callable, losses: Sequence) -> list:
 
 
 class _StagedLoss:
-    """A loss that is called through a step; all else is asked of the loss itself."""
+    """A loss that is called through a step; all else is asked of the loss itself.
+
+    Attributes:
+        unstaged: the loss itself.
+    """
 
     def __init__(self, loss: Any, in_step: Callable, name: Any):
-        self._loss, self._in_step, self._name = loss, in_step, name
+        self.unstaged, self._in_step, self._name = loss, in_step, name
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return self._in_step(self._name, self._loss, y_true, y_pred, sample_weight)
+        return self._in_step(self._name, self.unstaged, y_true, y_pred, sample_weight)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loss, name)
+        return getattr(self.unstaged, name)
 
 
 def _update(in_step: Callable, key: int, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,8 @@ import tensorflow as tf
 
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
+from tfparallel.strategies.all_rows import all_rows
+from tfparallel.strategies.batch import concat_rows
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
 from tfparallel.strategies.model_hooks import build_without_reading
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
@@ -38,6 +40,7 @@ from tfparallel.tf_internals import (
     BaseOptimizer,
     DistributedValues,
     MirroredExtended,
+    PerReplica,
     ReduceOp,
     ReductionToOneDevice,
     TrainerCall,
@@ -107,6 +110,26 @@ class KerasStrategy(tf.distribute.Strategy):
     def _run_on_replicas(self, fn: Callable) -> Any:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""
         return super().run(fn)
+
+    def all_rows(self, tensors: Any) -> Any:
+        """The rows that all replicas have, one after the other; each replica gets them all.
+
+        For what depends on all rows of a batch, in a `train_step`, `compute_loss` or layer, or in a
+        function given to `run`. It is differentiable: the gradient of a replica's rows is that of
+        the sum of all replicas' losses, each weighted as the step does. The numbers of rows may
+        differ. On one replica, and while Keras computes shapes, it gives what it is given.
+
+        Args:
+            tensors: a tensor `[rows, ...]`, or a nest of them, of as many rows each.
+
+        Returns:
+            The same nest of tensors `[rows of all replicas, ...]`.
+
+        Raises:
+            RuntimeError: outside of a step that runs on replicas, and in a layer of a pipeline.
+            ValueError: for a tensor without rows.
+        """
+        return all_rows(self, tensors)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""
@@ -266,6 +289,17 @@ class ReplicatedExtended(MirroredExtended):
     def _gather_rows(self, rows: Any) -> Any:
         return rows
 
+    def _all_rows(self, tensors: list) -> list:
+        """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
+
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+            parts = [self._local_results(tensor) for tensor in tensors]
+            with tf.device(self._host_device):
+                rows = [self._gather_rows(concat_rows(each)) for each in parts]
+            return rows
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
+
     def _metrics_read_together(self, metrics: Sequence) -> contextlib.AbstractContextManager:
         del metrics
         return contextlib.nullcontext()
@@ -284,6 +318,21 @@ class LocalExtended(ReplicatedExtended):
         if all("gpu" in device.lower() for device in self._devices) and not _has_virtual_gpus():
             return self._collective_ops
         return ReductionToOneDevice()
+
+    def _all_rows(self, tensors: list) -> list:
+        """As the base's, gathered on each device from each."""
+
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+            return [self._copies_of_rows(self._local_results(tensor)) for tensor in tensors]
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
+
+    def _copies_of_rows(self, parts: Sequence) -> PerReplica:
+        copies = {}
+        for device in dict.fromkeys(self._devices):
+            with tf.device(device):
+                copies[device] = concat_rows(parts)
+        return PerReplica([copies[device] for device in self._devices])
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):

@@ -70,6 +70,8 @@ class Batch:
         parts: one nest for each local replica.
         rows: the number of rows of each part.
         weights: for each part a scalar float32, its rows over the rows of all replicas.
+        first_rows: where each part begins among the rows of all replicas, or None: if they are
+            distributed already, that is not known.
     """
 
     def __init__(self, extended: Any, data: Any):
@@ -77,19 +79,24 @@ class Batch:
         self.parts: list = []
         self.rows: list[Rows] = []
         self.weights: list[tf.Tensor] = []
+        self.first_rows: list[Rows | None] = []
         if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
             with tf.device(extended._host_device):
                 parts = [distribute_utils.select_replica(i, data) for i in range(num_local)]
                 rows = [num_rows(part) for part in parts]
                 total = tf.add_n([tf.cast(n, tf.int32) for n in rows])
                 self._append(parts, rows, extended._sum_across_workers(total))
+            self.first_rows = [None] * num_local
             return
         if not isinstance(data, OnHosts):
             first = extended._get_replica_id_in_sync_group(0)
             data = [OnHost(extended._host_device, range(first, first + num_local), data)]
         for on_host in data:
             with tf.device(on_host.device):
-                self._append(*on_host.cut(extended._num_replicas_in_sync))
+                parts, rows, total = on_host.cut(extended._num_replicas_in_sync)
+                self._append(parts, rows, total)
+                bounds = split_rows(total, extended._num_replicas_in_sync, on_host.replicas)
+                self.first_rows += [start for start, _ in bounds]
 
     def _append(self, parts: list, rows: list, total: Rows) -> None:
         all_rows = tf.cast(total, tf.float32)

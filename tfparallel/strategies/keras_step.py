@@ -41,7 +41,9 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
     def replica_function() -> Any:
         i = _local_replica_id()
         part = batch.parts[i]
-        step = ReplicaStep(batch.rows[i], batch.weights[i], weights_loss, statistics, part)
+        step = ReplicaStep(
+            batch.rows[i], batch.weights[i], weights_loss, statistics, part, batch.first_rows[i]
+        )
         with step.active():
             return step_function(part)
 

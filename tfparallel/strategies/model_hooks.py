@@ -11,8 +11,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies import coupled_metrics, layer_losses
+from tfparallel.strategies.added_losses import added_losses_by_replica
+from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.tf_internals import Mean, ReduceOp, Sum, TrainerCall, distribute_lib
+from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
 
 
 def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
@@ -71,8 +74,11 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         shadow(metric, "result", in_cross_replica(metric.result, [metric]))
         if type(metric).update_state in (Mean.update_state, Sum.update_state):
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
+    for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
+        if coupled_metrics.is_of_function(metric):
+            shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
     try:
-        with weighted_losses(model):
+        with weighted_losses(model), added_losses_by_replica(model):
             yield
     finally:
         for attributes, name in shadows:
@@ -85,13 +91,15 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
     compile_loss: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
     if not losses:
-        yield
+        with layer_losses.weighted(model):
+            yield
         return
     compile_loss._flat_losses = [
-        entry._replace(loss=_weighted_by_rows(entry.loss)) for entry in losses
+        entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
     ]
     try:
-        yield
+        with layer_losses.weighted(model):
+            yield
     finally:
         compile_loss._flat_losses = losses
 
@@ -129,49 +137,3 @@ def _counting_a_batch_once(update_state: Callable) -> Callable:
         return update_state(values, sample_weight=sample_weight)
 
     return weighted
-
-
-def _weighted_by_rows(loss: Any) -> Callable:
-    """`loss` rescaled so that its mean weighted by rows is the loss of the whole batch.
-
-    Means over rows need nothing. A sum is divided by the replica's weight; a mean over something
-    else (unmasked positions, sample weights) goes from its own share to the share of rows.
-    """
-
-    def weighted(y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        step = current_replica_step()
-        value = loss(y_true, y_pred, sample_weight)
-        if step is None:
-            return value
-        reduction = getattr(loss, "reduction", "mean")
-        mask = getattr(y_pred, "_keras_mask", None)
-        is_sum = reduction in ("sum", "none", None)
-        if value.shape == (0,) and not is_sum:
-            value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
-        if is_sum:
-            share = tf.ones((), value.dtype)
-        elif reduction == "mean_with_sample_weight" and sample_weight is not None:
-            share = _share_of(_sum_of_weights(sample_weight, mask, value.dtype))
-        elif mask is not None:
-            share = _share_of(tf.reduce_sum(tf.cast(mask, value.dtype)))
-        else:
-            return value
-        return value * tf.math.divide_no_nan(share, tf.cast(step.weight, value.dtype))
-
-    return weighted
-
-
-def _share_of(local: tf.Tensor) -> tf.Tensor:
-    """`local` over its sum over all replicas."""
-    total = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, local)
-    return tf.math.divide_no_nan(local, total)
-
-
-def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
-    """The divisor of Keras's `mean_with_sample_weight`."""
-    weights = tf.cast(sample_weight, dtype)
-    if mask is not None:
-        mask = tf.cast(mask, dtype)
-        missing = mask.shape.rank - weights.shape.rank
-        weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0)) * mask
-    return tf.reduce_sum(weights)

@@ -88,7 +88,7 @@ class PipelineExtended(LocalExtended):
         self._batches = FirstBatches(schedule.num_microbatches)
         self._creation = threading.local()
         self._executor: Executor | None = None
-        self._has_clock = False
+        self._has_clock = self._has_changed_schedule = False
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
@@ -221,11 +221,27 @@ class PipelineExtended(LocalExtended):
                 yield
             deferred.assign()
             graph = tf.compat.v1.get_default_graph()
-            executor.order(graph)
+            self._say_once(executor.order(graph))
             if self._has_clock:
                 self._times = executor.add_clock(graph, self._hosts())
         finally:
             self._executor = self._reads = None
+
+    def _say_once(self, schedule: Schedule) -> None:
+        """Says that steps run by `schedule`, if that is another one than was asked for."""
+        if schedule is self._schedule or self._has_changed_schedule:
+            return
+        self._has_changed_schedule = True
+        asked, used = simulate(self._schedule), simulate(schedule)
+        tf.get_logger().warning(
+            "Something in this step depends on several microbatches, as a loss that couples rows "
+            "or divides by a sum over the batch does. So all forward passes are done before the "
+            "first backward pass, not by schedule %r: stages keep activations of %s microbatches "
+            "at once instead of %s. To spare them, use rematerialize='full' or offload=True.",
+            self._schedule.name,
+            used.peak_live_per_stage,
+            asked.peak_live_per_stage,
+        )
 
     @contextlib.contextmanager
     def _with_clock(self) -> Iterator[None]:

@@ -26,12 +26,19 @@ class ReplicaStep:
         weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
         statistics: variables assigned from this replica's rows only, to be averaged.
         inputs: the replica's part of the batch, a nest of tensors.
+        first_row: where `rows` begin among those of all replicas, None where that is not known.
     """
 
     def __init__(
-        self, rows: Any, weight: tf.Tensor, weights_loss: bool, statistics: list, inputs: Any = None
+        self,
+        rows: Any,
+        weight: tf.Tensor,
+        weights_loss: bool,
+        statistics: list,
+        inputs: Any = None,
+        first_row: Any = None,
     ):
-        self.rows, self.weight, self.inputs = rows, weight, inputs
+        self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
 
     def weigh_gradient(self, gradient: Any) -> Any:

@@ -1,0 +1,202 @@
+"""How a number comes of a batch's rows: tried on random rows, all at once and in two parts.
+
+    all rows at once             f(rows 0..5)
+    in parts                     f(rows 0..1), f(rows 2..5)
+
+Whether a part is enough to know its own rows is a property of the program, so any rows will do that
+it can compute: no batch is read for it, and all workers come to the same answer.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_ROWS = 6
+_PARTS = slice(0, 2), slice(2, 6)  # of different sizes; even, as some programs halve a batch
+_UNKNOWN_DIM = 3
+_RELATIVE, _OF_LARGEST = 1e-4, 1e-5  # what rounding may do; parts of coupled rows are far apart
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How rows are drawn for one trial.
+
+    Attributes:
+        labels: what integers are drawn from, and floats of targets if `are_labels`.
+        are_labels: whether floats among targets are labels, too.
+        spread: of predictions, drawn from a normal distribution; None draws them from (0, 1).
+    """
+
+    labels: tuple[int, ...]
+    are_labels: bool
+    spread: float | None
+
+
+# Classes and probabilities, regressions; and labels by which programs leave positions out.
+_DRAWS = (
+    Draw((0, 1), True, None),
+    Draw((0, 1), False, 1.0),
+    Draw((0, 1), True, 20.0),
+    Draw((0, 1, -1), True, None),
+    Draw((0, 1, -100), True, 1.0),
+    Draw((0, 1, 255), True, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function gave for some rows.
+
+    Attributes:
+        values: one for each row, or one for all.
+        number: what `values` are reduced to; NaN where only they matter.
+        is_masked: whether the function has masked some of the values.
+    """
+
+    values: Any
+    number: Any
+    is_masked: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the trials of a function agree on.
+
+    Attributes:
+        kinds: out of "rows" (values of a part are those of its rows), "mean" (the mean of parts
+            weighted by rows is the number of all) and "sum". None: the rows are coupled.
+        is_masked: as of `Outcome`, in any trial.
+    """
+
+    kinds: frozenset[str]
+    is_masked: bool = False
+
+    def __and__(self, other: "Found") -> "Found":
+        return Found(self.kinds & other.kinds, self.is_masked or other.is_masked)
+
+
+class UntriableError(Exception):
+    """The function cannot be computed on any of the random rows."""
+
+
+class GathersRowsError(Exception):
+    """The function that is tried gathers rows by itself."""
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Within it, a function is tried while a step is traced; Keras's variables stay as they are."""
+    _thread.is_trial = True
+    scope = keras.StatelessScope(collect_losses=True)
+    try:
+        # On this process's CPU, even if the step is for another's device.
+        with tf.init_scope(), tf.device(None), tf.device("CPU:0"), scope:
+            yield
+    finally:
+        _thread.is_trial = False
+
+
+def check_is_no_trial() -> None:
+    """Ends the trial of a function that gathers rows by itself."""
+    if getattr(_thread, "is_trial", False):
+        raise GathersRowsError
+
+
+def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) -> Found:
+    """Tries a function of the rows of a batch.
+
+    Args:
+        function: of targets, predictions and weights, to an `Outcome`.
+        targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
+
+    Raises:
+        UntriableError: from the last error.
+        GathersRowsError: from the function.
+    """
+    found: Found | None = None
+    error: Exception | None = None
+    for seed, draw in enumerate(_DRAWS):
+        rng = np.random.default_rng(seed)
+        rows = [
+            _drawn(targets, draw, rng, is_target=True),
+            _drawn(predictions, draw, rng, is_target=False),
+            _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
+        ]
+        try:
+            outcomes = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
+        except GathersRowsError:
+            raise
+        except Exception as raised:  # these rows do not suit the program
+            error = raised
+            continue
+        own = _compared(*outcomes)
+        found = own if found is None else found & own
+    if found is None:
+        raise UntriableError from error
+    return found
+
+
+def _compared(whole: Outcome, first: Outcome, second: Outcome) -> Found:
+    values, number = np.asarray(whole.values), np.asarray(whole.number)
+    if not np.all(np.isfinite(values)):
+        return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing
+    kinds = []
+    in_parts = _joined([np.asarray(part.values) for part in (first, second)])
+    if values.shape[:1] == (_ROWS,) and _equal(values, in_parts):
+        kinds.append("rows")
+    a, b = np.asarray(first.number), np.asarray(second.number)
+    if a.shape == b.shape == number.shape == ():
+        shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
+        kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1]) else []
+        kinds += ["sum"] if _equal(number, a + b) else []
+    return Found(frozenset(kinds), whole.is_masked)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    fit = all(part.ndim for part in parts) and len({part.shape[1:] for part in parts}) == 1
+    return np.concatenate(parts) if fit else None
+
+
+def _equal(whole: np.ndarray, parts: np.ndarray | None) -> bool:
+    if parts is None or whole.shape != parts.shape or not np.all(np.isfinite(whole)):
+        return False
+    whole, parts = whole.astype("float64"), parts.astype("float64")
+    return np.allclose(whole, parts, _RELATIVE, _OF_LARGEST * np.max(np.abs(whole), initial=0))
+
+
+def _part(rows: Any, part: slice) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else tf.constant(leaf[part]), rows
+    )
+
+
+def _drawn(specs: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> Any:
+    return keras.tree.map_structure(
+        lambda spec: None if spec is None else _drawn_leaf(spec, draw, rng, is_target), specs
+    )
+
+
+def _drawn_leaf(spec: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> np.ndarray:
+    """Rows that differ in size as a whole, so that means of many positions differ too."""
+    dims = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape[1:]]
+    shape, of_rows = (_ROWS, *dims), (_ROWS, *[1 for _ in dims])
+    dtype = tf.as_dtype(spec.dtype)
+    size = rng.uniform(0.2, 1, of_rows)
+    if dtype == tf.bool:
+        return rng.uniform(size=shape) < size
+    if not dtype.is_floating or (is_target and draw.are_labels):
+        is_first = rng.uniform(size=shape) < size / 2
+        chosen = np.where(is_first, draw.labels[0], rng.choice(draw.labels[1:], shape))
+        return chosen.astype(dtype.as_numpy_dtype)
+    if draw.spread is None:
+        return (rng.uniform(size=shape) * size).astype(dtype.as_numpy_dtype)
+    return (rng.normal(size=shape) * size * draw.spread).astype(dtype.as_numpy_dtype)
