@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
-from tfparallel.strategies.model_hooks import build_without_reading
+from tfparallel.strategies.model_hooks import build_from_step, build_without_reading
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.seed_hooks import call_with_global_seed, hook_seed_generator
@@ -80,6 +80,11 @@ class KerasStrategy(tf.distribute.Strategy):
         Numbered by class, so that a strategy that only some workers create shifts no one's keys.
         """
         return _KEYS_PER_STRATEGY * (next(_strategy_numbers[type(self)]) + 1)
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
+        build_from_step(sys._getframe(1))
+        return super().scope()
 
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None

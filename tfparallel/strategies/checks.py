@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies.model_optimizers import optimizers_of
 from tfparallel.tf_internals import DistributedVariable
 
 _THREE_LINES = (
@@ -39,16 +40,14 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
             f"{outside[:5]}. {_THREE_LINES}"
         )
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return
-    for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
-        if not all(belongs_to(v, strategy) for v in part.variables):
-            raise ValueError(
-                f"Expected model '{model.name}' to be compiled, and its optimizer to be created, "
-                f"in the scope of this {_name(strategy)}. Received: optimizer '{part.name}' "
-                f"created outside of it. {_THREE_LINES}"
-            )
+    for optimizer in optimizers_of(model):
+        for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            if not all(belongs_to(v, strategy) for v in part.variables):
+                raise ValueError(
+                    f"Expected model '{model.name}' to be compiled, and its optimizer to be "
+                    f"created, in the scope of this {_name(strategy)}. Received: optimizer "
+                    f"'{part.name}' created outside of it. {_THREE_LINES}"
+                )
 
 
 def check_is_not_compiled(step_function: object) -> None:

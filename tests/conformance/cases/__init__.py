@@ -18,6 +18,7 @@ from tests.conformance.cases import (
     precision,
     public_tf,
     saving,
+    unbuilt,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "precision",
     "public_tf",
     "saving",
+    "unbuilt",
 ]
