@@ -170,6 +170,7 @@ __all__ = [
     "run_independently",
     "set_keras_mask",
     "surround_epochs",
+    "trainer_that_builds",
     "unique_number",
     "values_util",
     "variable_accessed",
@@ -177,6 +178,7 @@ __all__ = [
 
 
 _SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
+_METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 _DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
 
 
@@ -293,6 +295,21 @@ def is_symbolic_build(frame: FrameType | None) -> bool:
     """Whether `frame` is Keras building a model from the shapes of its first batch."""
     build = keras_trainer.TensorFlowTrainer._maybe_symbolic_build
     return frame is not None and frame.f_code is build.__code__
+
+
+def trainer_that_builds(frame: FrameType | None) -> tuple[Any, str] | None:
+    """The model that enters its strategy's scope to be built, and the method that was called.
+
+    `frame` is that of the caller of `scope`: `fit -> ... -> _maybe_symbolic_build -> scope`.
+    """
+    while frame is not None and frame.f_code.co_name == "scope":  # of a class that extends it
+        frame = frame.f_back
+    if not is_symbolic_build(frame):
+        return None
+    model = frame.f_locals["self"]  # type: ignore[union-attr]
+    while frame is not None and frame.f_code.co_name not in _METHODS_THAT_BUILD:
+        frame = frame.f_back
+    return None if frame is None else (model, frame.f_code.co_name)
 
 
 def is_called_by_trainer(frame: FrameType | None) -> bool:

@@ -23,6 +23,8 @@ TRAININGS = [
     ("parameter_server_async", [5], 1e-6),
     ("plain_generator", [6], 0),
     ("mirrored_resumable_generator", [6], 1e-6),
+    ("plain_gan", [3], 0),
+    pytest.param("mirrored_gan", [5], 1e-6, marks=pytest.mark.long),
 ]
 
 

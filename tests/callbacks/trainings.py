@@ -14,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from tests.conformance.cases.unbuilt import GAN
 from tests.helpers import numbered, open_logical_cpus, tiny_data
 from tfparallel.callbacks import BackupAndRestore
+from tfparallel.strategies.model_optimizers import optimizers_of
 
 EPOCHS = 4
 ROWS, BATCH = 40, 12  # four batches, the last of 4 rows: uneven for three replicas
@@ -151,6 +153,40 @@ def pipeline_arrays(*arguments):
     _train(strategy, arguments, x=x, y=y, batch_size=8)
 
 
+def plain_gan(*arguments):
+    """Two optimizers, no `call`, and no shapes: nothing of it is there before the first step."""
+    _train_gan(None, arguments)
+
+
+def mirrored_gan(*arguments):
+    open_logical_cpus(3)
+    _train_gan(tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(3)]), arguments)
+
+
+def _train_gan(strategy, arguments):
+    """As in tests/conformance/cases/unbuilt.py, with noise that is drawn."""
+
+    class DrawingGAN(GAN):
+        def __init__(self):
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+
+        def train_step(self, data):
+            real, _ = data
+            noise = keras.random.normal((tf.shape(real)[0], 3), seed=self.seeds)
+            return super().train_step((real, noise))
+
+    def gan(options):
+        model = DrawingGAN()
+        optimizers = {"d_optimizer": keras.optimizers.Adam(0.01)}
+        optimizers["g_optimizer"] = keras.optimizers.Nadam(0.01)
+        model.compile(**optimizers, **options)
+        return model
+
+    x, y = tiny_data(ROWS)
+    _train(strategy, arguments, make_model=gan, x=x, y=y, batch_size=BATCH)
+
+
 def plain_generator(*arguments):
     def batches():
         rng = np.random.default_rng(0)
@@ -235,6 +271,22 @@ def multi_worker_by_the_clock(*arguments):
     multi_worker(*arguments, save_freq=datetime.timedelta(microseconds=1))
 
 
+def _classifier(strategy, optimizer, options):
+    model = keras.Sequential(
+        [
+            *([keras.Input((6,))] if strategy else []),
+            Noise(),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer(), loss=loss, metrics=["accuracy"], **options)
+    return model
+
+
 def _train(
     strategy,
     arguments,
@@ -245,29 +297,15 @@ def _train(
     save_freq=1,
     run_eagerly=False,
     epochs=EPOCHS,
+    make_model=None,
     **fit_options,
 ):
     """Trains with a backup after every batch and writes everything that can differ to a file."""
     backup_dir, results, kill_at = arguments
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = keras.Sequential(
-            [
-                *([keras.Input((6,))] if strategy else []),
-                Noise(),
-                keras.layers.Dense(8, activation="tanh"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(3),
-            ]
-        )
-        model.compile(
-            optimizer=optimizer(),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            steps_per_execution=steps_per_execution,
-            run_eagerly=run_eagerly,
-        )
+        options = {"steps_per_execution": steps_per_execution, "run_eagerly": run_eagerly}
+        model = make_model(options) if make_model else _classifier(strategy, optimizer, options)
     counter = CountsAndDraws()
     # Who kills itself at a given batch knows which backup it leaves: the one before.
     options = {"save_freq": save_freq, "asynchronous": kill_at == "0"}
@@ -281,7 +319,7 @@ def _train(
     np.savez(
         results,
         **numbered("weights", model.get_weights()),
-        **numbered("optimizer", [v.numpy() for v in model.optimizer.variables]),
+        **numbered("optimizer", [v.numpy() for o in optimizers_of(model) for v in o.variables]),
         **numbered("seeds", [v.numpy() for v in model.variables if "seed" in v.path]),
         **{f"history/{name}": np.array(values) for name, values in fitted.history.items()},
         epochs=fitted.epoch,

@@ -14,6 +14,7 @@ import keras
 
 from tfparallel.callbacks.storage import BackupError
 from tfparallel.strategies.model_hooks import batch_of_specs
+from tfparallel.strategies.step_build import build
 
 
 class FitCall:
@@ -95,7 +96,7 @@ class FitCall:
         """
         if self.model._distribute_strategy is None:
             spec = self.epoch_iterator._distributed_dataset.element_spec
-            self.model._symbolic_build(data_batch=batch_of_specs(spec))
+            build(self.model, "fit", batch_of_specs(spec))
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""

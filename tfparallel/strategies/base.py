@@ -25,7 +25,7 @@ from tfparallel.strategies import checks
 from tfparallel.strategies.all_rows import all_rows
 from tfparallel.strategies.batch import concat_rows
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
-from tfparallel.strategies.model_hooks import build_without_reading
+from tfparallel.strategies.model_hooks import build_from_step, build_without_reading
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.seed_hooks import call_with_global_seed, hook_seed_generator
@@ -84,6 +84,11 @@ class KerasStrategy(tf.distribute.Strategy):
         """
         return _KEYS_PER_STRATEGY * (next(_strategy_numbers[type(self)]) + 1)
 
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
+        build_from_step(sys._getframe(1))
+        return super().scope()
+
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
@@ -93,6 +98,8 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_jit_compile(self, fn.__self__)
             mark_statistics(fn.__self__)
+        elif is_predict_step(fn):
+            checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_called_by_trainer(sys._getframe(1)):
             checks.check_is_not_compiled(fn)
         if self.extended._divides_data and (is_step or is_predict_step(fn)):
@@ -168,6 +175,11 @@ class ReplicatedExtended(MirroredExtended):
     """Replicas that compute alike, from gradients reduced once."""
 
     _replicated_class: type = ReplicatedVariable
+
+    @property
+    def _xla_can_predict(self) -> bool:
+        """Whether each replica's device has all that XLA compiles there, to predict."""
+        return set(self.parameter_devices) == set(self.worker_devices)
 
     def _xla_compiles_collectives(self, device: str) -> bool:
         """Whether XLA can compile what crosses processes, for a `device`."""

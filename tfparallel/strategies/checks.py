@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies.model_optimizers import optimizers_of
 from tfparallel.tf_internals import DistributedVariable
 
 _THREE_LINES = (
@@ -39,16 +40,14 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
             f"{outside[:5]}. {_THREE_LINES}"
         )
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return
-    for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
-        if not all(belongs_to(v, strategy) for v in part.variables):
-            raise ValueError(
-                f"Expected model '{model.name}' to be compiled, and its optimizer to be created, "
-                f"in the scope of this {_name(strategy)}. Received: optimizer '{part.name}' "
-                f"created outside of it. {_THREE_LINES}"
-            )
+    for optimizer in optimizers_of(model):
+        for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            if not all(belongs_to(v, strategy) for v in part.variables):
+                raise ValueError(
+                    f"Expected model '{model.name}' to be compiled, and its optimizer to be "
+                    f"created, in the scope of this {_name(strategy)}. Received: optimizer "
+                    f"'{part.name}' created outside of it. {_THREE_LINES}"
+                )
 
 
 def check_is_not_compiled(step_function: object) -> None:
@@ -118,6 +117,19 @@ def check_states_of_rows(strategy: tf.distribute.Strategy, model: keras.Model) -
             f"{_name(strategy)}, which divides rows or batches. Give the states to the model as "
             "inputs (initial_state) and take them from its outputs (return_state=True), or use "
             "stateful=False."
+        )
+
+
+def check_jit_compile_of_predict(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `jit_compile=True` where a replica cannot predict by itself.
+
+    Raises:
+        ValueError: at the first batch, before XLA sees it.
+    """
+    if model.jit_compile and not strategy.extended._xla_can_predict:
+        raise ValueError(
+            "jit_compile=True needs the whole model on each device that predicts. Received: "
+            f"{_name(strategy)}, which has it on others. Compile the model with jit_compile=False."
         )
 
 

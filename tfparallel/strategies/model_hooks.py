@@ -5,7 +5,9 @@ shadowed only while the step runs on the replicas.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import keras
@@ -15,7 +17,8 @@ from tfparallel.strategies import coupled_metrics, layer_losses
 from tfparallel.strategies.added_losses import added_losses_by_replica
 from tfparallel.strategies.coupled_losses import of_whole_batch
 from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib
+from tfparallel.strategies.step_build import build
+from tfparallel.tf_internals import Mean, Sum, TrainerCall, distribute_lib, trainer_that_builds
 
 
 def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
@@ -40,6 +43,22 @@ def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
         stock(model, iterator=iterator, data_batch=data_batch)
 
     vars(model)["_maybe_symbolic_build"] = build
+
+
+def build_from_step(frame: FrameType | None) -> None:
+    """Lets the model that `frame` begins to build, if it does, be built from the step it will run.
+
+    That is `step_build.build` for a step of the user's, and Keras's own way for Keras's step.
+    """
+    building = trainer_that_builds(frame)
+    if building is not None:
+        model, method = building
+        vars(model)["_symbolic_build"] = functools.partial(_symbolic_build, model, method)
+
+
+def _symbolic_build(model: Any, method: str, iterator: Any = None, data_batch: Any = None) -> None:
+    del vars(model)["_symbolic_build"], iterator
+    build(model, method, data_batch)
 
 
 def batch_of_specs(element_spec: Any) -> Any:

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.strategies.replica_step import current_replica_step
+from tfparallel.strategies.step_build import BuildContext
 from tfparallel.tf_internals import BaseOptimizer, distribute_lib
 
 _thread = threading.local()
@@ -74,6 +76,13 @@ def _reduce_then_apply(
     trainable_variables: Any = None,
 ) -> Any:
     context = distribute_lib.get_replica_context()
+    if isinstance(context, BuildContext):
+        return _build(optimizer, trainable_variables)
+    if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
+        # gradient for all of them here, as any other optimizer has.
+        _build(optimizer, trainable_variables)
+        return optimizer._common_apply(grads, trainable_variables)
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
     grads, step = list(grads), current_replica_step()
@@ -95,6 +104,12 @@ def _reduce_then_apply(
         return strategy.extended._apply_reduced(apply, grads, trainable_variables)
     finally:
         _thread.is_reduced = False
+
+
+def _build(optimizer: BaseOptimizer, variables: Any) -> None:
+    if not optimizer.built and variables is not None:
+        with keras.name_scope(optimizer.name, caller=optimizer):  # as `apply` does
+            optimizer.build(list(variables))
 
 
 def _weigh_then_scale(scale_loss: Callable, loss: tf.Tensor) -> tf.Tensor:

@@ -21,6 +21,7 @@ from tests.conformance.cases import (
     precision,
     public_tf,
     saving,
+    unbuilt,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "precision",
     "public_tf",
     "saving",
+    "unbuilt",
 ]

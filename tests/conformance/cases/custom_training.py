@@ -109,19 +109,17 @@ def own_loss_and_optimizer_with_uneven_batch(run: Run):
 def two_optimizers(run: Run):
     training = run.train("values", build=TwoOptimizers, compile_options=lambda: {"loss": "mse"})
     model = training.model
-    return _without_compiled_optimizer(training, model.first_optimizer, model.second_optimizer)
+    return _with_own_optimizers(training, model.first_optimizer, model.second_optimizer)
 
 
 def _train_own(run: Run, **options) -> dict:
     training = run.train("values", build=lambda: _functional(OwnEverything), **options)
-    return _without_compiled_optimizer(training, training.model.own_optimizer)
+    return _with_own_optimizers(training, training.model.own_optimizer)
 
 
-def _without_compiled_optimizer(training: Training, *own: keras.Optimizer) -> dict:
-    """Keras builds the unused compiled optimizer under a strategy, and not without one."""
-    results = {k: v for k, v in training.results().items() if not k.startswith("optimizer")}
+def _with_own_optimizers(training: Training, *own: keras.Optimizer) -> dict:
     slots = [v.numpy() for optimizer in own for v in optimizer.variables]
-    return {**results, **numbered("own_optimizer", slots)}
+    return {**training.results(), **numbered("own_optimizer", slots)}
 
 
 @case(core=True)
