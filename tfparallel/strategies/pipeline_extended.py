@@ -30,8 +30,6 @@ from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.stage_variables import OptimizerNumber, SequentialVariable, StageVariable
 from tfparallel.tf_internals import (
     BaseOptimizer,
-    DistributedValues,
-    ReductionToOneDevice,
     TrainerCall,
     device_util,
     distribute_lib,
@@ -244,13 +242,6 @@ class PipelineExtended(LocalExtended):
         if self._executor is not None and values_util.get_current_replica_id_as_int() != 0:
             return None
         return super()._apply_reduced(apply, gradients, variables)
-
-    def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
-    ) -> Any:
-        if not isinstance(value, DistributedValues):
-            return value
-        return ReductionToOneDevice()._gather(value, destinations, axis, options)
 
 
 def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
