@@ -34,6 +34,9 @@ from keras.src.backend.tensorflow import core as keras_core
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+# The functions that divide losses by the number of replicas.
+from keras.src.losses import loss as keras_loss
+
 # `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses; and
 # that of metrics of functions, which may be of a whole batch.
 from keras.src.metrics import reduction_metrics
@@ -153,6 +156,7 @@ __all__ = [
     "gradients_in_graph",
     "has_one_tape",
     "is_keras_step",
+    "is_loss_scaling",
     "layer_of_late_variable",
     "is_predict_step",
     "is_stock_step",
@@ -174,6 +178,7 @@ __all__ = [
     "unique_number",
     "values_util",
     "variable_accessed",
+    "with_body",
 ]
 
 
@@ -312,9 +317,20 @@ def trainer_that_builds(frame: FrameType | None) -> tuple[Any, str] | None:
     return None if frame is None else (model, frame.f_code.co_name)
 
 
+def is_loss_scaling(frame: FrameType | None) -> bool:
+    """Whether `frame` is Keras dividing a loss by the number of replicas, or undoing that."""
+    scaling = (keras_loss.scale_loss_for_distribution, keras_loss.unscale_loss_for_distribution)
+    return frame is not None and frame.f_code in {each.__code__ for each in scaling}
+
+
 def is_called_by_trainer(frame: FrameType | None) -> bool:
     """Whether `frame` is code of Keras's trainer."""
     return frame is not None and frame.f_globals is vars(keras_trainer)
+
+
+def with_body(function: Any, body: Callable) -> Any:
+    """`function`, a `tf.function`, with all its options, around the Python function `body`."""
+    return function._clone(python_function=body)
 
 
 def run_independently(graph: FuncGraph, operations: Iterable) -> None:

@@ -135,6 +135,9 @@ _OF_TWO_LAYERS = (
     "saving.",
 )
 
+# tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...
+_ONE_PROCESS = ("custom_training.loop_without_run",)
+
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=NUMBER_OF_REPLICAS),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
@@ -238,6 +241,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
+        exempt=_ONE_PROCESS,
     ),
     Row(
         "multi_worker_2x2",
@@ -246,6 +250,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         few=NUMBER_OF_REPLICAS,
+        exempt=_ONE_PROCESS,
     ),
     Row(
         "multi_worker_3x1",
@@ -254,6 +259,7 @@ STRATEGIES = [
         num_workers=3,
         devices_per_worker=1,
         few=NUMBER_OF_REPLICAS,
+        exempt=_ONE_PROCESS,
     ),
     Row(
         "horovod_2",
@@ -263,6 +269,7 @@ STRATEGIES = [
         devices_per_worker=1,
         environments=horovod_environments,
         every_case=False,
+        exempt=_ONE_PROCESS,
     ),
     Row(
         "horovod_3",
@@ -272,6 +279,7 @@ STRATEGIES = [
         devices_per_worker=1,
         environments=horovod_environments,
         few=NUMBER_OF_REPLICAS,
+        exempt=_ONE_PROCESS,
     ),
 ]
 

@@ -23,8 +23,9 @@ def build(strategy, model_class=keras.Sequential, **options):
     return model
 
 
-def test_a_train_step_that_is_a_tf_function_is_refused():
-    model = build(tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), CompiledStep)
+@pytest.mark.parametrize("strategy", ["MirroredStrategy", "PipelineStrategy"])
+def test_a_train_step_that_is_a_tf_function_is_refused(strategy):
+    model = build(getattr(tfparallel, strategy)(["CPU:0", "CPU:1"]), CompiledStep)
     with pytest.raises(ValueError, match="Remove the decorator"):
         model.fit(FEATURES, TARGETS, verbose=0)
 
@@ -72,14 +73,49 @@ def test_each_replica_predicts_with_jit_compile():
     np.testing.assert_allclose(model.predict(FEATURES, verbose=0), model(FEATURES), atol=1e-6)
 
 
-def test_constants_assigned_on_replicas_are_summed_once_for_each():
-    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+TWO_REPLICAS = [
+    lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]),
+    lambda: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"]),
+    lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2),
+]
+
+
+@pytest.mark.parametrize("compiled", [lambda fn: fn, tf.function], ids=["eager", "graph"])
+@pytest.mark.parametrize("make", TWO_REPLICAS, ids=["mirrored", "central", "pipeline"])
+def test_only_what_is_each_replicas_own_is_summed(make, compiled):
+    strategy = make()
+    shared = tf.constant(3.0)
     with strategy.scope():
-        counter = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
 
-    @tf.function
-    def count():
-        strategy.run(lambda: counter.assign_add(1.0))
+    def assigned(value):
+        compiled(lambda: strategy.run(lambda: total.assign(value())))()
+        return total.numpy()
 
-    count()
-    assert counter.numpy() == 2.0
+    assert assigned(lambda: tf.identity(shared)) == 6.0
+    assert assigned(lambda: 0.0) == 0.0
+    for value in (shared, 3.0):
+        with pytest.raises(ValueError, match="which must be a tensor of each replica"):
+            assigned(lambda value=value: value)
+
+
+@pytest.mark.parametrize(
+    "stock, make",
+    [
+        (tf.distribute.OneDeviceStrategy, lambda: tfparallel.OneDeviceStrategy("CPU:0")),
+        (tf.distribute.MirroredStrategy, TWO_REPLICAS[0]),
+        (tf.distribute.experimental.CentralStorageStrategy, TWO_REPLICAS[1]),
+        (tf.distribute.MultiWorkerMirroredStrategy, tfparallel.MultiWorkerMirroredStrategy),
+    ],
+)
+def test_a_drop_in_is_an_instance_of_what_it_replaces(stock, make):
+    assert isinstance(make(), stock)
+
+
+def test_microbatches_are_replicas_inside_of_run_only():
+    strategy = tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2)
+    assert strategy.num_replicas_in_sync == 1
+    with strategy.scope():
+        assert strategy.num_replicas_in_sync == 1
+    inside = strategy.run(lambda: tf.constant(strategy.num_replicas_in_sync))
+    assert [int(x) for x in strategy.experimental_local_results(inside)] == [2, 2]

@@ -84,6 +84,22 @@ class BucketedAllReduce(CollectiveAllReduce):
             value.values[0].dense_shape,
         )
 
+    def _batch_all_gather(self, per_replica_values: list, axis: int, options: Any) -> list:
+        del options
+        with tf.device(self._device):
+            gathered = [
+                self._gather_along(tf.concat(value.values, axis), axis)
+                for value in per_replica_values
+            ]
+        return [self._on_all_devices(ReduceOp.SUM, each) for each in gathered]
+
+    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        if axis == 0:
+            return self._gather_rows(tensor)
+        order = list(range(tensor.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        return tf.transpose(self._gather_rows(tf.transpose(tensor, order)), order)
+
     def _on_all_devices(self, reduce_op: ReduceOp, total: Any) -> Any:
         copies = []
         for device in self._devices:

@@ -195,14 +195,3 @@ class HorovodAllReduce(BucketedAllReduce):
 
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return all_gather(rows, self._process_set)
-
-    def _batch_all_gather(self, per_replica_values: list, axis: int, options: Any) -> list:
-        del options
-        return [self._gather_along(value.values[0], axis) for value in per_replica_values]
-
-    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        if axis == 0:
-            return self._gather_rows(tensor)
-        order = list(range(tensor.shape.rank))
-        order[0], order[axis] = order[axis], order[0]
-        return tf.transpose(self._gather_rows(tf.transpose(tensor, order)), order)

@@ -1,6 +1,6 @@
 """All-reduce of CPU workers through our own ring."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.joining import join, split
 from tfparallel.communication.ring import Ring
-from tfparallel.tf_internals import ResourceVariable
+from tfparallel.tf_internals import CollectiveAllReduce, ReduceOp, ResourceVariable
 
 
 class RingAllReduce(BucketedAllReduce):
@@ -23,6 +23,16 @@ class RingAllReduce(BucketedAllReduce):
     def __init__(self, ring: Ring, order: ResourceVariable, **options: Any):
         super().__init__(**options)
         self._ring, self._order = ring, order
+
+    def _all_reduce_per_replica_values(
+        self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any
+    ) -> list:
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            return super()._all_reduce_per_replica_values(reduce_op, per_replica_values, options)
+        # A session's graph knows no `order`.
+        return CollectiveAllReduce._all_reduce_per_replica_values(
+            self, reduce_op, per_replica_values, options
+        )
 
     def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         packed = join(tensors)

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,12 +51,14 @@ from tfparallel.tf_internals import (
     distribute_utils,
     is_called_by_trainer,
     is_keras_step,
+    is_loss_scaling,
     is_predict_step,
     is_symbolic_build,
     model_of_predict_step,
     numpy_dataset,
     owner_of_new_variable,
     record,
+    with_body,
 )
 
 if keras.backend.backend() != "tensorflow":
@@ -75,6 +78,11 @@ class KerasStrategy(tf.distribute.Strategy):
     Calls that Keras makes (`fit`, `evaluate`, `predict`, `*_on_batch`) get the whole global batch,
     which is split here. Every other call keeps the contract of `tf.distribute`.
     """
+
+    def __init__(self, extended: Any):
+        # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
+        # takes other arguments and builds an `extended` of its own.
+        tf.distribute.Strategy.__init__(self, extended)
 
     @functools.cached_property
     def _collective_key_base(self) -> int:
@@ -98,6 +106,7 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_jit_compile(self, fn.__self__)
             mark_statistics(fn.__self__)
+            args = self._arguments_of_step(fn, args)
         elif is_predict_step(fn):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_called_by_trainer(sys._getframe(1)):
@@ -113,6 +122,11 @@ class KerasStrategy(tf.distribute.Strategy):
                 with self.extended._step_of(model_of_predict_step(fn)):
                     return run_predict_step(self, fn, *args)
         return super().run(fn, args, kwargs, options)
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        """What a Keras step is run with in the place of `args`, which begin with the batch."""
+        del step_function
+        return args
 
     def _run_on_replicas(self, fn: Callable) -> Any:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""
@@ -167,8 +181,12 @@ class KerasStrategy(tf.distribute.Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas that train together; 1 inside a Keras step, which is written for one device."""
-        return 1 if current_replica_step() is not None else super().num_replicas_in_sync
+        """Replicas that train together; 1 inside a Keras step, which is written for one device.
+
+        A Keras loss outside of `run` is not divided either: one device computes it, of all rows.
+        """
+        outside = distribute_lib.in_cross_replica_context() and is_loss_scaling(sys._getframe(1))
+        return 1 if outside or current_replica_step() else super().num_replicas_in_sync
 
 
 class ReplicatedExtended(MirroredExtended):
@@ -215,9 +233,12 @@ class ReplicatedExtended(MirroredExtended):
                     copies.append(next_creator(**kwargs))
             return copies
 
-        classes = dict.fromkeys(tf.VariableSynchronization, variable_class)
+        classes: dict = dict.fromkeys(tf.VariableSynchronization, variable_class)
+        # For `extended._use_var_policy` of TensorFlow's own tests: our classes need no policy.
+        classes["VariableClass"] = variable_class
+        policies = dict.fromkeys(tf.VariableSynchronization, lambda aggregation: None)
         variable = distribute_utils.create_mirrored_variable(
-            self._container_strategy(), create_copies, classes, {}, **kwargs
+            self._container_strategy(), create_copies, classes, policies, **kwargs
         )
         mark_owner(variable, owner, statistics)
         return variable
@@ -234,9 +255,30 @@ class ReplicatedExtended(MirroredExtended):
     # ---- how a step runs on replicas -------------------------------------------------------------
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            return self._around_replicas(fn)(*args, **kwargs)
         run = super()._call_for_each_replica
         strategy = self._container_strategy()
         return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
+
+    def _around_replicas(self, function: Any) -> Callable:
+        """`function`, a `tf.function` of one replica, as one of all: they meet in one graph only.
+
+        As TensorFlow does it, which would then run the replicas without our hooks.
+        """
+        if function not in self._functions_around_replicas:
+            body = function.python_function  # not `function`, which is the key
+
+            @functools.wraps(body)
+            def all_replicas(*args: Any, **kwargs: Any) -> Any:
+                return self.call_for_each_replica(body, args, kwargs)
+
+            self._functions_around_replicas[function] = with_body(function, all_replicas)
+        return self._functions_around_replicas[function]
+
+    @functools.cached_property
+    def _functions_around_replicas(self) -> weakref.WeakKeyDictionary:
+        return weakref.WeakKeyDictionary()
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
@@ -274,6 +316,9 @@ class ReplicatedExtended(MirroredExtended):
         return apply(gradients, variables)
 
     # ---- across workers: this worker is all there is ---------------------------------------------
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        """Whether variable `name` may be differentiated outside of `run`."""
 
     @property
     def _host_device(self) -> str:
@@ -350,6 +395,13 @@ class LocalExtended(ReplicatedExtended):
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
             return ReductionToOneDevice().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if not isinstance(value, DistributedValues):
+            return value
+        return self._local_reduction()._gather(value, destinations, axis, options)
 
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any

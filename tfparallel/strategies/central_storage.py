@@ -12,7 +12,7 @@ from tfparallel.strategies.variables import CentralVariable
 from tfparallel.tf_internals import device_util, layer_of_late_variable, values_util
 
 
-class CentralStorageStrategy(KerasStrategy):
+class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
     """Variables on one device, computation on all.
 
     Drop-in for `tf.distribute.experimental.CentralStorageStrategy`. Weights and optimizer slots

@@ -8,7 +8,7 @@ from tfparallel.strategies.base import KerasStrategy, LocalExtended
 from tfparallel.strategies.checks import check_devices
 
 
-class MirroredStrategy(KerasStrategy):
+class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
     """Synchronous data parallelism on several devices of one machine.
 
     Drop-in for `tf.distribute.MirroredStrategy`.

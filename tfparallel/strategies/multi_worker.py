@@ -1,6 +1,7 @@
 """Data parallel over several processes or hosts: each has all variables, gradients all-reduce."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,13 @@ from tfparallel.tf_internals import (
     PerReplica,
     ReduceOp,
     ResourceVariable,
+    is_called_by_trainer,
 )
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
 
-class MultiWorkerMirroredStrategy(KerasStrategy):
+class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous data parallelism over the workers of a cluster.
 
     Drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. The batch size of `fit` is global.
@@ -184,6 +186,13 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     @property
     def _host_device(self) -> str:
         return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
+
+    def _in_multi_worker_mode(self) -> bool:
+        """Whether what `run` returns is this worker's only.
+
+        Keras then joins it with the other workers'; what its steps return here is of all workers.
+        """
+        return self._num_workers > 1 and not is_called_by_trainer(sys._getframe(1))
 
     def _draws_keys_at_call_time(self) -> bool:
         """Whether a collective's key is drawn when it runs; else it is fixed when tracing.

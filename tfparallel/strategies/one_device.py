@@ -1,11 +1,13 @@
 """Everything on one device: the reference all other strategies are measured against."""
 
+import tensorflow as tf
+
 from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.mirrored import MirroredLocalExtended
 
 
-class OneDeviceStrategy(KerasStrategy):
+class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Places variables and computation on one device.
 
     Drop-in for `tf.distribute.OneDeviceStrategy`.

@@ -27,7 +27,7 @@ from tfparallel.strategies.base import KerasStrategy
 from tfparallel.strategies.checks import check_devices
 from tfparallel.strategies.pipeline_checks import check_schedule
 from tfparallel.strategies.pipeline_extended import Options, PipelineExtended
-from tfparallel.tf_internals import is_keras_step, is_stock_step
+from tfparallel.tf_internals import distribute_lib, is_stock_step
 
 
 class PipelineStrategy(KerasStrategy):
@@ -181,14 +181,20 @@ class PipelineStrategy(KerasStrategy):
         names = [short_name(device) for device in extended._stage_devices]
         return swimlane(self.schedule, times_s, names)
 
-    def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
-    ) -> Any:
-        """`tf.distribute.Strategy.run`; notes a Keras step's batch, to measure layers with it."""
-        if is_keras_step(fn) and is_stock_step(fn) and args:
-            self.extended._note_batch(fn.__self__, args[0])
-            args = (self.extended._batch_for_step(args[0]), *args[1:])
-        return super().run(fn, args, kwargs, options)
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1, as a pipeline is one replica; in a custom loop's `run`, its microbatches are."""
+        context = distribute_lib.get_replica_context()
+        if context is None or context.strategy is not self:
+            return 1
+        return super().num_replicas_in_sync
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        """Notes the batch, to measure layers with it."""
+        if not is_stock_step(step_function) or not args:
+            return args
+        self.extended._note_batch(step_function.__self__, args[0])
+        return self.extended._batch_for_step(args[0]), *args[1:]
 
 
 class _Scope(contextlib.ExitStack):

@@ -36,8 +36,6 @@ from tfparallel.strategies.stage_variables import (
 )
 from tfparallel.tf_internals import (
     BaseOptimizer,
-    DistributedValues,
-    ReductionToOneDevice,
     TrainerCall,
     device_util,
     distribute_lib,
@@ -299,13 +297,6 @@ class PipelineExtended(LocalExtended):
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:
             return super()._apply_reduced(apply, gradients, variables)
-
-    def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
-    ) -> Any:
-        if not isinstance(value, DistributedValues):
-            return value
-        return ReductionToOneDevice()._gather(value, destinations, axis, options)
 
 
 def _current_inputs() -> list[tf.Tensor]:

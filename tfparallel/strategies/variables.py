@@ -15,7 +15,11 @@ metric      `Metric.add_variable`        one a replica  by every replica; their 
             (ON_READ)                                   outside of replicas
 
 A variable with an explicit aggregation that Keras did not create follows `tf.distribute`: values
-assigned in a replica context are aggregated first.
+assigned in a replica context are aggregated first. To be summed, they have to be a value of each
+replica: one that they share (a number, a tensor from outside) is refused, as its sum could be it or
+that many times it.
+
+Outside of replicas one device computes: it reads and differentiates copy 0 of what is replicated.
 """
 
 import contextlib
@@ -24,13 +28,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import (
     BaseOptimizer,
+    DistributedValues,
     MirroredVariable,
+    ReduceOp,
     SyncOnReadVariable,
+    distribute_lib,
     values_util,
 )
 
@@ -46,15 +54,48 @@ class ReplicatedVariable(MirroredVariable):
     _assigned_alike = False
     _is_statistics = False
 
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the calling replica's copy; outside of replicas, of the one read there.
+
+        Raises:
+            ValueError: outside of replicas, where other workers have rows of the same batch.
+        """
+        if _replica_id() is not None or values_util.is_saving_non_distributed():
+            return super().handle
+        self.distribute_strategy.extended._check_outside_of_replicas(self.name)
+        return self._primary.handle
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return tf.identity(self._primary)
+
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         step = current_replica_step()
         if self._is_statistics and step is not None:
             step.statistics.append(self)
         if self._needs_aggregation():
-            # As a tensor also where it is a constant: a sum over replicas counts it once for each.
+            if self.aggregation == tf.VariableAggregation.SUM:
+                self._check_is_of_each_replica(value)
             value = tf.convert_to_tensor(value, self.dtype)
             return super()._update_replica(update_fn, value, **kwargs)
         return update_fn(self._get_replica(_replica_id()), value, **kwargs)
+
+    def _check_is_of_each_replica(self, value: Any) -> None:
+        extended = self.distribute_strategy.extended
+        if len(extended.worker_devices) == 1 or (not tf.is_tensor(value) and not np.any(value)):
+            return
+
+        def check(_: tf.distribute.Strategy, value: Any) -> None:
+            if not isinstance(value, DistributedValues):
+                raise ValueError(
+                    f"A non-DistributedValues value {value} cannot be reduced with the given "
+                    f"reduce op {ReduceOp.SUM}. Variable '{self.name}' adds up what replicas "
+                    "assign, which must be a tensor of each replica. Received: one that all "
+                    "share. Assign tf.identity(value) to count it once for each replica, or assign "
+                    "it outside of strategy.run to count it once."
+                )
+
+        distribute_lib.get_replica_context().merge_call(check, args=(value,))
 
     def _needs_aggregation(self) -> bool:
         no_aggregation = self.aggregation == tf.VariableAggregation.NONE
@@ -80,9 +121,10 @@ class CentralVariable(ReplicatedVariable):
         return self._primary.handle
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        updated = None
         if self._needs_aggregation() or _replica_id() == 0:
-            return super()._update_replica(update_fn, value, **kwargs)
-        return self._primary
+            updated = super()._update_replica(update_fn, value, **kwargs)
+        return self._primary if updated is None else updated
 
 
 class MetricVariable(SyncOnReadVariable):

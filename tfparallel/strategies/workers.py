@@ -25,6 +25,8 @@ from tfparallel.tf_internals import (
     owner_of_new_variable,
 )
 
+_MAX_RANK = 16  # of what is gathered
+
 
 class WorkersExtended(ReplicatedExtended):
     """`ReplicatedExtended` over several processes, each with all variables.
@@ -63,6 +65,14 @@ class WorkersExtended(ReplicatedExtended):
             return value
 
         return announced
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        if self._num_workers > 1:
+            raise ValueError(
+                "Gradients with several workers are computed in strategy.run, which adds up those "
+                f"of all workers. Received: variable '{name}' differentiated outside of it. Put "
+                "the step into a function and call strategy.run(step, args=(batch,))."
+            )
 
     # ---- how a batch is split --------------------------------------------------------------------
 
@@ -133,6 +143,17 @@ class WorkersExtended(ReplicatedExtended):
                 sums[i] = part
         return sums
 
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        parts = self._local_results(value)
+        checks = []
+        if self._num_workers > 1 and not any(isinstance(p, tf.IndexedSlices) for p in parts):
+            shapes = self._gather_rows(tf.stack([_shape_beside(part, axis) for part in parts]))
+            checks = [_assert_equal_shapes(shapes, axis)]
+        with tf.control_dependencies(checks):
+            return super()._gather_to_implementation(value, destinations, axis, options)
+
     def _gather_rows(self, rows: Any) -> Any:
         if self._num_workers == 1:
             return rows
@@ -188,6 +209,33 @@ class AgreedBatches:
                     "speaking.)"
                 )
             yield self._convert(batch)
+
+
+def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """`[1 + _MAX_RANK]`, int32: a tensor's rank and shape, without what `axis` has."""
+    shape = tf.shape(tensor)
+    rank = tf.size(shape)
+    shape *= 1 - tf.one_hot(axis, rank, dtype=tf.int32)
+    return tf.concat([[rank], tf.pad(shape, [[0, _MAX_RANK - rank]])], 0)
+
+
+def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> Any:
+    """Raises InvalidArgumentError on all workers alike, where TensorFlow's collectives would end.
+
+    Args:
+        shapes: `_shape_beside` of all replicas, `[replicas, ...]`.
+        axis: that is gathered along.
+    """
+    message = (
+        f"Shape mismatch: what is gathered along axis {axis} must have the same rank on all "
+        "replicas, and the same shape but for that axis. Received by replica: rank, then the shape "
+        "with 0 for that axis:"
+    )
+    ranks = shapes[:, :1]
+    used = shapes[:, : 1 + tf.reduce_max(ranks)]
+    return tf.debugging.Assert(
+        tf.reduce_all(tf.equal(shapes, shapes[:1])), [message, used], summarize=64
+    )
 
 
 def _shapes(batch: Any) -> list[list[int | None]]:

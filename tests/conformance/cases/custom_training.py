@@ -6,7 +6,16 @@ import tensorflow as tf
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, Training, numbered, tiny_data, tiny_model
+from tests.helpers import (
+    BATCH,
+    EVEN_ROWS,
+    ODD_BATCH,
+    UNEVEN_ROWS,
+    Training,
+    numbered,
+    tiny_data,
+    tiny_model,
+)
 
 
 class GuideModel(keras.Model):
@@ -183,7 +192,45 @@ def loop_that_reduces_an_argument(run: Run):
     return {"values": np.stack([value.numpy() for value in values[:1]])}
 
 
-def _loop(run: Run, make_optimizer, rows: int = 2 * BATCH, compiled=tf.function) -> dict:
+@case(core=True)
+def loop_of_a_compiled_replica_step(run: Run):
+    """What goes to `strategy.run` is a `tf.function`: replicas meet inside of it."""
+    optimizer = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05)  # noqa: E731
+    return _loop(run, optimizer, compiled=lambda fn: fn, compiled_step=tf.function)
+
+
+@case(core=True)
+def loop_without_run(run: Run):
+    """The loop of Keras's guide, in the scope: one device computes, of all rows."""
+    keras.utils.set_random_seed(1)
+    with run.scope():
+        model = tiny_model()
+        optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.05)
+        loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+        def train_step(x, y):
+            with tf.GradientTape() as tape:
+                scores = model(x, training=True)
+                loss = loss_function(y, scores)
+            gradients = tape.gradient(loss, model.trainable_weights)
+            optimizer.apply(gradients, model.trainable_weights)
+            accuracy.update_state(y, scores)
+            return loss
+
+        x, y = tiny_data(ODD_BATCH)
+        losses = [step(x, y).numpy() for step in (train_step, tf.function(train_step))]
+    model.optimizer = optimizer
+    return Training(model, {}, {"losses": losses, "accuracy": accuracy.result().numpy()}).results()
+
+
+def _loop(
+    run: Run,
+    make_optimizer,
+    rows: int = 2 * BATCH,
+    compiled=tf.function,
+    compiled_step=lambda fn: fn,
+) -> dict:
     strategy = run.strategy or tf.distribute.get_strategy()
     keras.utils.set_random_seed(1)
     with run.scope():
@@ -192,6 +239,7 @@ def _loop(run: Run, make_optimizer, rows: int = 2 * BATCH, compiled=tf.function)
         accuracy = keras.metrics.SparseCategoricalAccuracy()
         loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
+    @compiled_step
     def replica_step(x, y):
         with tf.GradientTape() as tape:
             scores = model(x, training=True)

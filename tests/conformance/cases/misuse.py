@@ -2,6 +2,7 @@
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tests.conformance.case import Run, claim
 from tests.helpers import BATCH, momentum_sgd, tiny_compile_options, tiny_data, tiny_model
@@ -53,6 +54,35 @@ def an_optimizer_made_outside_is_refused(run: Run):
             model = tiny_model()
             model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
         _fit(model)
+
+
+@claim(core=True)
+def gradients_outside_of_run_are_refused_where_other_workers_have_rows(run: Run):
+    """Each worker would train on what it was given, and go its own way."""
+    if run.row.num_workers == 1:
+        return
+    with run.scope():
+        model = tiny_model()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tiny_data(BATCH)[0]))
+        with pytest.raises(ValueError, match=r"call strategy\.run"):
+            tape.gradient(loss, model.trainable_variables)
+
+
+@claim(core=True)
+def a_gather_that_does_not_fit_leaves_the_next_one_working(run: Run):
+    if run.row.num_replicas == 1:
+        return
+
+    def gathered(columns):
+        values = run.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones((1, columns(context.replica_id_in_sync_group)))
+        )
+        return run.strategy.gather(values, axis=0)
+
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        gathered(lambda replica: 1 + replica)
+    assert gathered(lambda replica: 2).shape == (run.row.num_replicas, 2)
 
 
 @claim()

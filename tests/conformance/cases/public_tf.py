@@ -6,7 +6,7 @@ from tensorflow.python.distribute import strategy_test_lib
 from tests.conformance.case import CASES, Case, Run
 
 
-class _V1Names:
+class V1Names:
     """A strategy under the older names that `strategy_test_lib` still uses."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -71,14 +71,14 @@ BY_NUMBER_OF_DEVICES = [
 
 def _run_common(run: Run, name: str, applies) -> None:
     if applies(run) and run.strategy:
-        test = _started(strategy_test_lib.DistributionTestBase)
-        getattr(test, name)(_V1Names(run.strategy))
+        test = started(strategy_test_lib.DistributionTestBase)
+        getattr(test, name)(V1Names(run.strategy))
 
 
 def _run_by_number_of_devices(run: Run, name: str) -> None:
     mixin = _mixin(run)
     if mixin and _one_process(run) and run.strategy:
-        getattr(_started(mixin), name)(_V1Names(run.strategy))
+        getattr(started(mixin), name)(V1Names(run.strategy))
 
 
 def _dataset_from_function(run: Run) -> None:
@@ -86,7 +86,7 @@ def _dataset_from_function(run: Run) -> None:
     if not _one_process(run) or not run.strategy:
         return
     replicas = run.row.num_replicas
-    test = _started(strategy_test_lib.DistributionTestBase)
+    test = started(strategy_test_lib.DistributionTestBase)
     input_fn = test._input_fn_to_test_input_context(
         lambda: tf.data.Dataset.range(3 * replicas),
         expected_num_replicas_in_sync=replicas,
@@ -97,7 +97,7 @@ def _dataset_from_function(run: Run) -> None:
     test._test_input_fn_iterable(run.strategy, input_fn, expected)
 
 
-def _started(test_class: type):
+def started(test_class: type):
     test = test_class()
     test.setUp()
     return test

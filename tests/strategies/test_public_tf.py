@@ -1,0 +1,45 @@
+"""TensorFlow's own eager tests of a strategy, under every strategy of one process."""
+
+import itertools
+
+import pytest
+from tensorflow.python.distribute import strategy_test_lib
+
+import tfparallel
+from tests.conformance.cases.public_tf import BY_NUMBER_OF_DEVICES, COMMON, V1Names, started
+
+ONE_DEVICE = {"one_device": lambda: tfparallel.OneDeviceStrategy("CPU:0")}
+TWO_REPLICAS = {
+    "mirrored": lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "central_storage": lambda: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"]),
+    "pipeline": lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2),
+}
+GRADIENTS_IN_GRAPH = ["_test_all_reduce_sum_gradients", "_test_all_reduce_mean_gradients"]
+
+
+@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("kind", {**ONE_DEVICE, **TWO_REPLICAS})
+def test_of_any_strategy(kind, name):
+    strategy = {**ONE_DEVICE, **TWO_REPLICAS}[kind]()
+    getattr(started(strategy_test_lib.DistributionTestBase), name)(V1Names(strategy))
+
+
+@pytest.mark.parametrize("name", BY_NUMBER_OF_DEVICES)
+@pytest.mark.parametrize("kind", ONE_DEVICE)
+def test_of_one_device(kind, name):
+    test = started(strategy_test_lib.OneDeviceDistributionTestBase)
+    getattr(test, name)(V1Names(ONE_DEVICE[kind]()))
+
+
+@pytest.mark.parametrize(
+    "name, in_function",
+    [
+        *itertools.product(BY_NUMBER_OF_DEVICES, [False, True]),
+        *((name, True) for name in GRADIENTS_IN_GRAPH),
+    ],
+)
+@pytest.mark.parametrize("kind", TWO_REPLICAS)
+def test_of_two_replicas(kind, name, in_function):
+    """`in_function`: what goes to `strategy.run` is a `tf.function`."""
+    test = started(strategy_test_lib.TwoDeviceDistributionTestBase)
+    getattr(test, name)(V1Names(TWO_REPLICAS[kind]()), run_in_function=in_function)
