@@ -24,12 +24,12 @@ from tests.helpers import (
 LATENT = 2
 
 
-def fit(run: Run, build: Callable[[], keras.Model], data: Callable[[], tf.data.Dataset]) -> dict:
+def fit(run: Run, build: Callable[[], keras.Model], data: tf.data.Dataset, **options) -> dict:
     """Two epochs of the model that `build` makes and compiles: its weights and what it logged."""
     keras.utils.set_random_seed(SEED)
     with run.scope():
         model = build()
-    history = model.fit(data(), epochs=2, verbose=0)
+    history = model.fit(data, epochs=2, verbose=0, **options)
     assert_replicas_agree(model)
     return {
         **numbered("weights", model.get_weights()),
@@ -109,7 +109,7 @@ def vae(run: Run):
         model.compile(optimizer=keras.optimizers.SGD(0.05))
         return model
 
-    return fit(run, build, lambda: batches({"x": features(), "noise": normal(ODD_ROWS, LATENT)}))
+    return fit(run, build, batches({"x": features(), "noise": normal(ODD_ROWS, LATENT)}))
 
 
 class Gan(keras.Model):
@@ -162,7 +162,7 @@ def dcgan(run: Run):
         return model
 
     noise = normal(ODD_ROWS, 2, LATENT), normal(ODD_ROWS, 2, seed=4)
-    return fit(run, build, lambda: batches((features(), *noise)))
+    return fit(run, build, batches((features(), *noise)))
 
 
 class WassersteinGan(Gan):
@@ -204,7 +204,7 @@ def wgan_gp(run: Run):
 
     steps = WassersteinGan.critic_steps
     noise = normal(ODD_ROWS, steps + 1, LATENT), normal(ODD_ROWS, steps, seed=4)
-    return fit(run, build, lambda: batches((features(), *noise)))
+    return fit(run, build, batches((features(), *noise)))
 
 
 class MaskedAutoencoder(keras.Model):
@@ -247,7 +247,7 @@ def masked_autoencoder(run: Run):
 
     order = np.random.default_rng(1).permuted(np.tile(np.arange(4), (ODD_ROWS, 1)), axis=1)
     data = {"patches": normal(ODD_ROWS, 4, 3), "seen": order[:, :2], "hidden": order[:, 2:]}
-    return fit(run, build, lambda: batches(data))
+    return fit(run, build, batches(data))
 
 
 # ---- similarity ----------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Distances(layers.Layer):
 
 
 class Siamese(keras.Model):
-    """Batches are triplets, and not (x, y, weight); the loss has a value for each row."""
+    """Batches are triplets, and not (x, y, weight); the tape adds up a loss by row."""
 
     def __init__(self, distances: keras.Model, margin: float = 0.5):
         super().__init__()
@@ -282,7 +282,7 @@ class Siamese(keras.Model):
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
-            loss = ops.mean(self.triplet_loss(data))
+            loss = self.triplet_loss(data)
         update(self.optimizer, tape, loss, self.distances.trainable_weights)
         self.loss_tracker.update_state(loss)
         return {"loss": self.loss_tracker.result()}
@@ -292,43 +292,49 @@ class Siamese(keras.Model):
         return {"loss": self.loss_tracker.result()}
 
 
-def _siamese() -> keras.Model:
-    inputs = [keras.Input((6,), name=name) for name in ("anchor", "positive", "negative")]
-    embedding = dense(5, 4, 3, name="embedding")
-    return Siamese(keras.Model(inputs, Distances()(*[embedding(x) for x in inputs])))
-
-
 @case()
 def siamese(run: Run):
-    triplets = lambda: batches(tuple(features(seed) for seed in (0, 1, 2)))  # noqa: E731
-
     def build():
-        model = _siamese()
-        model.compile(optimizer=momentum_sgd())
-        return model
-
-    keras.utils.set_random_seed(SEED)
-    with run.scope():
-        model = build()
-    history = model.fit(triplets(), validation_data=triplets(), epochs=2, verbose=0).history
-    return {**numbered("weights", model.get_weights()), **history}
-
-
-@case()
-def siamese_with_a_loss_by_row(run: Run):
-    """The tape sums a loss that has a value for each row: a sum over rows, and not their mean."""
-
-    class Summed(Siamese):
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.triplet_loss(data)
-            update(self.optimizer, tape, loss, self.distances.trainable_weights)
-            self.loss_tracker.update_state(loss)
-            return {"loss": self.loss_tracker.result()}
-
-    def build():
-        model = Summed(_siamese().distances)
+        inputs = [keras.Input((6,), name=name) for name in ("anchor", "positive", "negative")]
+        embedding = dense(5, 4, 3, name="embedding")
+        model = Siamese(keras.Model(inputs, Distances()(*[embedding(x) for x in inputs])))
         model.compile(optimizer=keras.optimizers.SGD(0.003))
         return model
 
-    return fit(run, build, lambda: batches(tuple(features(seed) for seed in (0, 1, 2))))
+    triplets = batches(tuple(features(seed) for seed in (0, 1, 2)))
+    return fit(run, build, triplets, validation_data=triplets)
+
+
+class Pairs(keras.Model):
+    """Each anchor is to be nearest to its own positive, of those of all rows."""
+
+    def __init__(self, embedding: keras.Model, all_rows: Callable):
+        super().__init__()
+        self.embedding, self.all_rows = embedding, all_rows
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            anchors = self.embedding(data["anchor"], training=True)
+            positives = self.all_rows(self.embedding(data["positive"], training=True))
+            similarities = ops.matmul(anchors, ops.transpose(positives)) / 0.2
+            loss = self.compute_loss(y=data["row"], y_pred=similarities)
+        update(self.optimizer, tape, loss, self.trainable_variables)
+        self.metrics[0].update_state(loss)
+        return {"loss": self.metrics[0].result()}
+
+
+@case()
+def metric_learning(run: Run):
+    all_rows = run.strategy.all_rows if run.strategy else lambda rows: rows
+
+    def build():
+        x = keras.Input((6,))
+        embedded = layers.UnitNormalization()(layers.Dense(4)(layers.Dense(5, "tanh")(x)))
+        model = Pairs(keras.Model(x, embedded), all_rows)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=momentum_sgd(), loss=loss)
+        return model
+
+    row = np.tile(np.arange(ODD_BATCH), 2)
+    pairs = {"anchor": features(0), "positive": features(0) + 0.3 * features(1), "row": row}
+    return fit(run, build, batches(pairs))

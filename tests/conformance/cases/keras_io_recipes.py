@@ -142,7 +142,7 @@ def endpoint_layer(run: Run):
         model.compile(optimizer=momentum_sgd())
         return model
 
-    return fit(run, build, lambda: batches(_endpoint_data()))
+    return fit(run, build, batches(_endpoint_data()))
 
 
 @case()
@@ -162,7 +162,7 @@ def endpoint_layer_of_a_subclassed_model(run: Run):
         model.compile(optimizer=momentum_sgd())
         return model
 
-    return fit(run, build, lambda: batches(_endpoint_data()))
+    return fit(run, build, batches(_endpoint_data()))
 
 
 class Distiller(keras.Model):
