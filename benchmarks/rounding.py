@@ -2,6 +2,7 @@
 
     python benchmarks/rounding.py
     horovodrun -np 2 python benchmarks/rounding.py --horovod
+    python benchmarks/rounding.py --demo
 
 Trains small models for six steps of 13 rows, which no number of replicas divides, in float32 and in
 float64, and prints the largest difference of any weight from one device's. Columns:
@@ -14,12 +15,16 @@ float64, and prints the largest difference of any weight from one device's. Colu
 The ViT has KerasHub's structure. Attention's key biases have no effect on a loss: softmax takes
 away what all scores of a query share. Their gradient is zero but for rounding, and Adam divides a
 gradient by its own size. The last column is the largest difference of all other weights.
+
+`--demo` trains the demo's CNN as it does (examples/demo.py), and with ReLU and max pooling.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -93,7 +98,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--horovod", action="store_true", help="ranks of horovodrun, not replicas")
-    candidates = horovod() if parser.parse_args().horovod else local()
+    parser.add_argument("--demo", action="store_true", help="the demo's CNN, some 190 steps of it")
+    options = parser.parse_args()
+    if options.demo:
+        demo()
+        return
+    candidates = horovod() if options.horovod else local()
     names = [*candidates, "1 ulp", "without key biases"]
     print(f"{'':26} {'':4} {'':7} " + " ".join(f"{name:>10}" for name in names))
     for model in MODELS:
@@ -102,6 +112,27 @@ def main() -> None:
                 found = differences(model, optimizer, precision, candidates)
                 figures = " ".join(f"{x:{max(10, len(n))}.1e}" for x, n in zip(found, names))
                 print(f"{model:26} {optimizer:4} {precision:7} {figures}", flush=True)
+
+
+def demo() -> None:
+    """Prints how far the demo's weights are from one device's, in both precisions."""
+    from examples import demo
+
+    kinds = {
+        "tanh, average pooling": {},
+        "ReLU, max pooling": {"activation": "relu", "pooling": "max"},
+    }
+    runs = [run for run in demo.RUNS if run.strategy in ("one_device", "mirrored", "pipeline")]
+    for kind, settings in kinds.items():
+        demo.SETTINGS |= {f"model.{name}": value for name, value in settings.items()}
+        for precision in ("float32", "float64"):
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "keras.json").write_text(json.dumps({"floatx": precision}))
+                demo.ENVIRONMENT["KERAS_HOME"] = folder
+                results = {
+                    run.strategy: demo.train(run, Path(folder), lambda epoch: None) for run in runs
+                }
+            print(f"{kind:22} {precision}", demo.weight_differences(results), flush=True)
 
 
 def local() -> dict[str, Phases]:
