@@ -1,4 +1,7 @@
-"""Programs as keras.io writes them, tiny: losses, layers and loops around an ordinary model."""
+"""Programs as keras.io writes them, tiny: losses and layers around an ordinary model.
+
+The guides' loops, with `strategy.run` and without, are in `custom_training.py`.
+"""
 
 import keras
 import numpy as np
@@ -283,54 +286,3 @@ def deep_q_learning(run: Run):
         target.set_weights([0.5 * old + 0.5 * new for old, new in blended])
     extra = numbered("target", target.get_weights())
     return Training(online, {"loss": losses}, extra).results()
-
-
-@case()
-def custom_loop_of_a_tf_function(run: Run):
-    """`strategy.run` of a step that is a `tf.function`; metrics over the epoch, and validation."""
-    strategy = run.strategy or tf.distribute.get_strategy()
-    keras.utils.set_random_seed(SEED)
-    with run.scope():
-        model, optimizer = dense(8, 5, 3), keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-        loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-        accuracies = [keras.metrics.SparseCategoricalAccuracy() for _ in range(2)]
-
-    @tf.function
-    def train_step(x, y):
-        with tf.GradientTape() as tape:
-            scores = model(x, training=True)
-            losses = loss_function(y, scores)
-            loss = tf.nn.compute_average_loss(losses, global_batch_size=ODD_BATCH)
-        update(optimizer, tape, loss, model.trainable_weights)
-        accuracies[0].update_state(y, scores)
-        return loss
-
-    @tf.function
-    def test_step(x, y):
-        accuracies[1].update_state(y, model(x, training=False))
-
-    data = strategy.experimental_distribute_dataset(batches(tiny_data(ODD_ROWS)))
-    losses = [strategy.reduce("SUM", strategy.run(train_step, batch), None) for batch in data]
-    for batch in data:
-        strategy.run(test_step, batch)
-    model.optimizer = optimizer
-    extra = {"losses": np.asarray(losses), "accuracy": [a.result().numpy() for a in accuracies]}
-    return Training(model, {}, extra).results()
-
-
-@case()
-def custom_loop_without_run(run: Run):
-    """The guide's loop inside of the scope: no call of the strategy, a loss of all rows."""
-    keras.utils.set_random_seed(SEED)
-    losses = []
-    with run.scope():
-        model, optimizer = dense(8, 5, 3), keras.optimizers.SGD(0.1)
-        loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        for x, y in batches(tiny_data(ODD_ROWS)):
-            with tf.GradientTape() as tape:
-                loss = loss_function(y, model(x, training=True))
-            update(optimizer, tape, loss, model.trainable_weights)
-            losses.append(loss.numpy())
-    model.optimizer = optimizer
-    return Training(model, {"loss": losses}).results()
