@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from tests.conformance.case import Run, case, claim
+from tests.conformance.cases.custom_training import GuideModel
 from tests.helpers import BATCH, EVEN_ROWS, tiny_data
 
 MOMENTUM, EPSILON = 0.9, 1e-3
@@ -25,6 +26,17 @@ def _build(synchronized: bool) -> keras.Model:
 def synchronized_with_few_rows(run: Run):
     """A last batch of one row: most replicas have nothing to say about its mean."""
     return run.train(build=lambda: _build(True), rows=BATCH + 1, batch_size=BATCH).results()
+
+
+@case()
+def synchronized_in_an_own_train_step(run: Run):
+    """Its gradients are weighted after they have crossed replicas, and not before."""
+
+    def build():
+        x = keras.Input((6,))
+        return GuideModel(x, _build(True)(x))
+
+    return run.train(build=build).results()
 
 
 @claim(core=True)
