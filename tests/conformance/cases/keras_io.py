@@ -150,7 +150,7 @@ class Gan(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@case(core=True)
+@case()
 def dcgan(run: Run):
     def build():
         model = Gan()
@@ -231,7 +231,7 @@ class MaskedAutoencoder(keras.Model):
         return self.get_metrics_result()
 
 
-@case()
+@case(long=True)
 def masked_autoencoder(run: Run):
     def build():
         x = keras.Input((2, 3))

@@ -103,7 +103,7 @@ def trainer_pattern(run: Run):
     return run.train(build=lambda: Trainer(dense(8, 5, 4, 3))).results()
 
 
-@case()
+@case(long=True)
 def trainer_pattern_of_a_functional_model(run: Run):
     return run.train("nested", build=lambda: Trainer(_branches())).results()
 
@@ -148,7 +148,7 @@ def endpoint_layer(run: Run):
     return fit(run, build, batches(_endpoint_data()))
 
 
-@case()
+@case(long=True)
 def endpoint_layer_of_a_subclassed_model(run: Run):
     class Logistic(keras.Model):
         def __init__(self):
@@ -185,7 +185,7 @@ class Distiller(keras.Model):
         return 0.1 * of_labels + 0.9 * of_teacher * 3.0**2
 
 
-@case()
+@case(long=True)
 def knowledge_distillation(run: Run):
     teacher = run.train(build=lambda: dense(8, 6, 3)).model
     teacher.trainable = False
@@ -240,7 +240,7 @@ def two_towers_with_in_batch_softmax(run: Run):
     return run.train(build=TwoTowers, data=_choices, compile_options=options).results()
 
 
-@case(core=True)
+@case()
 def transfer_learning(run: Run):
     """A frozen base first; then all but its BatchNorm, with a lower learning rate."""
 
