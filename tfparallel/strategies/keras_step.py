@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfparallel.strategies import model_hooks
 from tfparallel.strategies.batch import Batch, concat_rows
 from tfparallel.strategies.replica_step import ReplicaStep
+from tfparallel.strategies.tape_hooks import sums_over_all_rows
 from tfparallel.tf_internals import is_stock_step, values_util
 
 
@@ -47,7 +48,7 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
         with step.active():
             return step_function(part)
 
-    with model_hooks.hooked(model, extended, global_results):
+    with model_hooks.hooked(model, extended, global_results), sums_over_all_rows():
         outputs = strategy._run_on_replicas(replica_function)
     _average_statistics(extended, statistics, batch)
     return keras.tree.map_structure(

@@ -15,6 +15,7 @@ from tfparallel.strategies import checks, model_hooks
 from tfparallel.strategies.base import hook_owner
 from tfparallel.strategies.batch import num_rows, split_rows
 from tfparallel.strategies.replica_step import ReplicaStep, current_replica_step
+from tfparallel.strategies.tape_hooks import sums_over_all_rows
 from tfparallel.strategies.variables import is_statistics
 from tfparallel.tf_internals import (
     PerReplica,
@@ -42,7 +43,7 @@ class SpmdKerasSteps(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_states_of_rows(self, fn.__self__)
             model, step = fn.__self__, _step_on_replica(fn, is_split)
-            with model_hooks.weighted_losses(model):
+            with model_hooks.weighted_losses(model), sums_over_all_rows():
                 return super().run(step, args, kwargs, options)
         if is_predict_step(fn) and not is_split:
             return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)

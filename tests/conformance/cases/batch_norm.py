@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from tests.conformance.case import Run, case, claim
+from tests.conformance.cases.custom_training import GuideModel
 from tests.helpers import BATCH, EVEN_ROWS, tiny_data
 
 MOMENTUM, EPSILON = 0.9, 1e-3
@@ -41,6 +42,17 @@ def synchronized_after_an_activity_regularizer(run: Run):
                 keras.layers.Dense(3),
             ]
         )
+
+    return run.train(build=build).results()
+
+
+@case()
+def synchronized_in_an_own_train_step(run: Run):
+    """Its gradients are weighted after they have crossed replicas, and not before."""
+
+    def build():
+        x = keras.Input((6,))
+        return GuideModel(x, _build(True)(x))
 
     return run.train(build=build).results()
 

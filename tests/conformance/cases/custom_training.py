@@ -121,6 +121,23 @@ def two_optimizers(run: Run):
     return _with_own_optimizers(training, model.first_optimizer, model.second_optimizer)
 
 
+@case()
+def loss_by_row(run: Run):
+    """A tape adds up a loss that has a value for each row: a sum over all rows, and not a mean."""
+
+    class ByRow(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                losses = keras.losses.mean_squared_error(y, self(x, training=True))
+            gradients = tape.gradient(losses, self.trainable_weights)
+            self.optimizer.apply(gradients, self.trainable_weights)
+            return {"loss": keras.ops.mean(losses)}
+
+    options = {"compile_options": dict, "optimizer": lambda: keras.optimizers.SGD(0.01)}
+    return run.train("values", build=lambda: _functional(ByRow), **options).results()
+
+
 def _train_own(run: Run, **options) -> dict:
     training = run.train("values", build=lambda: _functional(OwnEverything), **options)
     return _with_own_optimizers(training, training.model.own_optimizer)

@@ -6,7 +6,16 @@ import tensorflow as tf
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, EVEN_ROWS, UNEVEN_ROWS, Training, momentum_sgd, numbered, tiny_data
+from tests.helpers import (
+    BATCH,
+    EVEN_ROWS,
+    SEED,
+    UNEVEN_ROWS,
+    Training,
+    momentum_sgd,
+    numbered,
+    tiny_data,
+)
 
 
 @case()
@@ -139,6 +148,7 @@ def predict_batches_of_many_sizes(run: Run):
 @case(core=True)
 def dataset_shuffled_anew_in_each_epoch(run: Run):
     """No order is lost to building the model: also where a second `fit` goes on."""
+    keras.utils.set_random_seed(SEED)  # a part of the order, and not the same in every process
     rows = tf.data.Dataset.from_tensor_slices(tiny_data(UNEVEN_ROWS))
     dataset = rows.shuffle(UNEVEN_ROWS, seed=3).batch(BATCH)
     model = run.train(data=None, x=dataset).model

@@ -2,9 +2,19 @@
 
 import keras
 
-from tests.conformance.case import Run, add_case
+from tests.conformance.case import Run, add_case, case
 from tests.conformance.models import MODELS
-from tests.helpers import BATCH, ODD_BATCH, UNEVEN_ROWS, numbered
+from tests.helpers import (
+    BATCH,
+    ODD_BATCH,
+    UNEVEN_ROWS,
+    Training,
+    momentum_sgd,
+    numbered,
+    tiny_compile_options,
+    tiny_data,
+    tiny_model,
+)
 
 
 def _train_evaluate_predict(run: Run, model: str) -> dict:
@@ -25,3 +35,15 @@ for _name in MODELS:
         lambda run, name=_name: _train_evaluate_predict(run, name),
         core=_name in ("mlp", "cnn", "embedding"),
     )
+
+
+@case(core=True)
+def initial_weights_are_those_of_the_first_worker(run: Run):
+    """Workers that draw different ones start from the same."""
+    keras.utils.set_random_seed(run.rank)
+    with run.scope():
+        model = tiny_model()
+        model.compile(optimizer=momentum_sgd(), **tiny_compile_options())
+    x, y = tiny_data(ODD_BATCH)
+    history = model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
+    return Training(model, history).results()
