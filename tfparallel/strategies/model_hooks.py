@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies.added_losses import added_losses_by_replica
 from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.tf_internals import Mean, ReduceOp, Sum, TrainerCall, distribute_lib
 
@@ -72,7 +73,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         if type(metric).update_state in (Mean.update_state, Sum.update_state):
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
     try:
-        with weighted_losses(model):
+        with weighted_losses(model), added_losses_by_replica(model):
             yield
     finally:
         for attributes, name in shadows:

@@ -27,6 +27,24 @@ def synchronized_with_few_rows(run: Run):
     return run.train(build=lambda: _build(True), rows=BATCH + 1, batch_size=BATCH).results()
 
 
+@case()
+def synchronized_after_an_activity_regularizer(run: Run):
+    """Replicas wait for one another in BatchNorm, with losses added that are not read yet."""
+
+    def build():
+        regularizer = keras.regularizers.L2(0.1)
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(5, "tanh", activity_regularizer=regularizer),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    return run.train(build=build).results()
+
+
 @claim(core=True)
 def statistics_are_the_average_over_replicas(run: Run):
     """Not synchronized: `synchronized=False` averages what each replica measured on its rows."""

@@ -145,3 +145,26 @@ def activity_regularizer(run: Run):
         )
 
     return run.train(build=build).results()
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds the mean square of its input."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@case()
+def added_loss_before_a_collective_in_the_loss(run: Run):
+    """Replicas wait for one another inside the compiled loss, before added losses are read."""
+
+    def build():
+        x = keras.Input((6,))
+        return keras.Model(x, keras.layers.Dense(3)(AddsLoss()(keras.layers.Dense(5, "tanh")(x))))
+
+    return run.train(
+        build=build,
+        compile_options=lambda: _options("mean_with_sample_weight"),
+        sample_weight=_weights(),
+    ).results()

@@ -1,0 +1,54 @@
+"""The losses that layers add in a forward pass (`add_loss`, activity regularizers), by replica.
+
+A layer keeps them in a list, and replicas share the layer. At a collective, in synchronised
+BatchNorm or in a loss, one replica's thread waits while the next computes its forward pass: reading
+the list then, the first would find the losses of the last.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, MutableSequence
+from typing import Any
+
+import keras
+
+
+@contextlib.contextmanager
+def added_losses_by_replica(model: keras.Model) -> Iterator[None]:
+    """Within it, each thread has its own list of the losses that `model`'s layers add."""
+    layers = list(model._flatten_layers())
+    shared = [layer._losses for layer in layers]
+    for layer in layers:
+        vars(layer)["_losses"] = _ByThread()
+    try:
+        yield
+    finally:
+        for layer, losses in zip(layers, shared, strict=True):
+            vars(layer)["_losses"] = losses
+
+
+class _ByThread(MutableSequence):
+    """A list for each thread, empty at first."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    @property
+    def _own(self) -> list:
+        return vars(self._thread).setdefault("losses", [])
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own[index]
+
+    def __setitem__(self, index: Any, loss: Any) -> None:
+        self._own[index] = loss
+
+    def __delitem__(self, index: Any) -> None:
+        del self._own[index]
+
+    def insert(self, index: int, loss: Any) -> None:
+        """As a list does."""
+        self._own.insert(index, loss)
