@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.strategies.replica_step import ReplicaStep, current_replica_step
 from tfparallel.strategies.row_trial import check_is_no_trial
+from tfparallel.strategies.step_build import BuildContext
 from tfparallel.tf_internals import ReduceOp, distribute_lib, in_symbolic_scope
 
 
@@ -73,8 +74,11 @@ def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
 
 def gather_rows(tensors: Sequence) -> list:
     """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
+    context = distribute_lib.get_replica_context()
+    if isinstance(context, BuildContext):  # the only replica
+        return list(tensors)
     try:
-        return distribute_lib.get_replica_context().strategy.extended._all_rows(list(tensors))
+        return context.strategy.extended._all_rows(list(tensors))
     except RuntimeError as error:
         raise RuntimeError(
             "Replicas exchange rows between the operations of their step, not in a function of its "
