@@ -19,7 +19,7 @@ from rich.progress import track
 
 from tfparallel.pipeline.memory import num_elements
 from tfparallel.pipeline.no_trace import without_trace
-from tfparallel.pipeline.parts import Calls, Part, functional_graph, is_opened, members
+from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 _REPEATS = 3
@@ -116,8 +116,8 @@ def _noted_calls(
         tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
         for member in own:
             args, kwargs = member.node.arguments.fill_in(tensors)
-            if not is_opened(member.operation):
-                calls[member.key(around[-1])].append((args, kwargs))
+            if (key := member.key(around[-1])) in calls:
+                calls[key].append((args, kwargs))
             around.append(member.within(around[-1]))
             outputs = operation_fn(member.operation)(*args, **kwargs)
             around.pop()
