@@ -102,6 +102,12 @@ def test_what_cannot_be_tried_is_coupled_and_said_once(caplog):
     assert "'stubborn' cannot be tried on random rows (ZeroDivisionError('not with me'))" in message
 
 
+def test_a_loss_of_ragged_tensors_has_to_be_declared():
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    with pytest.raises(NotImplementedError, match="'mean_square', of .*RaggedTensor.*Declare it"):
+        _kind(mean_square, ragged, tf.zeros([2, 2]))
+
+
 def test_a_trial_reads_nothing_and_leaves_nothing():
     count = keras.Variable(0.0)
 
@@ -121,7 +127,7 @@ def test_trials_do_not_depend_on_rows_or_seeds():
         keras.utils.set_random_seed(rows or 7)
         loss = _wrapped(mean_square)
         kinds.add(_kind(loss, *[tf.zeros([rows or 1, 3])] * 2))
-        specs = [str(key[0]) for key in loss_kinds._known[loss]]
+        specs = [key[0] for key in loss_kinds._known[loss]]
         assert specs == [str((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3]), None))]
     assert kinds == {"mean"}
 

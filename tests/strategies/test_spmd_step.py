@@ -97,6 +97,26 @@ def test_fit_equals_one_device(strategy, options):
     assert_same_training(train(None, **options), train(strategy, **options))
 
 
+def test_a_coupled_loss_is_of_all_rows(strategy):
+    """Batches of one size, known when tracing, as a TPU needs them."""
+
+    def binary(rows):
+        x, y = tiny_data(rows)
+        return x, (y > 0).astype("float32")[:, None]
+
+    def trained(strategy):
+        data = tf.data.Dataset.from_tensor_slices(binary(16)).batch(8, drop_remainder=True)
+        return train(
+            strategy,
+            build=lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid")]),
+            compile_options=lambda: {"loss": keras.losses.Dice()},
+            data=None,
+            x=data,
+        )
+
+    assert_same_training(trained(None), trained(strategy))
+
+
 @pytest.mark.parametrize("rows", [8, 7])
 def test_on_batch_gives_each_replica_its_rows(strategy, rows):
     x, y = tiny_data(rows)

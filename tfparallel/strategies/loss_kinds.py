@@ -128,7 +128,7 @@ def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) ->
     function = metric._fn
     if (kind := declared_kind(function)) is not None:
         return kind
-    is_known = function in _OF_ROWS or function.__module__.startswith("keras.src.metrics")
+    is_known = _is_known(function) or function.__module__.startswith("keras.src.metrics")
     if is_known and metric._fn_kwargs.get("axis", -1) == -1 and _have_columns(y_pred):
         return "rows"
 
@@ -147,11 +147,15 @@ def _is_of_rows(loss: Any, y_pred: Any) -> bool:
     return (
         type(loss).call is keras.losses.MeanSquaredError.call
         and type(loss).__call__ is keras.Loss.__call__
-        and function in _OF_ROWS
+        and _is_known(function)
         and options.get("axis", -1) == -1
         and options.get("ignore_class") is None
         and _have_columns(y_pred)
     )
+
+
+def _is_known(function: Any) -> bool:
+    return any(function is each for each in _OF_ROWS)
 
 
 def _have_columns(y_pred: Any) -> bool:
@@ -160,11 +164,7 @@ def _have_columns(y_pred: Any) -> bool:
 
 def _spec(tensor: Any) -> tf.TensorSpec | None:
     """What is the same on all workers, however many rows they have."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
-        raise TypeError(f"Expected a dense tensor with rows. Received: {tensor!r}.")
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple:
@@ -185,11 +185,21 @@ def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
 
 
 def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:
-    """The kind of `outcome`, a function of such arguments, that a loss or metric computes."""
-    try:
-        specs = keras.tree.map_structure(_spec, arguments)
-    except TypeError as error:
-        return _not_tried(owner, error)
+    """The kind of `outcome`, a function of such arguments, that a loss or metric computes.
+
+    Raises:
+        NotImplementedError: for ragged and sparse tensors.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(arguments) if leaf is not None]
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+        raise NotImplementedError(
+            "A function of a batch is tried on dense tensors, to find out whether it couples rows. "
+            f"Received: '{owner.name}', of {[type(leaf).__name__ for leaf in leaves]}. Declare it "
+            "by tfparallel.mean_loss or tfparallel.sum_loss, or make the targets dense."
+        )
+    if not all(leaf.shape.rank for leaf in leaves):
+        return "rows"  # of what has no rows nothing can be gathered
+    specs = keras.tree.map_structure(_spec, arguments)
     is_masked = any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(arguments[1]))
     key = (str(specs), is_masked, getattr(owner, "reduction", None))
     known = _known.setdefault(owner, {})

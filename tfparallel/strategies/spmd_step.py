@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.strategies import checks, model_hooks
+from tfparallel.strategies.all_rows import all_rows
 from tfparallel.strategies.base import hook_owner
 from tfparallel.strategies.batch import num_rows, split_rows
 from tfparallel.strategies.replica_step import ReplicaStep, current_replica_step
@@ -49,6 +50,10 @@ class SpmdKerasSteps(tf.distribute.Strategy):
             return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
         return super().run(fn, args, kwargs, options)
 
+    def all_rows(self, tensors: Any) -> Any:
+        """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
+        return all_rows(self, tensors)
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas that train together; 1 inside a Keras step, which is written for one device."""
@@ -72,6 +77,26 @@ class SpmdExtended(tf.distribute.StrategyExtended):
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         return apply(gradients, variables)
+
+    def _all_rows(self, tensors: list) -> list:
+        """The rows of all replicas of each tensor; a sum of what each has at its own place."""
+        return [self._placed_and_summed(tensor) for tensor in tensors]
+
+    def _placed_and_summed(self, tensor: tf.Tensor) -> tf.Tensor:
+        context = distribute_lib.get_replica_context()
+        number, count = context.replica_id_in_sync_group, self._num_replicas_in_sync
+        rows = tensor.shape[0]
+        if rows is None:
+            raise ValueError(
+                "One program for all replicas gathers rows of which each has as many, a number "
+                f"that is known when tracing. Received: shape {tensor.shape}. Use batches of one "
+                "size, a multiple of the number of replicas (drop_remainder=True)."
+            )
+        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
+        own = tf.one_hot(number, count, dtype=sent.dtype)
+        placed = tf.reshape(own, [count, *[1] * sent.shape.rank]) * sent[tf.newaxis]
+        total = context.all_reduce(ReduceOp.SUM, tf.stop_gradient(placed))
+        return tf.cast(tf.reshape(total, [count * rows, *tensor.shape[1:]]), tensor.dtype)
 
 
 def _step_on_replica(step_function: Any, is_split: bool) -> Callable:

@@ -36,20 +36,20 @@ def dice(run: Run):
     )
 
 
-@case()
+@case(long=True)
 def dice_with_sample_weight(run: Run):
     return _trained(
         run, compile_options=lambda: {"loss": keras.losses.Dice()}, sample_weight=_weights()
     )
 
 
-@case()
+@case(long=True)
 def dice_of_each_row(run: Run):
     """Not coupled."""
     return _trained(run, compile_options=lambda: {"loss": keras.losses.Dice(axis=-1)})
 
 
-@case()
+@case(long=True)
 def tversky(run: Run):
     loss = keras.losses.Tversky(alpha=0.3, beta=0.7)
     return _trained(run, compile_options=lambda: {"loss": loss, "metrics": [loss]})
@@ -70,7 +70,7 @@ def circle(run: Run):
     )
 
 
-@case()
+@case(long=True)
 def circle_with_sample_weight(run: Run):
     return _trained(
         run,
@@ -128,19 +128,19 @@ def two_towers() -> keras.Model:
     return keras.Model(x, layers.Concatenate()([images, texts]))
 
 
-@case(core=True)
+@case()
 def clip_function(run: Run):
     return _trained(run, "mlp", build=two_towers, compile_options=lambda: {"loss": clip})
 
 
-@case()
+@case(long=True)
 def nt_xent_function(run: Run):
     return _trained(
         run, "mlp", build=two_towers, compile_options=lambda: {"loss": nt_xent, "metrics": [clip]}
     )
 
 
-@case()
+@case(long=True)
 def two_outputs(run: Run):
     """One loss is coupled, the other a mean over rows."""
 
@@ -159,7 +159,7 @@ def squares(y_true, y_pred):
     return ops.sum(ops.square(y_pred - y_true))
 
 
-@case(core=True)
+@case()
 def sum_function(run: Run):
     return _trained(
         run,
@@ -169,7 +169,7 @@ def sum_function(run: Run):
     )
 
 
-@case()
+@case(long=True)
 def sum_function_with_sample_weight(run: Run):
     """Keras takes it times the mean of the weights."""
     return _trained(
@@ -260,7 +260,7 @@ def sums_that_layers_add(run: Run):
     return _trained(run, "mlp", build=build)
 
 
-@case()
+@case(long=True)
 def sums_that_a_model_adds(run: Run):
     def build():
         return Accounting([keras.Input((6,)), layers.Dense(5, "tanh"), Penalty(), layers.Dense(3)])
@@ -279,7 +279,7 @@ def _options() -> dict:
     return {"loss": None}
 
 
-@case(core=True)
+@case()
 def all_rows_in_train_step(run: Run):
     """All replicas compute the whole loss."""
     all_rows = _all_rows(run)
