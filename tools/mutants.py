@@ -9,7 +9,7 @@ device ends it. From the repository's root:
     /tmp/cosmic/bin/python tools/mutants.py draw mutants --number 240 --seed 17
     .venv/bin/python tools/mutants.py known mutants     # one device; which case runs which line
     .venv/bin/python tools/mutants.py judge mutants     # a few seconds of cases for each
-    .venv/bin/python tools/mutants.py judge mutants --again --budget 60    # who has survived that
+    .venv/bin/python tools/mutants.py judge mutants --again --budget 60 --rows 9    # survivors
     .venv/bin/python tools/mutants.py report mutants
 
 `mutants` is a folder that keeps what is done: `known` and `judge` go on where they ended, and end
@@ -312,17 +312,23 @@ def _assert_same(case, results, reference: Path | None) -> None:
 # ---- judge ---------------------------------------------------------------------------------------
 
 
-def judge(folder: Path, deadline: float, budget_s: float, again: bool) -> None:
+def judge(folder: Path, deadline: float, budget_s: float, num_rows: int, again: bool) -> None:
     """Ask every mutant that is not judged yet (by so many seconds), until time is up."""
     known = {row: _known(folder / row) for row in ROWS}
-    for file in sorted(folder.glob("*.mutant")):
+
+    def first_row(file: Path) -> int:
+        mutant = json.loads(file.read_text())
+        rows = [i for i, row in enumerate(ROWS) if _cases_of(mutant, known[row], budget_s)]
+        return min(rows, default=len(ROWS))
+
+    for file in sorted(sorted(folder.glob("*.mutant")), key=first_row):  # one process is quick
         if time.monotonic() > deadline:
             break
         verdict = file.with_suffix(".verdict")
         before = json.loads(verdict.read_text()) if verdict.exists() else {}
         lives = before.get("verdict") in SURVIVORS and before["budget"] < budget_s
         if not before or (again and lives):
-            said = _judge_one(json.loads(file.read_text()), known, folder, budget_s, again)
+            said = _judge_one(json.loads(file.read_text()), known, folder, budget_s, num_rows)
             verdict.write_text(json.dumps(said))
             print(file.stem, said["verdict"], said.get("by", ""), flush=True)
 
@@ -334,8 +340,8 @@ def _known(folder: Path) -> dict[str, dict]:
     return {name: each for name, each in known.items() if each["seconds"] < SLOW_S}
 
 
-def _judge_one(mutant: dict, known: dict, folder: Path, budget_s: float, unit: bool) -> dict:
-    asked = 0
+def _judge_one(mutant: dict, known: dict, folder: Path, budget_s: float, num_rows: int) -> dict:
+    asked, rows_left = 0, num_rows
     for row_name in ROWS:
         cases = _cases_of(mutant, known[row_name], budget_s)
         while by := cases and _killed_by(mutant, row_name, cases, folder / ONE_DEVICE):
@@ -344,8 +350,10 @@ def _judge_one(mutant: dict, known: dict, folder: Path, budget_s: float, unit: b
                 return {"verdict": "killed", "by": by}
             known[row_name].pop(culprit)
             cases = [case for case in cases if case[0] != culprit]
-        asked += len(cases)
-    if unit and _unit_test(mutant["file"]) and (by := _killed_by_unit_test(mutant)):
+        asked, rows_left = asked + len(cases), rows_left - bool(cases)
+        if not rows_left:
+            break
+    if rows_left and _unit_test(mutant["file"]) and (by := _killed_by_unit_test(mutant)):
         return {"verdict": "killed by a unit test", "by": by}
     return {"verdict": SURVIVORS[not asked], "asked": asked, "budget": budget_s}
 
@@ -364,16 +372,22 @@ def _is_reliable(row_name: str, culprit: str, cases: list, reference: Path) -> b
 
 
 def _cases_of(mutant: dict, known: dict, budget_s: float) -> list[tuple[str, float]]:
-    """Cases that run the mutated line, quick ones first, with the time that each may take."""
+    """Cases that run the mutated line, with the time that each may take."""
     first = mutant["start"][0]
     lines = {(mutant["file"], line) for line in (first - 1, first, first + 1)}
     file_runs = any(mutant["file"] == file for each in known.values() for file, _ in each["lines"])
     at_import = file_runs and not any(lines & each["lines"] for each in known.values())
     chosen, total_s = [], 0.0
+    of_file: collections.Counter = collections.Counter()
+    ranked = []
     for name, each in sorted(known.items(), key=lambda item: item[1]["seconds"]):
-        if (at_import or lines & each["lines"]) and total_s < budget_s:
-            chosen.append((name, SLOWER * each["seconds"] + GRACE_S))
-            total_s += each["seconds"]
+        if at_import or lines & each["lines"]:
+            ranked.append((of_file[name.split(".")[0]], each["seconds"], name))
+            of_file[name.split(".")[0]] += 1
+    for _, seconds, name in sorted(ranked):  # first the quickest of each file: they differ most
+        if total_s < budget_s:
+            chosen.append((name, SLOWER * seconds + GRACE_S))
+            total_s += seconds
     return chosen
 
 
@@ -447,8 +461,9 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=240, help="of mutants to draw")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--minutes", type=float, default=1e6, help="end after so long")
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds of cases in each row")
-    parser.add_argument("--again", action="store_true", help="the survivors, and unit tests too")
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds of cases in each row")
+    parser.add_argument("--rows", type=int, default=1, help="asked of those that run the line")
+    parser.add_argument("--again", action="store_true", help="ask those that survived")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     if arguments.command == "draw":
@@ -462,7 +477,8 @@ def main() -> None:
     if arguments.command == "known":
         know(arguments.folder, deadline)
     else:
-        judge(arguments.folder, deadline, arguments.budget, arguments.again)
+        options = arguments.budget, arguments.rows, arguments.again
+        judge(arguments.folder, deadline, *options)
 
 
 if __name__ == "__main__":

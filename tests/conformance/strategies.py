@@ -173,12 +173,7 @@ STRATEGIES = [
         "pipeline_gpipe",
         lambda: library().PipelineStrategy(_cpus(2), 3, "gpipe"),
         num_replicas=3,
-        # Of one row: here the first gradient to be summed is of a microbatch without rows.
-        few=(
-            "inputs.every_batch_of_one_row",
-            "losses.masked_sequence",
-            "optimizers.global_clipnorm",
-        ),
+        few=("losses.masked_sequence", "optimizers.global_clipnorm"),
         exempt=_NOT_OF_STAGES,
     ),
     Row(

@@ -52,7 +52,8 @@ def synchronized_in_an_own_train_step(run: Run):
 
     def build():
         x = keras.Input((6,))
-        return GuideModel(x, _build(True)(x))
+        normal = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(5)(x))
+        return GuideModel(x, keras.layers.Dense(3)(keras.layers.ReLU()(normal)))
 
     return run.train(build=build).results()
 

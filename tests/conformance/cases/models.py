@@ -7,6 +7,7 @@ from tests.conformance.models import MODELS
 from tests.helpers import (
     BATCH,
     ODD_BATCH,
+    SEED,
     UNEVEN_ROWS,
     Training,
     momentum_sgd,
@@ -44,6 +45,8 @@ def initial_weights_are_those_of_the_first_worker(run: Run):
     with run.scope():
         model = tiny_model()
         model.compile(optimizer=momentum_sgd(), **tiny_compile_options())
+    initial = numbered("initial", model.get_weights())
+    keras.utils.set_random_seed(SEED)  # of which the order of the data would depend
     x, y = tiny_data(ODD_BATCH)
     history = model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
-    return Training(model, history).results()
+    return Training(model, history, initial).results()
