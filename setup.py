@@ -30,6 +30,7 @@ EXTRAS = {
     "remote": ["fsspec>=2024.6"],  # backups in object stores; with s3fs or gcsfs
     "dev": [
         "fsspec>=2024.6",
+        "hypothesis>=6.100",
         "jsonschema>=4.20",
         "matplotlib>=3.8",
         "mkdocs-material>=9.5",

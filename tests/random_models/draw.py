@@ -1,0 +1,194 @@
+"""How random trainings are drawn; everything that is drawn can be built and trained by Keras."""
+
+from hypothesis import strategies as st
+
+from tests.random_models.layers import KINDS, shape_of, shapes_of
+from tests.random_models.spec import (
+    Distribution,
+    Fit,
+    Layer,
+    Model,
+    Nested,
+    Node,
+    Output,
+    Shape,
+    Trial,
+)
+
+INPUTS = ((3,), (4,), (4, 3), (4, 4, 2), ("tokens",))
+TARGETS = {"mse": 2, "huber": 1, "sparse_categorical_crossentropy": 3}
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight")
+METRICS = {
+    "mse": ("mae", "mse"),
+    "huber": ("mae", "mse"),
+    "sparse_categorical_crossentropy": (
+        "sparse_categorical_accuracy",
+        "sparse_categorical_crossentropy",
+    ),
+}
+OPTIMIZERS = {
+    "SGD": {"learning_rate": 0.05, "momentum": 0.9},
+    "Adam": {"learning_rate": 0.01},
+    "RMSprop": {"learning_rate": 0.01},
+    "AdamW": {"learning_rate": 0.01, "weight_decay": 0.1},
+}
+OPTIMIZER_OPTIONS = (
+    {},
+    {"clipnorm": 0.05},
+    {"global_clipnorm": 0.1},
+    {"clipvalue": 0.02},
+    {"use_ema": True, "ema_momentum": 0.5},
+    {"use_ema": True, "ema_overwrite_frequency": 2},
+    {"gradient_accumulation_steps": 2},
+)
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
+# What a replica or microbatch computes of its own rows only, by design.
+ALONE = ("batch_norm",)
+
+
+@st.composite
+def layers(draw, shapes: tuple[Shape, ...], without: tuple[str, ...] = ()) -> Layer:
+    """A layer that can be called with values of `shapes`."""
+    kinds = [
+        name
+        for name, kind in KINDS.items()
+        if name not in without and _takes(name, kind.takes, shapes)
+    ]
+    name = draw(st.sampled_from(kinds))
+    options = {key: draw(st.sampled_from(of)) for key, of in KINDS[name].options.items()}
+    return Layer(name, options)
+
+
+def _takes(name: str, takes, shapes: tuple[Shape, ...]) -> bool:
+    if (name == "embedding") != (("tokens",) in shapes):
+        return False
+    try:
+        return takes(*shapes)
+    except TypeError:  # of one value, and there are two
+        return False
+
+
+@st.composite
+def nested(draw, shape: Shape, without: tuple[str, ...]) -> Nested:
+    """A model of one to three layers."""
+    kind = draw(st.sampled_from(("sequential", "functional", "subclassed")))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        found.append(draw(layers((shape,), without)))
+        shape = shape_of(found[-1], shape)
+    return Nested(kind, tuple(found))
+
+
+@st.composite
+def models(draw, min_layers: int, without: tuple[str, ...]) -> Model:
+    """A model of at least `min_layers` nodes, its heads not counted."""
+    inputs = draw(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=2).map(tuple))
+    shapes: list[Shape] = list(inputs)
+    nodes: list[Node] = []
+
+    def add(node: Node) -> None:
+        layer = node.layer if node.again is None else nodes[node.again].layer
+        nodes.append(node)
+        shapes.append(shape_of(layer, *(shapes[value] for value in node.values)))
+
+    for value, shape in enumerate(inputs):
+        if shape == ("tokens",):
+            add(Node((value,), draw(layers((shape,)))))
+    usable = [value for value, shape in enumerate(shapes) if shape != ("tokens",)]
+    unused = set(usable)
+    for _ in range(draw(st.integers(min_layers, min_layers + 5))):
+        value = draw(st.sampled_from(usable[-3:] + sorted(unused)))
+        node = draw(_nodes(value, shapes, nodes, usable, without))
+        add(node)
+        usable.append(len(shapes) - 1)
+        unused = (unused - set(node.values)) | {len(shapes) - 1}
+    outputs = tuple(draw(_outputs(value)) for value in sorted(unused))
+    return Model(inputs, tuple(nodes), outputs)
+
+
+@st.composite
+def _nodes(draw, value: int, shapes: list, nodes: list, usable: list, without: tuple) -> Node:
+    shape = shapes[value]
+    again = [
+        i
+        for i, node in enumerate(nodes)
+        if node.again is None and len(node.values) == 1 and shapes[node.values[0]] == shape
+    ]
+    alike = [other for other in usable if shapes[other] == shape]
+    how = draw(st.sampled_from(("layer", "layer", "merge", "nested", "again")))
+    if how == "again" and again:
+        return Node((value,), again=draw(st.sampled_from(again)))
+    if how == "merge":
+        values = (value, draw(st.sampled_from(alike)))
+        return Node(values, draw(layers((shape, shape), without)))
+    if how == "nested":
+        return Node((value,), draw(nested(shape, without)))
+    return Node((value,), draw(layers((shape,), without)))
+
+
+@st.composite
+def _outputs(draw, value: int) -> Output:
+    loss = draw(st.sampled_from(sorted(TARGETS)))
+    some = st.lists(st.sampled_from(METRICS[loss]), max_size=1).map(tuple)
+    return Output(
+        value,
+        TARGETS[loss],
+        loss,
+        draw(st.sampled_from(REDUCTIONS)),
+        draw(st.sampled_from((1.0, 0.3))),
+        draw(some),
+        draw(some),
+    )
+
+
+@st.composite
+def fits(draw, model: Model) -> Fit:
+    """Two steps."""
+    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    batch_size = draw(st.integers(1, 7))
+    weights = ["sample", None]
+    first = model.outputs[0]
+    judges_rows = len(model.outputs) == 1 and len(shapes_of(model)[first.value]) == 1
+    if judges_rows and first.loss == "sparse_categorical_crossentropy":
+        weights.append("class")
+    return Fit(
+        optimizer,
+        OPTIMIZERS[optimizer] | draw(st.sampled_from(OPTIMIZER_OPTIONS)),
+        batch_size,
+        draw(st.integers(1, batch_size)),
+        draw(st.sampled_from(weights)),
+        draw(st.sampled_from((1, 1, 2))),
+    )
+
+
+@st.composite
+def local_trials(draw) -> Trial:
+    """Under replicas in this process, or one device."""
+    name = draw(st.sampled_from(("Mirrored", "Mirrored", "CentralStorage", "OneDevice")))
+    if name == "OneDevice":
+        arguments = {"device": "CPU:0"}
+    else:
+        devices = [f"CPU:{i}" for i in range(draw(st.integers(2, 4)))]
+        arguments = {"devices" if name == "Mirrored" else "compute_devices": devices}
+    model = draw(models(1, ()))
+    return Trial(model, draw(fits(model)), Distribution(name, arguments))
+
+
+@st.composite
+def pipeline_trials(draw) -> Trial:
+    """Under pipelines: stages need a layer each, and BatchNorm would see its microbatch alone."""
+    num_stages = draw(st.integers(1, 3))
+    model = draw(models(num_stages, ALONE))
+    needs_all = any(
+        output.reduction == "mean_with_sample_weight" for output in model.outputs
+    ) or any(
+        isinstance(node.layer, Layer) and node.layer.options.get("mask_zero")
+        for node in model.nodes
+    )
+    arguments = {
+        "devices": [f"CPU:{i}" for i in range(num_stages)],
+        "num_microbatches": draw(st.integers(1, 4)),
+        "schedule": "gpipe" if needs_all else draw(st.sampled_from(SCHEDULES)),
+        "rematerialize": draw(st.sampled_from(("none", "none", "full", "except_last"))),
+    }
+    return Trial(model, draw(fits(model)), Distribution("Pipeline", arguments))

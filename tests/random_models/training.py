@@ -1,0 +1,128 @@
+"""Trains what was drawn, under its strategy or without one."""
+
+import contextlib
+import math
+
+import keras
+import numpy as np
+
+import tfparallel
+from tests.helpers import assert_same_training, numbered
+from tests.random_models.layers import TOKENS, VOCABULARY, make
+from tests.random_models.spec import Fit, Model, Output, Trial
+
+
+def assert_trains_as_on_one_device(trial: Trial, atol: float) -> None:
+    """Trains two steps in float64, evaluates and predicts; all numbers must be those of Keras."""
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    keras.config.set_dtype_policy("float64")
+    keras.config.set_floatx("float64")
+    try:
+        expected = _results(trial, None)
+        strategy = getattr(tfparallel, f"{trial.distribution.name}Strategy")
+        received = _results(trial, strategy(**trial.distribution.arguments))
+    finally:
+        keras.config.set_dtype_policy(policy)
+        keras.config.set_floatx(floatx)
+        keras.backend.clear_session()
+    assert_same_training(expected, received, atol)
+
+
+def _results(trial: Trial, strategy) -> dict:
+    """Weights, optimizer, history, evaluation and predictions, by name."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = build(trial.model)
+        compile_(model, trial.model, trial.fit)
+    fit = trial.fit
+    rows = fit.batch_size + fit.last_rows
+    x, y = _inputs(trial.model, rows), _targets(model, trial.model, rows)
+    y = y if len(y) > 1 else y[0]  # class weights want it so
+    options = {"batch_size": fit.batch_size, "verbose": 0}
+    history = model.fit(x, y, shuffle=False, **options, **_weights(model, trial, rows)).history
+    evaluated = model.evaluate(x, y, return_dict=True, **options)
+    predicted = model.predict(x, **options)
+    return {
+        **numbered("weights", model.get_weights()),
+        **numbered("optimizer", [v.numpy() for v in model.optimizer.variables]),
+        **{f"history/{key}": np.asarray(value) for key, value in history.items()},
+        **{f"evaluate/{key}": np.asarray(value) for key, value in evaluated.items()},
+        **numbered("predict", keras.tree.flatten(predicted)),
+    }
+
+
+def build(spec: Model) -> keras.Model:
+    """The functional model; each output ends in a Dense head."""
+    inputs = [
+        keras.Input((TOKENS,), dtype="int32") if shape == ("tokens",) else keras.Input(shape)
+        for shape in spec.inputs
+    ]
+    values, layers = list(inputs), []
+    for node in spec.nodes:
+        taken = [values[value] for value in node.values]
+        layer = make(node.layer, taken[0].shape[1:]) if node.again is None else layers[node.again]
+        layers.append(layer)
+        values.append(_call(layer, taken))
+    heads = []
+    for number, output in enumerate(spec.outputs):
+        head = keras.layers.Dense(output.classes, name=f"head_{number}")
+        heads.append(head(values[output.value]))
+    return keras.Model(inputs, heads)
+
+
+def _call(layer: keras.layers.Layer, taken: list):
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        return layer(*taken)
+    return layer(taken if len(taken) > 1 else taken[0])
+
+
+def compile_(model: keras.Model, spec: Model, fit: Fit) -> None:
+    """Compiles as `fit` and the outputs of `spec` say."""
+    model.compile(
+        getattr(keras.optimizers, fit.optimizer)(**fit.optimizer_options),
+        loss=[_loss(output) for output in spec.outputs],
+        loss_weights=[output.loss_weight for output in spec.outputs],
+        metrics=[list(output.metrics) for output in spec.outputs],
+        weighted_metrics=[list(output.weighted_metrics) for output in spec.outputs],
+        steps_per_execution=fit.steps_per_execution,
+    )
+
+
+def _loss(output: Output) -> keras.losses.Loss:
+    reduction = output.reduction
+    if output.loss == "mse":
+        return keras.losses.MeanSquaredError(reduction=reduction)
+    if output.loss == "huber":
+        return keras.losses.Huber(reduction=reduction)
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def _inputs(spec: Model, rows: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [
+        rng.integers(0, VOCABULARY, (rows, TOKENS)).astype("int32")
+        if shape == ("tokens",)
+        else rng.normal(size=(rows, *shape))
+        for shape in spec.inputs
+    ]
+
+
+def _targets(model: keras.Model, spec: Model, rows: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes = [(rows, *output.shape[1:]) for output in model.outputs]
+    return [
+        rng.integers(0, output.classes, shape[:-1])
+        if output.loss == "sparse_categorical_crossentropy"
+        else rng.normal(size=shape)
+        for output, shape in zip(spec.outputs, shapes)
+    ]
+
+
+def _weights(model: keras.Model, trial: Trial, rows: int) -> dict:
+    if trial.fit.weights == "class":
+        return {"class_weight": {0: 0.5, 1: 1.0, 2: 2.5}}
+    if trial.fit.weights == "sample":
+        shapes = [(rows, *output.shape[1:-1]) for output in model.outputs]
+        weights = [np.linspace(0.0, 2.0, math.prod(shape)).reshape(shape) for shape in shapes]
+        return {"sample_weight": weights}
+    return {}
