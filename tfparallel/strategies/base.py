@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -54,6 +54,9 @@ from tfparallel.tf_internals import (
     owner_of_new_variable,
     record,
 )
+
+if TYPE_CHECKING:
+    from tfparallel.checking.report import StepCheck
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
@@ -129,6 +132,38 @@ class KerasStrategy(tf.distribute.Strategy):
         checks.check_model(self, call.model)
         build_without_reading(call, dataset.element_spec)
         return self.extended._keras_dataset(dataset, call)
+
+    def check(
+        self,
+        model: keras.Model,
+        batch: Any,
+        *,
+        float64: bool = False,
+        build: Callable[[], keras.Model] | None = None,
+    ) -> "StepCheck":
+        """One step of `model` here and on one device: what differs, by weight, and why.
+
+        Weights, optimizer, metrics and seeds are as before when it returns. In a job of several
+        processes all call it, with the same batch. It needs memory for a second model, and with
+        `float64` for two more.
+
+        Args:
+            model: built and compiled under this strategy.
+            batch: what `train_step` takes: `(x, y)` or `(x, y, sample_weight)` of arrays.
+            float64: also compares two models with numbers of 64 bits, in which rounding is small.
+            build: makes the model, compiled, for models that Keras cannot make of their
+                configuration.
+
+        Returns:
+            A `StepCheck`; `print` it.
+
+        Raises:
+            ValueError: inside of a scope, for a model that is not this strategy's, and for one that
+                cannot be made a second time.
+        """
+        from tfparallel.checking.check import check_step  # above us: it needs all of a strategy
+
+        return check_step(self, model, batch, float64, build)
 
     @property
     def num_replicas_in_sync(self) -> int:

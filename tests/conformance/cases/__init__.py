@@ -4,6 +4,7 @@ from tests.conformance.case import CASES
 from tests.conformance.cases import (
     batch_norm,
     callbacks,
+    checking,
     coexistence,
     compilation,
     custom_training,
@@ -24,6 +25,7 @@ __all__ = [
     "CASES",
     "batch_norm",
     "callbacks",
+    "checking",
     "coexistence",
     "compilation",
     "custom_training",

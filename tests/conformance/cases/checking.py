@@ -1,0 +1,53 @@
+"""`strategy.check` says what is, and leaves a model as it was."""
+
+import random
+
+import keras
+import numpy as np
+
+from tests.conformance.case import Run, claim
+from tests.helpers import numbered, tiny_data
+
+
+def _state(model: keras.Model) -> dict[str, np.ndarray]:
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return {
+        **numbered("variables", [np.array(variable) for variable in variables]),
+        "seeds": np.array([random.getstate()[1][-1], np.random.get_state()[2]]),
+    }
+
+
+@claim(core=True)
+def an_equal_step_leaves_no_trace(run: Run):
+    if run.strategy is None:
+        return
+    training = run.train(epochs=1)
+    before = _state(training.model)
+    result = run.strategy.check(training.model, tiny_data(13, seed=3))
+    after = _state(training.model)
+    assert result.verdict == "equal", str(result)
+    assert max(each.difference for each in result.differences) < 1e-5
+    assert max(each.change for each in result.differences) > 1e-3
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, name)
+
+
+@claim()
+def dropout_is_named(run: Run):
+    """What differs with Dropout, and not without, differs by Dropout."""
+    if run.strategy is None or run.row.num_replicas == 1:
+        return
+
+    def build():
+        layers = keras.layers
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8), layers.Dropout(0.5), layers.Dense(3)]
+        )
+
+    training = run.train(build=build, epochs=1)
+    before = _state(training.model)
+    result = run.strategy.check(training.model, tiny_data(13, seed=3))
+    assert result.verdict == "explained", str(result)
+    assert "Dropout 'dropout" in result.causes[0]
+    for name, value in before.items():
+        np.testing.assert_array_equal(_state(training.model)[name], value, name)
