@@ -31,6 +31,7 @@ EXTRAS = {
     "dev": [
         "dill>=0.3",  # dill, portpicker, tblib: TensorFlow's own tests of several processes
         "fsspec>=2024.6",
+        "hypothesis>=6.100",
         "jsonschema>=4.20",
         "matplotlib>=3.8",
         "mkdocs-material>=9.5",

@@ -11,10 +11,22 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import keras
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers import open_logical_cpus
 
 open_logical_cpus(4)
+
+
+# A random model takes seconds. `make test` always draws the same ones, `make test-all` others each
+# time; a failure prints what repeats it.
+_SLOW = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("same", derandomize=True, **_SLOW)
+settings.register_profile("others", print_blob=True, **_SLOW)
+
+
+def pytest_configure(config):
+    settings.load_profile("others" if config.getoption("--everything") else "same")
 
 
 def pytest_addoption(parser):

@@ -50,7 +50,9 @@ ALONE = ("batch_norm",)
 def layers(draw, shapes: tuple[Shape, ...], without: tuple[str, ...] = ()) -> Layer:
     """A layer that can be called with values of `shapes`."""
     kinds = [
-        name for name, kind in KINDS.items() if name not in without and _takes(kind.takes, shapes)
+        name
+        for name, kind in KINDS.items()
+        if name not in without and _takes(name, kind.takes, shapes)
     ]
     name = draw(st.sampled_from(kinds))
     options = {key: draw(st.sampled_from(of)) for key, of in KINDS[name].options.items()}

@@ -1,12 +1,17 @@
-"""Random models under random strategies train as one device does; a failure is shrunk."""
+"""Random models under random strategies train as one device does; a failure is shrunk.
 
-from hypothesis import HealthCheck, given, settings
+A failure prints the `Trial`, all that it takes to build and train the model again:
+`assert_trains_as_on_one_device(trial, ATOL)`.
+"""
+
+import pytest
+from hypothesis import given, settings
 
 from tests.random_models.draw import local_trials, pipeline_trials
 from tests.random_models.training import assert_trains_as_on_one_device
 
-ATOL = 1e-6
-settings.register_profile("slow", suppress_health_check=list(HealthCheck))
+ATOL = 1e-6  # 1e-9 where weights of rows have the dtype of the gradients
+CHUNKS = range(6)  # of 50 models: one that fails does not hide what the others find
 
 
 @settings(max_examples=3)
@@ -15,7 +20,22 @@ def test_replicas(trial):
     assert_trains_as_on_one_device(trial, ATOL)
 
 
-@settings(max_examples=2)
+@settings(max_examples=3)
 @given(pipeline_trials())
 def test_pipelines(trial):
     assert_trains_as_on_one_device(trial, ATOL)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("trials", [local_trials, pipeline_trials])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_many(chunk, trials):
+    """600 of them; each chunk draws its own, other ones each time."""
+
+    @settings(max_examples=50)
+    @given(trials())
+    def train(trial):
+        assert_trains_as_on_one_device(trial, ATOL)
+
+    train()
