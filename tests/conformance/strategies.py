@@ -116,7 +116,7 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
 _servers: list[ServerProcesses] = []  # they end with this process
 
 # BatchNorm sees one microbatch at a time; tests/strategies/test_pipeline.py
-_WITH_BATCH_NORM = ("batch_norm.", "models.cnn", "models.nested")
+_WITH_BATCH_NORM = ("batch_norm.", "double_precision.batch_norm", "models.cnn", "models.nested")
 # A mean over what is not masked needs all microbatches' masks, which only GPipe has in time.
 _NOT_OF_MICROBATCHES = (*_WITH_BATCH_NORM, "losses.masked_sequence")
 # Cases of models that cannot be lengthened.

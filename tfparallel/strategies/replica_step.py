@@ -22,7 +22,8 @@ class ReplicaStep:
 
     Attributes:
         rows: how many rows this replica computes on, an int or a scalar int32 tensor.
-        weight: scalar float32 tensor, `rows` over the rows of all replicas.
+        weight: scalar tensor, `rows` over the rows of all replicas; float64, so that it can be cast
+            to the dtype of whatever it weighs, but where XLA compiles for a TPU.
         weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
         statistics: variables assigned from this replica's rows only, to be averaged.
     """
