@@ -25,6 +25,7 @@ from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.strategies import checks
 from tfparallel.strategies.all_rows import all_rows
 from tfparallel.strategies.batch import concat_rows
+from tfparallel.strategies.batch_norm_hooks import hook_batch_norm
 from tfparallel.strategies.keras_step import run_keras_step, run_predict_step
 from tfparallel.strategies.model_hooks import build_from_step, build_without_reading
 from tfparallel.strategies.optimizer_hooks import hook_optimizer
@@ -54,6 +55,7 @@ from tfparallel.tf_internals import (
     is_loss_scaling,
     is_predict_step,
     is_symbolic_build,
+    layer_of_late_variable,
     model_of_predict_step,
     numpy_dataset,
     owner_of_new_variable,
@@ -244,6 +246,7 @@ class ReplicatedExtended(MirroredExtended):
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
+        hook_batch_norm(owner or layer_of_late_variable())
         colocate_with = kwargs.pop("colocate_with", None)
         if isinstance(colocate_with, numpy_dataset.SingleDevice):
             with tf.device(colocate_with.device):
@@ -334,7 +337,13 @@ class ReplicatedExtended(MirroredExtended):
             tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
             for t in tf.nest.flatten(value)
         ]
-        return tf.nest.pack_sequence_as(value, context.merge_call(merge, args=flat))
+        reduced = context.merge_call(merge, args=flat)
+        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
+        # graph backwards from what it gets to what it gave, and through that of the other replicas
+        # to its beginning: each all-reduce again, unless no gradient leads further than this.
+        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
+            reduced = [tf.stop_gradient(t) for t in reduced]
+        return tf.nest.pack_sequence_as(value, reduced)
 
     def _reduce_gradients(self, gradients: list) -> list:
         """Sum over replicas of tensors or IndexedSlices; called in a replica context."""

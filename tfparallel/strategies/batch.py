@@ -69,7 +69,7 @@ class Batch:
     Attributes:
         parts: one nest for each local replica.
         rows: the number of rows of each part.
-        weights: for each part a scalar float32, its rows over the rows of all replicas.
+        weights: for each part a scalar float64, its rows over the rows of all replicas.
         first_rows: where each part begins among the rows of all replicas, or None: if they are
             distributed already, that is not known.
     """
@@ -99,10 +99,10 @@ class Batch:
                 self.first_rows += [start for start, _ in bounds]
 
     def _append(self, parts: list, rows: list, total: Rows) -> None:
-        all_rows = tf.cast(total, tf.float32)
+        all_rows = tf.cast(total, tf.float64)
         self.parts += parts
         self.rows += rows
-        self.weights += [tf.math.divide_no_nan(tf.cast(n, tf.float32), all_rows) for n in rows]
+        self.weights += [tf.math.divide_no_nan(tf.cast(n, tf.float64), all_rows) for n in rows]
 
 
 def split_rows(num_rows: Rows, num_replicas: int, replicas: Iterable[int]) -> list[tuple]:

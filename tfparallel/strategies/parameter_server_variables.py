@@ -10,6 +10,7 @@ from tfparallel.parameter_server.cluster import ParameterServerCluster
 from tfparallel.parameter_server.partition import num_parts, rows_of_parts, split_rows
 from tfparallel.parameter_server.placement import BalancedBytes
 from tfparallel.strategies.base import hook_owner
+from tfparallel.strategies.batch_norm_hooks import hook_batch_norm
 from tfparallel.strategies.central_storage import CentralStorageExtended
 from tfparallel.strategies.embedding_hooks import hook_embedding
 from tfparallel.strategies.partitioned_variables import (
@@ -79,7 +80,9 @@ class ParameterServerExtended(CentralStorageExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        hook_embedding(owner_of_new_variable() or layer_of_late_variable())
+        layer = owner_of_new_variable() or layer_of_late_variable()
+        hook_embedding(layer)
+        hook_batch_norm(layer)  # its variables may be in parts
         kwargs["initial_value"] = _evaluated(kwargs.get("initial_value"), kwargs.get("dtype"))
         reference = kwargs.get("colocate_with")
         servers_and_rows = self._plan_parts(reference, kwargs)

@@ -2,12 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.tf_internals import distribute_lib
+from tfparallel.tf_internals import ReduceOp, distribute_lib
 
 _thread = threading.local()
 
@@ -22,7 +22,8 @@ class ReplicaStep:
 
     Attributes:
         rows: how many rows this replica computes on, an int or a scalar int32 tensor.
-        weight: scalar float32 tensor, `rows` over the rows of all replicas.
+        weight: scalar tensor, `rows` over the rows of all replicas; float64, so that it can be cast
+            to the dtype of whatever it weighs, but where XLA compiles for a TPU.
         weights_loss: the loss itself is weighted (the stock `train_step`); else gradients are.
         statistics: variables assigned from this replica's rows only, to be averaged.
         inputs: the replica's part of the batch, a nest of tensors.
@@ -76,12 +77,24 @@ class ReplicaStep:
             _thread.step = None
 
 
-def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
-    """Gradients that cross replicas (synchronised BatchNorm) are weighted when they do.
+def all_reduce_gradients(
+    context: Any, gradients: Sequence[tf.Tensor], reduce_op: ReduceOp = ReduceOp.SUM
+) -> list[tf.Tensor]:
+    """Reduces what the backward passes of all replicas send to one another.
 
     Where gradients are weighted only at the end, by the weight of the replica they arrive at, what
     replica j sends to replica i has to carry `w_j / w_i`.
     """
+    step = current_replica_step()
+    if step is None or step.weights_loss:
+        return context.all_reduce(reduce_op, list(gradients))
+    sent = [step.weigh_gradient(gradient) for gradient in gradients]
+    received = context.all_reduce(reduce_op, sent)
+    return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in received]
+
+
+def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
+    """Gradients that cross replicas are weighted when they do."""
     if step.weights_loss:
         return
     all_reduce = context.all_reduce
@@ -94,11 +107,7 @@ def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
         @tf.custom_gradient
         def forward(*tensors: tf.Tensor) -> tuple:
             def backward(*gradients: tf.Tensor) -> list:
-                weights = [tf.cast(step.weight, g.dtype) for g in gradients]
-                sent = [g * w for g, w in zip(gradients, weights, strict=True)]
-                received = all_reduce(reduce_op, sent)
-                pairs = zip(received, weights, strict=True)
-                return [tf.math.divide_no_nan(g, w) for g, w in pairs]
+                return all_reduce_gradients(context, gradients, reduce_op)
 
             return all_reduce(reduce_op, list(tensors), options), backward
 

@@ -105,7 +105,8 @@ def _step_on_replica(step_function: Any, is_split: bool) -> Callable:
 
     def on_replica(data: Any) -> Any:
         data, rows, total = (data, *_rows_of_all(data)) if is_split else _own_rows(data)
-        weight = tf.cast(rows, tf.float32) / tf.cast(total, tf.float32)
+        dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
+        weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
         with ReplicaStep(rows, weight, weights_loss, statistics=[]).active():
             outputs = step_function(data)
         return _mean_over_rows(outputs, weight)
@@ -156,7 +157,7 @@ def _mean_over_rows(outputs: Any, weight: tf.Tensor) -> Any:
     ]
     if not chosen:
         return outputs
-    packed = tf.stack([tf.cast(flat[i], tf.float32) * weight for i in chosen])
+    packed = tf.stack([tf.cast(flat[i], weight.dtype) * weight for i in chosen])
     means = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, packed)
     for i, mean in zip(chosen, tf.unstack(means), strict=True):
         flat[i] = tf.cast(mean, flat[i].dtype)

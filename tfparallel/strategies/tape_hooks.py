@@ -79,7 +79,8 @@ def _divided(weight: tf.Tensor, gradient: Any) -> tf.Tensor:
 
 
 def _is_by_row(value: Any, rows: Any) -> bool:
-    """Whether the first dim of `value` may be the replica's `rows`, as far as tracing knows."""
+    """Whether the first dim of `value` is the replica's `rows`, as far as tracing knows."""
     if not tf.is_tensor(value) or not value.shape.rank:
         return False
-    return value.shape[0] is None or not isinstance(rows, int) or value.shape[0] == rows
+    known = tf.get_static_value(rows) if tf.is_tensor(rows) else rows
+    return value.shape[0] is None or value.shape[0] == known

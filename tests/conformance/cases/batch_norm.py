@@ -2,10 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.conformance.case import Run, case, claim
-from tests.conformance.cases.custom_training import GuideModel
-from tests.helpers import BATCH, EVEN_ROWS, tiny_data
+from tests.helpers import BATCH, EVEN_ROWS, ODD_BATCH, tiny_data
 
 MOMENTUM, EPSILON = 0.9, 1e-3
 
@@ -46,16 +46,65 @@ def synchronized_after_an_activity_regularizer(run: Run):
     return run.train(build=build).results()
 
 
-@case()
-def synchronized_in_an_own_train_step(run: Run):
-    """Its gradients are weighted after they have crossed replicas, and not before."""
+@case(core=True)
+def synchronized_without_a_stock_step(run: Run):
+    """In a `train_step` of the user's, gradients are weighted late: what crosses replicas, too."""
 
     def build():
-        x = keras.Input((6,))
-        normal = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(5)(x))
-        return GuideModel(x, keras.layers.Dense(3)(keras.layers.ReLU()(normal)))
+        inner = _build(True)
+        return OwnStep(inner.inputs, inner.outputs)
 
-    return run.train(build=build).results()
+    def options():
+        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+
+    return run.train(build=build, compile_options=options).results()
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+@case()
+def synchronized_and_masked(run: Run):
+    """Rows of different lengths: what is masked counts on no replica."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((5, 6)),
+                keras.layers.Masking(),
+                keras.layers.BatchNormalization(momentum=MOMENTUM, synchronized=True),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    def data(rows):
+        rng = np.random.default_rng(0)
+        present = np.arange(5) < rng.integers(0, 6, rows)[:, None]
+        x = rng.normal(1, 2, size=(rows, 5, 6)) * present[..., None]
+        return x.astype("float32"), rng.integers(0, 3, rows)
+
+    return run.train(build=build, data=data).results()
+
+
+@claim()
+def synchronized_far_from_zero(run: Run):
+    """A mean a thousand times the deviation: in float32, `mean(x**2) - mean(x)**2` is noise."""
+    x, y = tiny_data(EVEN_ROWS)
+    training = run.train(build=lambda: _build(True), data=lambda _: (x + 1000, y), epochs=1)
+    expected = 1.0
+    for start in range(0, len(x), ODD_BATCH):
+        batch = (x[start : start + ODD_BATCH] + 1000).astype("float64")
+        expected = MOMENTUM * expected + (1 - MOMENTUM) * batch.var(axis=0)
+    moving_variance = training.model.layers[0].get_weights()[3]
+    np.testing.assert_allclose(moving_variance, expected, atol=1e-4)
 
 
 @claim(core=True)

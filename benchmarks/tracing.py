@@ -1,0 +1,118 @@
+"""How long the first step takes more than a later one: with and without synchronised BatchNorm.
+
+    python benchmarks/tracing.py
+    python benchmarks/tracing.py --models MobileNetV2 --rows mirrored_2 horovod_2 --rounds 3
+
+For every model and strategy (a row of `tests/conformance/strategies.py`) the seconds of processor
+time that a process spends on the first step of `fit`, which is traced, less those of a second one
+of the same shapes, which is not; in brackets, times those without a strategy. Four images, each
+measurement in a process of its own, in turns; medians of the rounds. Of several workers, rank 0's.
+A pipeline refuses synchronised BatchNorm.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+MODELS = ("MobileNetV2", "EfficientNetB0", "DenseNet121", "ResNet50", "ConvNeXtTiny")
+NO_STRATEGY = "reference"
+PLAIN, SYNCHRONISED = "plain", "synchronised"
+SIDE, IMAGES = 32, 4
+
+
+def main() -> None:
+    """Prints a line for each model and strategy."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rows = ["mirrored_2", "central_storage", "multi_worker_2x1", "horovod_2"]
+    rows += ["parameter_server_sync", "pipeline_2"]
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--rows", nargs="+", default=rows)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--measure", nargs=3, help="row, model and BatchNorm, in this process")
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(*options.measure)))
+        return
+    print(f"{'model':16} {'strategy':22} {'none':>6} {PLAIN:>14} {SYNCHRONISED:>14}")
+    for model in options.models:
+        for row in options.rows:
+            cells = [(NO_STRATEGY, PLAIN), (row, PLAIN)]
+            cells += [] if "pipeline" in row else [(row, SYNCHRONISED)]
+            rounds = [[in_processes(r, model, n) for r, n in cells] for _ in range(options.rounds)]
+            none, *found = (statistics.median(taken) for taken in zip(*rounds, strict=True))
+            columns = [f"{seconds:.1f} ({seconds / none:.1f})" for seconds in found]
+            print(f"{model:16} {row:22} {none:6.1f}", *[f"{c:>14}" for c in columns], flush=True)
+
+
+def in_processes(row_name: str, model: str, norm: str) -> float:
+    """`measure` in as many processes as the strategy has workers; rank 0's answer."""
+    from tests.conformance.strategies import ROWS
+
+    row = ROWS[row_name]
+    command = [sys.executable, __file__, "--measure", row_name, model, norm]
+    workers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | environment, text=True)
+        for environment in row.environments(row.num_workers)
+    ]
+    answers = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        sys.exit(f"{' '.join(command)} failed.")
+    return float(json.loads(answers[0].splitlines()[-1]))
+
+
+def measure(row_name: str, model_name: str, norm: str) -> float:
+    """Processor seconds of a first step, less those of a second."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+    import numpy as np
+
+    from tests.conformance.strategies import ROWS
+    from tests.helpers import open_logical_cpus
+
+    row = ROWS[row_name]
+    open_logical_cpus(row.devices_per_worker)
+    strategy = row.make()
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = build(model_name, norm == SYNCHRONISED)
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    x, y = np.zeros((IMAGES, SIDE, SIDE, 3), "float32"), np.zeros(IMAGES, "int32")
+
+    def step_s() -> float:
+        started = time.process_time()
+        model.fit(x, y, batch_size=IMAGES, verbose=0)
+        return time.process_time() - started
+
+    first_s = step_s()
+    return first_s - step_s()
+
+
+def build(name: str, synchronized: bool) -> Any:
+    """A model of `keras.applications`."""
+    import keras
+
+    make = getattr(keras.applications, name)
+    model = make(weights=None, input_shape=(SIDE, SIDE, 3), classes=3)
+
+    def copy(layer: keras.layers.Layer) -> keras.layers.Layer:
+        config = layer.get_config()
+        if isinstance(layer, keras.layers.BatchNormalization):
+            config["synchronized"] = synchronized
+        return type(layer).from_config(config)
+
+    return keras.models.clone_model(model, clone_function=copy)
+
+
+if __name__ == "__main__":
+    main()
