@@ -29,18 +29,21 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8"],
     "remote": ["fsspec>=2024.6"],  # backups in object stores; with s3fs or gcsfs
     "dev": [
+        "dill>=0.3",  # dill, portpicker, tblib: TensorFlow's own tests of several processes
         "fsspec>=2024.6",
         "jsonschema>=4.20",
         "matplotlib>=3.8",
         "mkdocs-material>=9.5",
         "mkdocstrings[python]>=0.26",
         "mypy>=1.11",
+        "portpicker>=1.6",
         # pytest-xdist 3.8 sees no groups in 9.2: https://github.com/pytest-dev/pytest-xdist/issues/1386
         "pytest>=8,<9.2",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff>=0.6",
         "safetensors>=0.4",
+        "tblib>=3",
         "tensorboard>=2.20",
         "types-PyYAML",
         "types-psutil",
