@@ -1,9 +1,9 @@
 """Runs one of TensorFlow's own tests of `tf.distribute`, unmodified, under our strategies.
 
-    python -m tests.tensorflow_suite.run FILE [unittest's arguments]
+    python -m tests.tensorflow_suite.run FILE [names of tests]
 
 TensorFlow's tests take strategies from `strategy_combinations`, by names of that module: there ours
-take the place of TensorFlow's. Combinations that ask for GPUs get as many logical CPUs.
+take the place of TensorFlow's. Combinations that ask for a GPU beside the CPU get two logical CPUs.
 """
 
 import os
@@ -16,7 +16,6 @@ from pathlib import Path
 # TensorFlow's test processes start others by executing `sys.argv[0]`, with options of Python's.
 LAUNCHER_VARIABLE = "TENSORFLOW_SUITE_LAUNCHER"
 STOCK_VARIABLE = "TENSORFLOW_SUITE_STOCK"  # TensorFlow's own strategies, to compare with
-DEVICES_VARIABLE = "TENSORFLOW_SUITE_DEVICES"  # logical CPUs of each worker process
 
 
 def main() -> None:
@@ -42,9 +41,8 @@ def _substitute() -> None:
     from tensorflow.python.distribute import strategy_combinations as combinations
     from tensorflow.python.distribute import test_util
 
-    num_devices = int(os.environ.get(DEVICES_VARIABLE, "1"))
-    is_worker = "-c" in sys.argv  # started by the launcher
-    num_cpus = num_devices if is_worker else 3
+    is_worker = "-c" in sys.argv  # started by the launcher; ours takes all CPUs there are
+    num_cpus = 1 if is_worker else 3
     test_util._set_logical_devices = lambda: test_util.set_logical_devices_to_at_least(
         "CPU", num_cpus
     )
@@ -58,8 +56,6 @@ def _substitute() -> None:
             ),
         },
     )
-    if num_devices == 2:
-        combinations.multi_worker_mirrored_2x2_gpu.required_gpus = 0
     if STOCK_VARIABLE in os.environ:
         return
     import tfparallel
