@@ -53,6 +53,25 @@ def test_jit_compile_is_refused_where_the_variables_are_elsewhere():
         model.fit(FEATURES, TARGETS, verbose=0)
 
 
+@pytest.mark.parametrize(
+    "make_strategy",
+    [
+        lambda: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"]),
+        lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2),
+    ],
+    ids=["central_storage", "pipeline"],
+)
+def test_predicting_with_jit_compile_is_refused_where_no_device_has_the_model(make_strategy):
+    model = build(make_strategy(), jit_compile=True)
+    with pytest.raises(ValueError, match="needs the whole model on each device"):
+        model.predict(FEATURES, verbose=0)
+
+
+def test_each_replica_predicts_with_jit_compile():
+    model = build(tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), jit_compile=True)
+    np.testing.assert_allclose(model.predict(FEATURES, verbose=0), model(FEATURES), atol=1e-6)
+
+
 def test_constants_assigned_on_replicas_are_summed_once_for_each():
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():

@@ -95,6 +95,8 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_jit_compile(self, fn.__self__)
             mark_statistics(fn.__self__)
+        elif is_predict_step(fn):
+            checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_called_by_trainer(sys._getframe(1)):
             checks.check_is_not_compiled(fn)
         if self.extended._num_replicas_in_sync > 1:
@@ -145,6 +147,11 @@ class ReplicatedExtended(MirroredExtended):
     """Replicas that compute alike, from gradients reduced once."""
 
     _replicated_class: type = ReplicatedVariable
+
+    @property
+    def _xla_can_predict(self) -> bool:
+        """Whether each replica's device has all that XLA compiles there, to predict."""
+        return set(self.parameter_devices) == set(self.worker_devices)
 
     def _xla_compiles_collectives(self, device: str) -> bool:
         """Whether XLA can compile what crosses processes, for a `device`."""

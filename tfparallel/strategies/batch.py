@@ -165,4 +165,6 @@ def _slice_rows(leaf: Any, start: Rows, end: Rows) -> Any:
         return leaf[start:end]
     begin = tf.concat([[start], tf.zeros([tf.rank(leaf) - 1], tf.int32)], 0)
     size = tf.concat([[tf.cast(end - start, tf.int64)], leaf.dense_shape[1:]], 0)
-    return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), size)
+    rows = tf.sparse.slice(leaf, tf.cast(begin, tf.int64), size)
+    rows.set_shape([None, *leaf.shape[1:]])  # a layer that is not built yet needs its columns
+    return rows

@@ -102,6 +102,19 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
         )
 
 
+def check_jit_compile_of_predict(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `jit_compile=True` where a replica cannot predict by itself.
+
+    Raises:
+        ValueError: at the first batch, before XLA sees it.
+    """
+    if model.jit_compile and not strategy.extended._xla_can_predict:
+        raise ValueError(
+            "jit_compile=True needs the whole model on each device that predicts. Received: "
+            f"{_name(strategy)}, which has it on others. Compile the model with jit_compile=False."
+        )
+
+
 def check_devices(devices: str | Sequence[str] | None, what: str = "devices") -> list[str] | None:
     """Refuses devices that do not exist, or one device named twice.
 

@@ -78,6 +78,11 @@ def _reduce_then_apply(
     context = distribute_lib.get_replica_context()
     if isinstance(context, BuildContext):
         return _build(optimizer, trainable_variables)
+    if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
+        # gradient for all of them here, as any other optimizer has.
+        _build(optimizer, trainable_variables)
+        return optimizer._common_apply(grads, trainable_variables)
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
     grads, step = list(grads), current_replica_step()

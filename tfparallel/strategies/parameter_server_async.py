@@ -210,6 +210,7 @@ class WorkerContext(ReplicaContext):
     def __init__(self, strategy: tf.distribute.Strategy, worker: Any):
         super().__init__(strategy, 0)
         self._worker_number = worker
+        self.graph = tf.compat.v1.get_default_graph()  # in which the step is traced
 
     @property
     def replica_id_in_sync_group(self) -> Any:

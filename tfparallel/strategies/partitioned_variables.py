@@ -8,6 +8,13 @@ a lookup of rows (`sparse_read`)               rows of each part,
 anywhere else                                  all parts, one after      each part its rows
                                                another: the whole
 
+Note: gradients of what a loop reads
+------------------------------------
+The gradient of the whole is recorded on the gradient tape, as if it were one variable's. The body
+of a loop (every RNN of Keras has one), a branch, or a `tf.function` inside of the step is
+differentiated as a graph, in which only its own part would count for each of the parts. So what a
+tape watches is read where the step is traced, before the loop, and the loop takes it as an input.
+
 An optimizer that treats every number alike runs once for each part, where the part is: neither
 weights nor slots move. One that looks at the whole (`Adafactor`, `Lamb`, `Muon`) gets the whole.
 """
@@ -27,7 +34,14 @@ from tfparallel.parameter_server.partition import split_rows
 from tfparallel.strategies.async_variables import HandedIn
 from tfparallel.strategies.server_variables import RowsOnServers, TellsOfChanges, WholeInCheckpoints
 from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import ResourceVariable, context, record, variable_accessed
+from tfparallel.tf_internals import (
+    FuncGraph,
+    ResourceVariable,
+    context,
+    distribute_lib,
+    record,
+    variable_accessed,
+)
 
 _optimizers = keras.optimizers
 _ELEMENTWISE = {
@@ -72,6 +86,33 @@ def of_part(index: int) -> Iterator[None]:
         _thread.part = None
 
 
+def _graphs_within_step() -> tuple[list, Any]:
+    """The graphs inside of the step's that a tape's gradients would pass, and the step's."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    inner: list = []
+    if tf.executing_eagerly() or not record.could_possibly_record():
+        return inner, graph
+    # Contexts of ours know the graph that is traced, and so do TensorFlow's threads of replicas.
+    knows = (distribute_lib.get_replica_context(), threading.current_thread())
+    step = next(filter(None, (getattr(each, "graph", None) for each in knows)), None)
+    graphs = _with_outer(graph)
+    if step in graphs:
+        return graphs[: graphs.index(step)], step
+    while getattr(graph, "is_control_flow_graph", False):
+        inner.append(graph)
+        graph = graph.outer_graph
+    return inner, graph
+
+
+def _with_outer(graph: Any) -> list:
+    """A graph of a function and those around it."""
+    graphs = []
+    while isinstance(graph, FuncGraph):
+        graphs.append(graph)
+        graph = graph.outer_graph
+    return graphs
+
+
 class Partitioned(RowsOnServers):
     """Reads and assignments of the table above.
 
@@ -91,6 +132,7 @@ class Partitioned(RowsOnServers):
     def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
         self._piece: weakref.ref | None = None
+        self._read_before: weakref.WeakSet = weakref.WeakSet()  # graphs that take the whole
         self.parts = tuple(parts)
         ends = [sum(p.shape[0] for p in parts[: i + 1]) for i in range(len(parts))]
         self.rows = list(zip([0, *ends], ends, strict=False))
@@ -110,13 +152,26 @@ class Partitioned(RowsOnServers):
 
     def whole(self) -> tf.Tensor:
         """All rows. Gradients are recorded for `handle`, as if it were one variable's."""
-        with record.stop_recording():
-            value = tf.concat([part.read_value() for part in self.parts], 0)
-        if self.trainable:
+        if not self.trainable:
+            return self._joined()
+        with self._where_the_step_is_traced():
+            value = self._joined()
             variable_accessed(self.parts[0])
             handle = self.parts[0].handle
             record.record_operation("ReadParts", [value], [handle], lambda gradient: [gradient])
         return value
+
+    def _joined(self) -> tf.Tensor:
+        with record.stop_recording():
+            return tf.concat([part.read_value() for part in self.parts], 0)
+
+    def _where_the_step_is_traced(self) -> contextlib.AbstractContextManager:
+        """The graph in which reads are recorded; see "gradients of what a loop reads"."""
+        inner, outer = _graphs_within_step()
+        if not inner:
+            return contextlib.nullcontext()
+        self._read_before.update(inner)
+        return outer.as_default()
 
     def in_one_piece(self) -> tf.Variable:
         """A copy on the chief, which an exported function has in place of the parts.
@@ -182,6 +237,8 @@ class Partitioned(RowsOnServers):
         if _is_exporting():
             return self._exported().sparse_read(indices, name=name)
         indices = tf.convert_to_tensor(indices)
+        if self.trainable and _graphs_within_step()[0]:
+            return tf.gather(self.whole(), indices, name=name)
         flat = tf.reshape(indices, [-1])
         with record.stop_recording():
             value = self._gathered(flat)
@@ -238,6 +295,12 @@ class Partitioned(RowsOnServers):
         return self._to_parts("scatter_update", slices)
 
     def _to_parts(self, name: str, value: Any) -> Any:
+        if tf.compat.v1.get_default_graph() in self._read_before:
+            raise NotImplementedError(
+                "A partitioned variable is read before the loop or branch that needs its gradient, "
+                f"and cannot be assigned in it. Received: {name} of '{self.name}' in one. Move the "
+                "loop out of strategy.run, or leave variable_partitioner out."
+            )
         part = self._current()
         if part is not None:
             return getattr(part, name)(value)

@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.strategies import checks
 from tfparallel.strategies.batch import Batch
 from tfparallel.strategies.model_optimizers import optimizers_of
 from tfparallel.strategies.replica_step import ReplicaStep
@@ -35,7 +36,16 @@ _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {s
 
 
 class BuildContext(ReplicaContext):
-    """The only replica of a step that is traced for the variables it makes."""
+    """The only replica of a step that is traced for the variables it makes.
+
+    Args:
+        strategy: of the model.
+        graph: in which the step is traced.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
+        super().__init__(strategy, 0)
+        self.graph = graph
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """`value`: there is no other replica."""
@@ -57,9 +67,11 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
         data_batch: nest of arrays, tensors or `TypeSpec`s: what a step gets.
 
     Raises:
+        ValueError: for a step that is a `tf.function` itself.
         Exception: what the step raises, for a step that would.
     """
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
+    checks.check_is_not_compiled(step)
     if is_stock_step(step):
         type(model)._symbolic_build(model, data_batch=data_batch)
         return
@@ -79,12 +91,13 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
 def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
     strategy = model._distribute_strategy
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FuncGraph("build").as_default())
+        graph = FuncGraph("build")
+        stack.enter_context(graph.as_default())
         data = _placeholders(data_batch)
         stack.enter_context(tf.variable_creator_scope(_create_outside))
         if strategy is not None:
             data = Batch(strategy.extended, data).parts[0]
-            stack.enter_context(BuildContext(strategy, 0))
+            stack.enter_context(BuildContext(strategy, graph))
             stack.enter_context(ReplicaStep(1, tf.ones(()), True, []).active())
         step(data)
     model._clear_losses()

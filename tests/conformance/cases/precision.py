@@ -2,9 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.conformance.case import Run, case, claim
-from tests.helpers import ODD_BATCH, ODD_ROWS, momentum_sgd, tiny_data, tiny_model
+from tests.helpers import ODD_BATCH, ODD_ROWS, Training, momentum_sgd, tiny_data, tiny_model
 
 # One ulp of float16 at 1 is 1e-3, of bfloat16 8e-3; splitting a batch moves a sum by some.
 FLOAT16_ATOL = 4e-3
@@ -51,6 +52,23 @@ def loss_scale_optimizer_with_accumulation(run: Run):
     return run.train(
         optimizer=lambda: _scaled(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     ).results()
+
+
+@case()
+def loss_scale_optimizer_outside_of_replicas(run: Run):
+    """One gradient for all replicas, as any optimizer takes in the scope; the third overflows."""
+
+    def step(scale):
+        gradients = [scale * tf.ones(v.shape) for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+
+    keras.utils.set_random_seed(1)
+    with run.scope():
+        model, optimizer = tiny_model(), _scaled(momentum_sgd())
+        for function, scale in [(step, 8.0), (tf.function(step), 8.0), (step, np.inf)]:
+            function(scale)
+    model.optimizer = optimizer
+    return Training(model, {}).results()
 
 
 @case()

@@ -261,6 +261,16 @@ def run_eagerly(run: Run):
     return run.train(build=Eager, **options).results()
 
 
+@case()
+def predicts_sparse_rows(run: Run):
+    """Nothing has built the model, whose first layer needs the number of columns."""
+    keras.utils.set_random_seed(1)
+    with run.scope():
+        model = keras.Sequential([layers.Dense(3), layers.Dense(2)])
+    rows = tf.data.Dataset.from_tensor_slices(_rows(ODD_BATCH, 4)[0]).batch(ODD_BATCH)
+    return {"predicted": model.predict(rows.map(tf.sparse.from_dense), verbose=0)}
+
+
 @claim(long=True)
 def draws_of_its_own(run: Run):
     """Noise that differs by replica: all replicas end with the same finite weights."""
