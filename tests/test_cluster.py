@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import json
 import pickle
@@ -5,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfparallel.cluster import ClusterConfig, ClusterConfigError, read_tf_config
 
@@ -268,6 +271,44 @@ def test_building_it_wrongly_lists_all_mistakes():
     assert str(info.value).startswith("The cluster description has 2 mistakes:")
     with pytest.raises(ClusterConfigError, match="Received: an empty object"):
         ClusterConfig(cluster={}, task_type="evaluator", task_index=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"task": ' * 100_000,
+        '{"task": {"index": %s}}' % ("9" * 5000),
+        '{"task": {"index": "%s"}}' % ("9" * 5000),
+        '{"cluster": {"worker": ["%s"]}}' % ("h" * 100_000),
+        '"\ud800',
+    ],
+    ids=["lists", "objects", "digits", "digits in text", "address", "surrogate"],
+)
+def test_hostile_text_gets_an_error_that_can_be_printed(text):
+    with pytest.raises(ClusterConfigError) as raised:
+        read(text)
+    assert len(str(raised.value).encode()) < 3000
+
+
+def test_any_json_is_read_or_refused():
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    leaves |= st.sampled_from(["worker", "chief", "ps", "1.2.3.4:5", "[::1]:9", "9" * 5000])
+    names = st.sampled_from(["worker", "chief", "evaluator", "type", "index", "other"])
+    values = st.recursive(
+        leaves,
+        lambda nested: st.lists(nested, max_size=3) | st.dictionaries(names, nested, max_size=3),
+        max_leaves=6,
+    )
+    parts = dict.fromkeys(["cluster", "task", "rpc_layer", "sparseCluster"], values)
+
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @given(st.fixed_dictionaries({}, optional=parts))
+    def check(config):
+        with contextlib.suppress(ClusterConfigError):
+            read(json.dumps(config))
+
+    check()
 
 
 def test_is_frozen():

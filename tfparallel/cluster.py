@@ -187,6 +187,9 @@ def _parse_json_object(text: str) -> dict[str, Any]:
             f"{text[error.pos : error.pos + 20]!r}."
         )
         raise ClusterConfigError([problem], source=f"TF_CONFIG={_shortened(text)}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; deep nesting
+        problem = f"expected JSON that can be read. Received: {error}."
+        raise ClusterConfigError([problem], source=f"TF_CONFIG={_shortened(text)}") from None
     if not isinstance(config, dict):
         problem = f'expected an object, {{"cluster": ..., "task": ...}}. Received: {config!r}.'
         raise ClusterConfigError([problem], source=f"TF_CONFIG={_shortened(text)}")
@@ -208,7 +211,7 @@ def _alone_problems(config: Mapping[str, Any]) -> Iterator[str]:
     task = config.get("task", {})
     if not isinstance(task, Mapping):
         yield f'task: expected an object, {{"type": ..., "index": ...}}. Received: {task!r}.'
-    elif (_as_int(task.get("index", 0)) or 0) != 0:
+    elif task.get("index") is not None and _as_int(task["index"]) != 0:
         yield (
             f'task.index: expected 0, as there is no "cluster". Received: {task["index"]!r}. '
             'List the addresses of all tasks under "cluster".'
@@ -287,7 +290,7 @@ def _task_problems(task: Mapping[str, Any], cluster: Mapping[str, Any] | None) -
     yield from _task_type_problems("task.type", task_type) if "type" in task else ()
     # An evaluator may work beside the cluster: Kubernetes operators leave it out.
     if known_type and task_type != "evaluator" and cluster is not None and task_type not in cluster:
-        listed = ", ".join(cluster)
+        listed = ", ".join(map(str, cluster))
         yield f"task.type: expected a type that cluster lists ({listed}). Received: {task_type!r}."
 
     index = _as_int(task.get("index"))
@@ -314,6 +317,6 @@ def _as_int(value: object) -> int | None:
     """The integer that `value` is, or spells in digits as some platforms do; None otherwise."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
         return int(value)
     return None

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+_LONGEST_PROBLEM = 1000
+
 
 class MistakesError(ValueError):
     """A description by the user with at least one mistake.
@@ -12,10 +14,17 @@ class MistakesError(ValueError):
 
     def __init__(self, problems: Sequence[str], source: str):
         super().__init__(tuple(problems), source)
-        self.problems = tuple(problems)
-        self._source = source
+        self.problems = tuple(map(_printable, problems))
+        self._source = _printable(source)
 
     def __str__(self) -> str:
         count = len(self.problems)
         heading = f"{self._source} has {count} mistake{'s' if count > 1 else ''}:"
         return "\n  - ".join([heading, *self.problems])
+
+
+def _printable(text: str) -> str:
+    """`text` as any terminal prints it, and no longer than somebody reads."""
+    if len(text) > _LONGEST_PROBLEM:
+        text = f"{text[:_LONGEST_PROBLEM]}... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()

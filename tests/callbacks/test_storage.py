@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tfparallel.callbacks.commit import delete_old
 from tfparallel.callbacks.storage import InvalidBackupError, Storage
 
 ABOUT = {"tfparallel": "1", "num_workers": 1}
@@ -102,6 +103,41 @@ def test_a_link_in_place_of_a_leftover_is_not_followed(storage, tmp_path):
     storage.path(9, "writing").symlink_to(tmp_path / "elsewhere")
     save(storage)
     assert (tmp_path / "elsewhere" / "shared.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["backup-000000001", "backup-٠٠٠٠٠٠٠٥", "backup-5", "backup-" + "9" * 30]
+)
+def test_names_that_we_do_not_give_are_of_others(storage, name):
+    save(storage)
+    (storage.root / name).mkdir()
+    assert storage.numbers() == [1]
+    assert save(storage) == 2
+    storage.delete_all()
+    assert os.listdir(storage.root) == [name]
+
+
+@pytest.mark.parametrize("kind", ["backup", "writing", "deleting"])
+def test_a_file_in_place_of_a_folder_is_of_others(storage, kind):
+    save(storage)
+    storage.path(2, kind).write_text("mine")
+    assert save(storage) == 3
+    assert storage.numbers() == [1, 3]
+    storage.delete_all()
+    assert storage.path(2, kind).read_text() == "mine"
+
+
+def test_damaged_backups_do_not_push_whole_ones_out(storage):
+    for _ in range(3):
+        number = save(storage)
+        (storage.path(number) / "manifest.json").unlink()
+    whole = save(storage)
+    storage.path(whole + 1).mkdir()  # an empty one, newer
+    delete_old(storage, keep=2)
+    assert storage.numbers() == [1, 2, 3, whole, whole + 1]
+    newest = [save(storage), save(storage)]
+    delete_old(storage, keep=2)
+    assert storage.numbers() == newest
 
 
 CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir", "listdir")

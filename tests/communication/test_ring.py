@@ -160,6 +160,32 @@ def test_a_stranger_is_turned_away(monkeypatch):
     assert len(strangers) == 2
 
 
+def test_silent_strangers_hold_up_nobody(monkeypatch):
+    """More of them than are let in at once, and one that says half of what it should."""
+    connect = ring_module._connect
+    strangers = []
+
+    def connect_after_strangers(host, port, token):
+        for _ in range(70):
+            strangers.append(socket.create_connection((host, port)))
+        strangers[-1].sendall(token[:8])
+        return connect(host, port, token)
+
+    monkeypatch.setattr(ring_module, "_connect", connect_after_strangers)
+    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 9.0)
+    rings = connect_all(2)
+    assert all(isinstance(ring, Ring) for ring in rings), rings
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_that_never_comes_is_missed_in_time(monkeypatch):
+    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ring_module, "_connect", lambda host, port, token: socket.socket())
+    errors = connect_all(2)
+    assert all("no rank that knows the token" in str(error) for error in errors), errors
+
+
 def test_a_host_that_cannot_be_reached_is_named_by_all(monkeypatch):
     monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 0.3)
     errors = connect_all(2, host="127.255.255.255")

@@ -1,10 +1,12 @@
 """The store of rank 0: what is written is read, who ends is known, strangers learn nothing."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from tfparallel.communication.agreement import Agreement, DisagreementError
@@ -13,7 +15,7 @@ from tfparallel.communication.tcp_store import StoreServer, TcpStore
 
 @pytest.fixture
 def server():
-    server = StoreServer()
+    server = StoreServer("localhost")
     yield server
     server.close()
 
@@ -45,10 +47,74 @@ def test_a_reader_waits_for_a_writer(server):
 def test_a_stranger_is_turned_away(server):
     with pytest.raises(ConnectionError):
         client(server, 1, token="0" * 32)
-    with socket.create_connection(("localhost", server.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\n\n")
-        stranger.settimeout(10)
-        assert stranger.recv(100) == b""
+    with stranger_of(server) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0" + b" " * 18 + b"\n\n")
+        assert_is_closed(stranger)
+
+
+def stranger_of(server):
+    stranger = socket.create_connection(("localhost", server.port), timeout=10)
+    assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32  # the challenge
+    return stranger
+
+
+def assert_is_closed(connection):
+    with contextlib.suppress(ConnectionResetError):  # what was sent was not all read
+        assert connection.recv(100) == b""
+
+
+def test_random_bytes_cost_neither_an_answer_nor_a_traceback(server, capfd):
+    random = np.random.default_rng(0)
+    for length in [0, 1, 31, 32, 33, 200, 70_000] * 5:
+        with stranger_of(server) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(random.bytes(length))
+            stranger.shutdown(socket.SHUT_WR)
+            assert_is_closed(stranger)
+    assert client(server, 0).put("key", "value")
+    assert capfd.readouterr().err == ""
+
+
+def test_who_says_nothing_is_turned_away_in_time_and_holds_up_nobody(server, monkeypatch):
+    monkeypatch.setattr("tfparallel.communication.tcp_store._GREETING_TIMEOUT_S", 0.2)
+    strangers = [stranger_of(server) for _ in range(20)]
+    assert client(server, 0).put("key", "value")
+    for stranger in strangers:
+        assert_is_closed(stranger)
+        stranger.close()
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr("tfparallel.communication.tcp_store._MOST_CONNECTIONS", 2)
+    server = StoreServer("localhost")
+    first = [client(server, rank) for rank in range(2)]
+    with socket.create_connection(("localhost", server.port), timeout=10) as third:
+        assert_is_closed(third)
+    first[0]._presence.close()
+    assert first[1]._presence.closed is False
+    server.close()
+
+
+def test_the_token_does_not_cross_the_network(server):
+    with socket.create_server(("127.0.0.1", 0)) as eavesdropper:
+        heard = []
+
+        def listen():
+            connection, _ = eavesdropper.accept()
+            with connection:
+                connection.sendall(b"c" * 32)
+                heard.append(connection.recv(1000))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        with pytest.raises(ConnectionError):
+            TcpStore("127.0.0.1", eavesdropper.getsockname()[1], server.token, 0)
+        thread.join()
+    assert heard and server.token.encode() not in heard[0]
+
+
+def test_listens_where_the_job_is(server):
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), timeout=10)
 
 
 PEER = """

@@ -220,6 +220,19 @@ def test_missing_file_is_named(tmp_path):
 # ---- strategies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)  # it took that long when keys were compared with one another
+def test_a_file_of_many_keys_is_read_in_time(write):
+    with pytest.raises(ConfigError, match="5999"):
+        load_config(write("".join(f"key{i}: 1\n" for i in range(6000))))
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "{a: " * 5000, "? [a]\n: 1\n? [a]\n: 1"])
+def test_yaml_that_no_settings_need_is_a_config_error(write, text):
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(text))
+    assert len(str(raised.value)) < 3000
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_config_in_the_repository_is_valid_and_named_after_its_strategy(path):
     name = load_config(path).strategy.name

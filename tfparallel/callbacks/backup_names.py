@@ -3,8 +3,9 @@
 import re
 
 MANIFEST = "manifest.json"
-FILE = re.compile(r"(shared|worker-\d+)\.(json|safetensors)|manifest\.json")
-_FOLDER = re.compile(r"(backup|writing|deleting)-(\d{8,})")
+FILE = re.compile(r"(shared|worker-[0-9]+)\.(json|safetensors)|manifest\.json")
+# One spelling of each number, and none that a file name could be too short for.
+_FOLDER = re.compile(r"(backup|writing|deleting)-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 def numbered(names: list[str], kind: str) -> list[int]:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfparallel.callbacks.part import Part
-from tfparallel.callbacks.storage import BackupError, FileRecord, Storage
+from tfparallel.callbacks.schema import FileRecord
+from tfparallel.callbacks.storage import BackupError, Storage
 from tfparallel.callbacks.workers import exchange
 from tfparallel.communication.agreement import Agreement
 
@@ -53,7 +54,11 @@ def write_backup(
 
     try:
         written = _together(agreement, "write its part of a backup", write)
-        records = {name: FileRecord(*r) for files in written for name, r in files.items()}
+        records = {
+            name: FileRecord(size_bytes=size_bytes, sha256=sha256)
+            for files in written
+            for name, (size_bytes, sha256) in files.items()
+        }
 
         def commit() -> None:
             storage.commit(number, records, about)
@@ -65,7 +70,14 @@ def write_backup(
                 storage.abandon(number)
         raise
     if is_chief:
-        for old in storage.numbers()[:-keep]:
+        delete_old(storage, keep)
+
+
+def delete_old(storage: Storage, keep: int) -> None:
+    """Deletes what is older than the newest `keep` backups; damaged ones do not count as such."""
+    whole = [number for number in storage.numbers() if storage.is_whole(number)]
+    for old in storage.numbers():
+        if len(whole) >= keep and old < whole[-keep]:
             storage.delete(old)
 
 

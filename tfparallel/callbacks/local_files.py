@@ -29,18 +29,18 @@ class LocalFiles:
         self._root = root
 
     def numbers(self) -> list[int]:
-        return self._numbered("backup")
+        return [n for n in self._numbered("backup") if self.path(n).is_dir()]
 
     def path(self, number: int, kind: str = "backup") -> Path:
         return self._root / folder_name(kind, number)
 
     def begin(self) -> int:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        taken = self.numbers()
+        taken = self._numbered("backup")
         for kind in ("writing", "deleting"):
             for leftover in self._numbered(kind):
                 _remove(self.path(leftover, kind))
-            taken += self._numbered(kind)  # those that hold files of others
+            taken += self._numbered(kind)  # those that are not ours, or hold files of others
         number = max(taken, default=0) + 1
         self.path(number, "writing").mkdir(mode=0o700)
         return number
@@ -62,7 +62,7 @@ class LocalFiles:
     def abandon(self, number: int) -> None:
         _remove(self.path(number, "writing"))
 
-    def read(self, number: int, name: str) -> bytes:
+    def read(self, number: int, name: str, largest_bytes: int) -> bytes:
         """Nothing is read through a link, a pipe or a device."""
         folder = self.path(number)
         if folder.is_symlink():
@@ -75,8 +75,11 @@ class LocalFiles:
                 error.strerror = "a symbolic link is not followed"
             raise
         with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(folder / name))
+            if status.st_size > largest_bytes:
+                raise too_large(folder / name, status.st_size, largest_bytes)
             return file.read()
 
     def delete(self, number: int) -> None:
@@ -95,6 +98,12 @@ class LocalFiles:
         return numbered(os.listdir(self._root), kind) if self._root.exists() else []
 
 
+def too_large(path: object, size_bytes: int, largest_bytes: int) -> OSError:
+    """The error of a file that is not read, since it cannot be the one that was written."""
+    text = f"{size_bytes} bytes, of {largest_bytes} at the most"
+    return OSError(errno.EFBIG, text, str(path))
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -105,7 +114,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Removes a folder of ours, unless it holds anything that is not."""
-    if folder.is_symlink():
+    if folder.is_symlink() or not folder.is_dir():
         return
     for name in os.listdir(folder):
         if FILE.fullmatch(name):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tfparallel.callbacks.schema import SharedPart, WorkerPart, parse_json
+from tfparallel.callbacks.storage import InvalidBackupError, Storage
 from tfparallel.callbacks.tensor_file import dump_tensors, load_tensors
 
 
@@ -22,6 +24,10 @@ class Part:
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
+
+    def keys(self) -> Iterable[str]:
+        """The names of the values."""
+        return self._values.keys()
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._values[name] = _encode(value, name, self._tensors)
@@ -40,11 +46,36 @@ class Part:
 
     @classmethod
     def from_files(cls, name: str, contents: Mapping[str, bytes]) -> "Part":
-        """The part that `files(name)` wrote."""
+        """The part that `files(name)` wrote.
+
+        Raises:
+            ValueError: if these are no such files.
+        """
         part = cls()
-        part._values = json.loads(contents[f"{name}.json"])
+        part._values = parse_json(contents[f"{name}.json"])
         part._tensors = load_tensors(contents[f"{name}.safetensors"])
+        try:
+            dict(part)
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{name} is nothing that a backup writes: {error!r}") from error
         return part
+
+
+def read_part(storage: Storage, number: int, name: str) -> Part:
+    """A part of a backup, every byte and value of it checked.
+
+    Raises:
+        InvalidBackupError: naming what is missing, damaged, or nothing that we write.
+    """
+    contents = storage.read(number, [f"{name}.json", f"{name}.safetensors"])
+    schema = SharedPart if name == "shared" else WorkerPart
+    try:
+        part = Part.from_files(name, contents)
+        schema.model_validate(dict(part))
+    except ValueError as error:  # pydantic's too
+        path = storage.path(number)
+        raise InvalidBackupError(f"{name} in {path} cannot be restored: {error}.") from error
+    return part
 
 
 def _encode(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:

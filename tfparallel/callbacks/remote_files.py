@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tfparallel.callbacks.backup_names import FILE, folder_name, numbered
+from tfparallel.callbacks.local_files import too_large
 
 
 class RemoteFiles:
@@ -74,8 +75,11 @@ class RemoteFiles:
     def abandon(self, number: int) -> None:
         self._remove(number, "writing")
 
-    def read(self, number: int, name: str) -> bytes:
-        return self._store.cat_file(f"{self._object(number)}/{name}")
+    def read(self, number: int, name: str, largest_bytes: int) -> bytes:
+        path = f"{self._object(number)}/{name}"
+        if (size_bytes := self._store.size(path)) > largest_bytes:
+            raise too_large(path, size_bytes, largest_bytes)
+        return self._store.cat_file(path)
 
     def delete(self, number: int) -> None:
         self._store.pipe_file(self._object(number, "deleting"), b"")

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfparallel.callbacks.part import Part
+from tfparallel.callbacks.part import Part, read_part
 from tfparallel.callbacks.storage import BackupError, InvalidBackupError, Manifest, Storage
 from tfparallel.callbacks.workers import Workers, exchange
 
@@ -69,6 +69,5 @@ def _read_parts(
         own = [f"worker-{rank}" for rank in range(manifest.about["num_workers"])]
     parts = {}
     for name in ["shared", *own]:
-        contents = storage.read(number, [f"{name}.json", f"{name}.safetensors"])
-        parts[name] = Part.from_files(name, contents)
+        parts[name] = read_part(storage, number, name)
     return parts

@@ -15,6 +15,12 @@ from typing import Any, Protocol
 from tfparallel.callbacks.backup_names import FILE, MANIFEST
 from tfparallel.callbacks.local_files import LocalFiles
 from tfparallel.callbacks.remote_files import RemoteFiles
+from tfparallel.callbacks.schema import (
+    LARGEST_MANIFEST_BYTES,
+    FileRecord,
+    ManifestContent,
+    parse_json,
+)
 
 FORMAT = 1
 
@@ -25,14 +31,6 @@ class BackupError(RuntimeError):
 
 class InvalidBackupError(BackupError):
     """One backup folder does not hold what its manifest says."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FileRecord:
-    """What the manifest says of a file."""
-
-    size_bytes: int
-    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +73,8 @@ class Files(Protocol):
     def abandon(self, number: int) -> None:
         """Removes a backup that was begun."""
 
-    def read(self, number: int, name: str) -> bytes:
-        """The bytes of a regular file."""
+    def read(self, number: int, name: str, largest_bytes: int) -> bytes:
+        """The bytes of a regular file; an error, before any is read, if there are more."""
 
     def delete(self, number: int) -> None:
         """Makes a backup not count, all of its files at once, then removes them."""
@@ -132,14 +130,14 @@ class Storage:
                 yield chunk
 
         self._files.write(number, name, hashed())
-        return FileRecord(size_bytes, digest.hexdigest())
+        return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
 
     def commit(self, number: int, files: Mapping[str, FileRecord], about: Mapping) -> None:
         """Makes a backup complete: its manifest is written and the backup published."""
         content = {
             "format": FORMAT,
             "about": about,
-            "files": {name: dataclasses.asdict(record) for name, record in files.items()},
+            "files": {name: record.model_dump() for name, record in files.items()},
         }
         content["sha256"] = _hash_of(content)
         self._files.write(number, MANIFEST, [json.dumps(content, indent=1).encode()])
@@ -159,19 +157,28 @@ class Storage:
         """
         where = f"{self.path(number)}/{MANIFEST}"
         try:
-            content = json.loads(self._read_file(number, MANIFEST))
+            content = parse_json(self._read_file(number, MANIFEST, LARGEST_MANIFEST_BYTES))
             found = content.pop("sha256")
             if found != _hash_of(content):
                 raise ValueError("its SHA-256 differs")
-            if content["format"] == FORMAT:
-                files = {name: FileRecord(**record) for name, record in content["files"].items()}
-                return Manifest(content["about"], files, found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if content["format"] != FORMAT:
+                raise InvalidBackupError(
+                    f"{self.path(number)} must have format {FORMAT}. Received: format "
+                    f"{content['format']}, of tfparallel {content['about'].get('tfparallel')}. "
+                    "Restore it with that version."
+                )
+            checked = ManifestContent.model_validate(content)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidBackupError(f"{where} is damaged: {error!r}.") from error
-        raise InvalidBackupError(
-            f"{self.path(number)} must have format {FORMAT}. Received: format {content['format']}, "
-            f"of tfparallel {content['about'].get('tfparallel')}. Restore it with that version."
-        )
+        return Manifest(content["about"], checked.files, found)
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a backup has a manifest that is as it was written; its files are not read."""
+        try:
+            self.manifest(number)
+        except InvalidBackupError:
+            return False
+        return True
 
     def read(self, number: int, names: Iterable[str] | None = None) -> dict[str, bytes]:
         """The files `names` of a backup (None: all), each with the size and hash it should have.
@@ -185,7 +192,7 @@ class Storage:
             path = f"{self.path(number)}/{name}"
             if name not in records or not FILE.fullmatch(name):
                 raise InvalidBackupError(f"{path} is not a file of this backup.")
-            contents[name] = self._read_file(number, name)
+            contents[name] = self._read_file(number, name, records[name].size_bytes)
             received = _record_of(contents[name])
             if received != records[name]:
                 raise InvalidBackupError(
@@ -195,9 +202,9 @@ class Storage:
                 )
         return contents
 
-    def _read_file(self, number: int, name: str) -> bytes:
+    def _read_file(self, number: int, name: str, largest_bytes: int) -> bytes:
         try:
-            return self._files.read(number, name)
+            return self._files.read(number, name, largest_bytes)
         except OSError as error:
             path = f"{self.path(number)}/{name}"
             raise InvalidBackupError(f"{path} cannot be read: {error}.") from error
@@ -216,7 +223,7 @@ class Storage:
 
 
 def _record_of(data: bytes) -> FileRecord:
-    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
+    return FileRecord(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def _hash_of(content: Mapping) -> str:

@@ -5,11 +5,14 @@ dependency. Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
+
+from tfparallel.callbacks.schema import TensorEntry, parse_json
 
 _NAMES = {
     "bool": "BOOL",
@@ -68,16 +71,30 @@ def load_tensors(data: bytes) -> dict[str, np.ndarray]:
     Raises:
         ValueError: if `data` is not such a file.
     """
+    if len(data) < 8:
+        raise ValueError(f"a file of arrays has at least 8 bytes, not {len(data)}")
     (length,) = struct.unpack_from("<Q", data)
     start = 8 + length
-    header = json.loads(data[8:start])
+    if start > len(data):
+        raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
+    header = parse_json(data[8:start])
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is no object but {type(header).__name__}")
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        raw = np.frombuffer(data, np.uint8, end - begin, start + begin)
-        tensors[name] = raw.view(_dtype(entry["dtype"])).reshape(entry["shape"])
-    return tensors
+    return {
+        name: _array(name, TensorEntry.model_validate(entry), memoryview(data)[start:])
+        for name, entry in header.items()
+    }
+
+
+def _array(name: str, entry: TensorEntry, data: memoryview) -> np.ndarray:
+    begin, end = entry.data_offsets
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"{name} of the unknown dtype {entry.dtype!r}")
+    dtype = _dtype(entry.dtype)
+    if end > len(data) or end - begin != math.prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {begin} to {end}")
+    return np.frombuffer(data, np.uint8, end - begin, begin).view(dtype).reshape(entry.shape)
 
 
 def _dtype(name: str) -> np.dtype:

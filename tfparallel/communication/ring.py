@@ -24,11 +24,12 @@ import secrets
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
+
+from tfparallel.communication.listening import accept_known, listen
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
 # Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.
@@ -217,13 +218,13 @@ def connect_ring(
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     problem, connections = None, []
-    with _listener() as listener:
+    with listen(host) as listener:
         address = [host, listener.getsockname()[1], token.hex()]
         addresses = exchange("open a ring", address)
         try:
             next_host, next_port, next_token = addresses[(rank + 1) % num_workers]
             connections.append(_connect(next_host, next_port, bytes.fromhex(next_token)))
-            connections.append(_accept(listener, token))
+            connections.append(accept_known(listener, token, _CONNECT_TIMEOUT_S))
         except OSError as error:
             problem = f"rank {rank} at {host}: {error}"
     problems = [each for each in exchange("have opened a ring", problem) if each]
@@ -235,30 +236,11 @@ def connect_ring(
     return Ring(rank, num_workers, to_next, from_previous, timeout_s)
 
 
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
 def _connect(host: str, port: int, token: bytes) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(token)
     return connection
-
-
-def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """The first connection that knows the token; strangers are turned away."""
-    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        connection, _ = listener.accept()
-        connection.settimeout(_CONNECT_TIMEOUT_S)
-        with contextlib.suppress(OSError):  # of a stranger: its connection is of no interest
-            if secrets.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
-                return connection
-        connection.close()
 
 
 class _Sender:

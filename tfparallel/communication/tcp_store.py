@@ -1,75 +1,97 @@
 """A `Store` of our own: rank 0 keeps it in memory, the others reach it over TCP.
 
-For jobs that have no coordination service. Every connection first shows the job's token; messages
-are lines of JSON. A rank is alive while its first connection is open: the system closes it when the
-process ends, however it ends.
+For jobs that have no coordination service. Every connection first proves that it knows the job's
+token, in time and without sending it; messages are lines of JSON, in clear. A rank is alive while
+its first connection is open: the system closes it when the process ends, however it ends.
 """
 
 import contextlib
+import hashlib
+import hmac
 import json
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from typing import Any
 
+from tfparallel.communication.listening import listen
+
 _CONNECT_TIMEOUT_S = 30.0
+_GREETING_TIMEOUT_S = 5.0
+_CHALLENGE_BYTES = 32
+_MOST_CONNECTIONS = 4096  # each has a thread; a rank needs a handful
+_LARGEST_MESSAGE_BYTES = 1 << 24
 
 
 class StoreServer:
     """Keeps the store; lives in rank 0.
 
+    Args:
+        host: by which the other ranks reach this one; see `listen`.
+
     Attributes:
-        port: where it listens, on all interfaces.
-        token: what a client has to show, hexadecimal.
+        port: where it listens.
+        token: what a client has to know, hexadecimal; it never crosses the network.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         self.token = secrets.token_hex(16)
-        state = _State()
-        token = self.token
-
-        class Handler(socketserver.StreamRequestHandler):
-            """One connection of a client."""
-
-            def handle(self) -> None:
-                """Answers its requests until it closes."""
-                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                shown = self.rfile.readline(len(token) + 1).decode(errors="replace").strip()
-                if not secrets.compare_digest(shown, token):
-                    return
-                rank = None
-                with contextlib.suppress(ConnectionError):  # the client has ended
-                    for line in self.rfile:
-                        request = json.loads(line)
-                        if request["do"] == "join":
-                            rank = request["rank"]
-                        answer = state.answer(**request)
-                        self.wfile.write(json.dumps(answer).encode() + b"\n")
-                if rank is not None:
-                    state.leave(rank)
-
-        self._server = _Server(("", 0), Handler)
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._state, self._places = _State(), threading.Semaphore(_MOST_CONNECTIONS)
+        self._listener = listen(host)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        with contextlib.suppress(OSError):  # not connected, which is nothing new
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                if self._places.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+                else:
+                    connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answers the requests of one connection until it closes."""
+        rank = None
+        try:
+            with connection, contextlib.suppress(OSError):  # the client has ended
+                connection.settimeout(_GREETING_TIMEOUT_S)
+                if not _knows_token(connection, self.token):
+                    return
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                with connection.makefile("rwb") as stream:
+                    while (line := stream.readline(_LARGEST_MESSAGE_BYTES)).endswith(b"\n"):
+                        request = json.loads(line)
+                        if request["do"] == "join":
+                            rank = request["rank"]
+                        answer = self._state.answer(**request)
+                        stream.write(json.dumps(answer).encode() + b"\n")
+                        stream.flush()
+        finally:
+            self._places.release()
+            if rank is not None:
+                self._state.leave(rank)
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    if socket.has_dualstack_ipv6():
-        address_family = socket.AF_INET6
+def _knows_token(connection: socket.socket, token: str) -> bool:
+    """Whether the other side proves, by a hash of what it is sent, that it knows the token."""
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    connection.sendall(challenge)
+    shown = connection.recv(hashlib.sha256().digest_size, socket.MSG_WAITALL)
+    return hmac.compare_digest(shown, _proof(token, challenge))
 
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
+
+def _proof(token: str, challenge: bytes) -> bytes:
+    return hmac.digest(token.encode(), challenge, "sha256")
 
 
 class _State:
@@ -176,12 +198,13 @@ class TcpStore:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+        challenge = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
+        connection.sendall(_proof(self._token, challenge))
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         stream = connection.makefile("rwb")
         connection.close()  # the stream keeps it open
-        stream.write(self._token.encode() + b"\n")
         return stream
 
 

@@ -102,16 +102,11 @@ def _print_checked(
 
 def _verified(storage: "Storage", number: int) -> "Manifest":
     """The manifest of a backup all of whose files are there, as they were written."""
-    from tfparallel.callbacks.part import Part
-    from tfparallel.callbacks.storage import InvalidBackupError
+    from tfparallel.callbacks.part import read_part
 
     manifest = storage.manifest(number)
     for name in part_names(manifest):
-        files = storage.read(number, [f"{name}.json", f"{name}.safetensors"])
-        try:
-            Part.from_files(name, files)
-        except (ValueError, KeyError) as error:  # hashed as it is, but nothing that we wrote
-            raise InvalidBackupError(f"{name} of backup {number}: {error!r}.") from error
+        read_part(storage, number, name)
     return manifest
 
 
@@ -121,7 +116,7 @@ def part_names(manifest: "Manifest") -> list[str]:
 
 
 def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> int:
-    from tfparallel.callbacks.part import Part
+    from tfparallel.callbacks.part import read_part
     from tfparallel.callbacks.storage import InvalidBackupError
 
     numbers = storage.numbers()
@@ -131,7 +126,8 @@ def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> i
         print(f"--number must be one of {listed}. Received: {number}.", file=sys.stderr)
         return NONE_FOUND
     try:
-        manifest = _verified(storage, number)
+        manifest = storage.manifest(number)
+        parts = {name: read_part(storage, number, name) for name in part_names(manifest)}
     except InvalidBackupError as error:
         print(error, file=sys.stderr)
         return INVALID
@@ -141,8 +137,6 @@ def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> i
     files = _table("file", "bytes", "SHA-256")
     for name, record in manifest.files.items():
         files.add_row(name, f"{record.size_bytes:,}", record.sha256)
-    contents = storage.read(number)
-    parts = {name: Part.from_files(name, contents) for name in part_names(manifest)}
     model = parts["shared"]["model"]
     variables = _table("variable", "dtype", "shape")
     for path, array in zip(model["paths"], model["arrays"], strict=True):

@@ -20,6 +20,9 @@ from tfparallel.launch.roles import Role, count_roles, plan_processes
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
+_LONGEST_GRACE_S = 604_800  # a week
+_MOST_PROCESSES = 10_000  # of one kind; a machine has 65,535 ports
+_MOST_RESTARTS = 1_000_000
 
 _NOT_STANDALONE = """\
 launch starts all workers on this machine and expects --standalone. Received: no --standalone.
@@ -107,7 +110,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     launch.add_argument(
         "--grace-seconds",
-        type=_non_negative_float,
+        type=_grace_s,
         metavar="S",
         default=_DEFAULT_GRACE_S,
         help="time between SIGTERM and SIGKILL when workers are stopped (default: %(default)g)",
@@ -208,22 +211,28 @@ def _module_exists(name: str) -> bool:
 
 
 def _positive_int(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected an integer from 1. Received: {text!r}.")
-    return int(text)
+    return _int_between(1, _MOST_PROCESSES, text)
 
 
 def _non_negative_int(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected an integer from 0. Received: {text!r}.")
-    return int(text)
+    return _int_between(0, _MOST_RESTARTS, text)
 
 
-def _non_negative_float(text: str) -> float:
+def _int_between(least: int, most: int, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"expected an integer from {least} to {most}. Received: {text[:40]!r}."
+    )
+
+
+def _grace_s(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more. Received: {text!r}.")
+    if not 0 <= value <= _LONGEST_GRACE_S:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds, from 0 to {_LONGEST_GRACE_S}. Received: {text[:40]!r}."
+        )
     return value

@@ -12,11 +12,14 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        keys = [(key.tag, key.value) for key, _ in node.value]
-        for index, (key, _) in enumerate(node.value):
-            if keys[index] in keys[:index]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # a list or a dict as key: refused by who makes the dict
+            if (key.tag, key.value) in seen:
                 problem = f"the key {key.value!r} a second time"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
         return node
 
 
@@ -84,5 +87,8 @@ def _parse(text: bytes | str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"{where}expected YAML. Received: {error.problem}.") from None
+    except RecursionError:
+        problem = "lists or sections that are too deep in one another"
+        raise ValueError(f"expected sections of settings. Received: {problem}.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         raise ValueError(f"expected YAML. Received: {error}.") from None

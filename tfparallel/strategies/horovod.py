@@ -166,9 +166,9 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         """Rank 0 keeps what ranks agree on, and tells the others where."""
         address = ""
         if self._is_chief:
-            server = StoreServer()
-            weakref.finalize(self, server.close)
             host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+            server = StoreServer(host)
+            weakref.finalize(self, server.close)
             address = f"{host} {server.port} {server.token}"
         encoded = tf.io.decode_raw(tf.constant(address.ljust(512)), tf.uint8)
         encoded = broadcast(encoded, self._process_set)

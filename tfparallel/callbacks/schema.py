@@ -1,0 +1,165 @@
+"""What a backup must look like before anything in it is used.
+
+Its hashes find damage. What was written on purpose, by another program or by an attacker, has right
+hashes: so all that is read has to be of the types below.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf
+from pydantic import model_validator as validates_model
+
+LARGEST_MANIFEST_BYTES = 1 << 26
+_MOST_WORKERS = 1_000_000
+
+
+def _as_python(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _accepted_by(set_state: Callable) -> Callable:
+    """What lets a state through that `set_state`, of a generator of its own, takes."""
+
+    def check(state: Any) -> Any:
+        try:
+            set_state(state)
+        except Exception as error:  # of whatever type a generator has for a state that is none
+            raise ValueError(f"no state of a random generator: {error!r}") from error
+        return state
+
+    return check
+
+
+def _set_python(state: list) -> None:
+    version, internal, next_gauss = state
+    random.Random().setstate((version, tuple(internal.tolist()), next_gauss))
+
+
+Count = Annotated[int, BeforeValidator(_as_python), Field(ge=0, lt=1 << 63)]
+NumWorkers = Annotated[int, Field(ge=1, le=_MOST_WORKERS)]
+Array = InstanceOf[np.ndarray]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class FileRecord(_Checked):
+    """What the manifest says of a file."""
+
+    size_bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class About(_Checked):
+    """What the writer of a backup says of it; what it says beyond this is kept, too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_workers: NumWorkers
+    epoch: Count = 0
+    batch: Count = 0
+    time: str = ""
+    strategy: str = ""
+    tfparallel: str = ""
+    tensorflow: str = ""
+    keras: str = ""
+
+
+class ManifestContent(_Checked):
+    """The manifest, without its own hash."""
+
+    format: int
+    about: About
+    files: dict[str, FileRecord]
+
+
+class TensorEntry(_Checked):
+    """What the header of a file of arrays says of one of them."""
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+
+class _Progress(_Checked):
+    epoch: Count
+    batch: Count
+    logs: dict[str, Any]
+
+
+class _Model(_Checked):
+    paths: list[str]
+    arrays: list[Array]
+
+    @validates_model(mode="after")
+    def _has_a_path_for_each_array(self) -> "_Model":
+        if len(self.paths) != len(self.arrays):
+            raise ValueError(f"{len(self.paths)} paths for {len(self.arrays)} arrays")
+        return self
+
+
+class SharedPart(_Checked):
+    """The part that the chief writes; see `snapshot.py`."""
+
+    num_workers: NumWorkers
+    progress: _Progress
+    stop_training: bool
+    model: _Model
+    callbacks: dict[str, Any]
+
+
+class _Host(_Checked):
+    python: Annotated[list, AfterValidator(_accepted_by(_set_python))]
+    numpy: Annotated[
+        dict[str, Any], AfterValidator(_accepted_by(np.random.RandomState().set_state))
+    ]
+
+
+class _Random(_Checked):
+    host: _Host
+    tensorflow: Annotated[list, AfterValidator(_accepted_by(_set_python))] | None
+    keras: Array | None
+
+
+class _Input(_Checked):
+    taken: list[Count]
+    goes_on: bool
+    steps_seen: Count
+    num_batches: Count | None
+    has_checkpoint: bool | None
+    checkpoint: list[Array] | None
+    random: dict[str, Any]  # empty before the first iterator
+
+    @validates_model(mode="after")
+    def _says_where_it_goes_on(self) -> "_Input":
+        if self.goes_on:
+            if not self.taken:
+                raise ValueError("an iterator that goes on, and none that was made")
+            _Host.model_validate(self.random)
+        return self
+
+
+class WorkerPart(_Checked):
+    """The part that each worker writes; see `snapshot.py`."""
+
+    metrics: list[list[Array]]
+    compression: dict[str, Array | InstanceOf[np.generic]]
+    random: _Random
+    input: _Input
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that `data` spells.
+
+    Raises:
+        ValueError: if it is no JSON, or nested too deeply to be ours.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("lists and dicts that are too deep in one another") from None
