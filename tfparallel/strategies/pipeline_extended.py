@@ -117,9 +117,12 @@ class PipelineExtended(LocalExtended):
         if isinstance(owner, BaseOptimizer):
             return StageVariable if self._creation.is_slot else OptimizerNumber
         owner = owner or layer_of_late_variable()
-        is_average = isinstance(owner, keras.layers.BatchNormalization) and not kwargs["trainable"]
-        is_in_turn = is_average or isinstance(owner, keras.random.SeedGenerator)
-        return SequentialVariable if is_in_turn else LayerVariable
+        is_state = isinstance(owner, keras.Layer) and not kwargs.get("trainable")
+        is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM
+        is_average = isinstance(owner, keras.layers.BatchNormalization)
+        is_in_turn = is_state and (is_sum or is_average)
+        is_seed = isinstance(owner, keras.random.SeedGenerator)
+        return SequentialVariable if is_in_turn or is_seed else LayerVariable
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._creation.device,)

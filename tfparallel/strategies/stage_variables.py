@@ -43,7 +43,9 @@ class LayerVariable(StageVariable):
     """
 
     def _changes(self) -> StateChanges | None:
-        return None if self._needs_aggregation() else self.distribute_strategy.extended._changes
+        of_batch = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
+        is_once = self.aggregation in of_batch
+        return self.distribute_strategy.extended._changes if is_once else None
 
     def _seen(self) -> tf.Tensor | None:
         changes = self._changes()
