@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tests.random_models.draw import local_trials, pipeline_trials
 from tests.random_models.training import assert_trains_as_on_one_device
 
-ATOL = 1e-6  # 1e-9 where weights of rows have the dtype of the gradients
+ATOL = 1e-9
 CHUNKS = range(6)  # of 50 models: one that fails does not hide what the others find
 
 
