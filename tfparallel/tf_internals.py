@@ -176,6 +176,7 @@ __all__ = [
     "surround_epochs",
     "trainer_that_builds",
     "unique_number",
+    "unrepeatable_parts",
     "values_util",
     "variable_accessed",
     "with_body",
@@ -486,3 +487,19 @@ def dataset_as_graph(dataset: tf.data.Dataset, largest_bytes: int) -> tf.compat.
     except tf.errors.OpError:  # a generator, `py_function`, random operations, lookup tables
         return None
     return tf.compat.v1.GraphDef.FromString(serialized) if len(serialized) < largest_bytes else None
+
+
+def unrepeatable_parts(dataset: Any) -> list[str]:
+    """What of a `tf.data.Dataset` gives another order in each process; nothing of what is no such.
+
+    Datasets keep what they were made with to themselves.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return []
+    names = [name for each in dataset._inputs() for name in unrepeatable_parts(each)]
+    if not any(int(vars(dataset).get(seed, 1)) for seed in ("_seed", "_seed2")):
+        names.append("shuffle without a seed")
+    is_deterministic = vars(dataset).get("_deterministic")
+    if is_deterministic == "false" or dataset.options().deterministic is False:
+        names.append("deterministic=False")
+    return list(dict.fromkeys(names))

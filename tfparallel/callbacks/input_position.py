@@ -7,7 +7,10 @@ class stands between the two and counts what is taken from each. To come back to
    iterator is made. One batch of each is read: enough where epochs differ by nothing else. All
    batches are read where the input keeps a state of its own (stateful ops, Python generators).
 2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
-   dataset supports one. Elsewhere the batches that were trained on are read again and dropped.
+   dataset supports one. Of a `shuffle` that has come to its end, also because a `prefetch` has, it
+   does not hold how far the seeds of later passes have come: then it is set to the beginning of its
+   pass. From there, or where there is no checkpoint from the first batch of all, the batches that
+   were trained on are read again and dropped.
    Where workers read batches by numbers, it is the iterator of the numbers.
    While that goes on, Python's and NumPy's random states are what they were then.
 
@@ -27,6 +30,10 @@ import tensorflow as tf
 
 from tfparallel.callbacks.random_states import host_random_state, set_host_random_state
 from tfparallel.callbacks.resumable import GeneratorPosition
+from tfparallel.tf_internals import unrepeatable_parts
+
+# What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
+_SEEDS_DRAWN = b"num_random_samples"
 
 
 class InputPosition:
@@ -45,6 +52,7 @@ class InputPosition:
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
         self._has_checkpoints: bool | None = None  # not known before the first save
@@ -61,6 +69,7 @@ class InputPosition:
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
         self._taken.append(0)
+        self._beginning = None if self._has_checkpoints is False else self._checkpoint()
         return self._last
 
     def took(self, num_batches: int) -> None:
@@ -81,9 +90,14 @@ class InputPosition:
         spans_epochs = iterator.steps_per_epoch is not None
         goes_on = is_mid_epoch or (spans_epochs and iterator._current_iterator is not None)
         checkpoint = None
+        num_to_drop = 0
+        if self._has_checkpoints is None:
+            self._tell_what_differs()
         if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
             checkpoint = self._checkpoint()
             self._has_checkpoints = checkpoint is not None
+        if goes_on and checkpoint and self._beginning and self._lacks_seeds(checkpoint):
+            checkpoint, num_to_drop = self._beginning, self._taken[-1]
         return {
             "taken": list(self._taken),
             "goes_on": goes_on,  # whether the last iterator still has batches to give
@@ -92,9 +106,25 @@ class InputPosition:
             "random": self._random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
+            "num_to_drop": num_to_drop,  # batches after the checkpoint
             "is_of_numbers": _position(self._last) is not self._last,
             "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
+
+    def _tell_what_differs(self) -> None:
+        """Names what makes the order of batches another one in each process."""
+        names = unrepeatable_parts(self._dataset)
+        if names:
+            tf.get_logger().warning(
+                "A resumed training reads this dataset in another order: %s. Give shuffles a seed "
+                "(or call keras.utils.set_random_seed), and leave deterministic=False out.",
+                ", ".join(names),
+            )
+
+    def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
+        """Whether later passes would be wrong after it, in an order that can be right."""
+        is_lacking = _num_shuffles(checkpoint) < _num_shuffles(self._beginning or [])
+        return is_lacking and not unrepeatable_parts(self._dataset)
 
     def _checkpoint(self) -> list[np.ndarray] | None:
         """The state of the last iterator, or None where the dataset has none that can be saved."""
@@ -152,6 +182,8 @@ class InputPosition:
         elif _can_restore(iterator, state):
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
             _position(iterator)._restore_from_tensors({"_STATE": tf.stack(parts)})
+            self._beginning = state["checkpoint"]
+            _drop(iterator, state.get("num_to_drop", 0))
         else:
             self._count_cost(_drop(iterator, state["taken"][-1]), started)
         set_host_random_state(now)
@@ -182,6 +214,11 @@ def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
     position = _position(iterator)
     is_of_same = state.get("is_of_numbers", False) == (position is not iterator)
     return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
+
+
+def _num_shuffles(checkpoint: list[np.ndarray]) -> int:
+    """Of how many shuffles a checkpoint tells how far their seeds have come."""
+    return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
 
 
 def _py_dataset(epoch_iterator: Any) -> Any:

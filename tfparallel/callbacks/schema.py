@@ -133,6 +133,7 @@ class _Input(_Checked):
     num_batches: Count | None
     has_checkpoint: bool | None
     checkpoint: list[Array] | None
+    num_to_drop: Count = 0
     random: dict[str, Any]  # empty before the first iterator
 
     @validates_model(mode="after")
