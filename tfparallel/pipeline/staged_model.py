@@ -209,11 +209,9 @@ class _Calls:
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self._current_microbatch()
-        stage = self._executor.stage_of_call(stage, microbatch, arguments)
-        given_values = [change.value for change in given]
-        flat = self._executor.call(
-            stage, microbatch, key, flat_function, [*arguments, *given_values], **options
-        )
+        given_tensors = [*arguments, *(change.value for change in given)]
+        stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
+        flat = self._executor.call(stage, microbatch, key, flat_function, given_tensors, **options)
         result = self._results[key]
         flat, values = _split(flat, len(flat) - len(result.changed))
         self._changes.add(result.changed, values, layers)
