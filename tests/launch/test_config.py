@@ -265,7 +265,7 @@ def test_every_strategy_has_a_config_in_the_repository():
         (
             "{name: pipeline, devices: ['CPU:0', 'CPU:1'], num_microbatches: 3}",
             "PipelineStrategy",
-            3,
+            1,
         ),
     ],
 )

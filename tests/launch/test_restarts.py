@@ -153,4 +153,4 @@ def test_a_wrong_number_is_refused(tmp_path):
     with Launcher(tmp_path, "pass", "--max-restarts=-1") as launcher:
         _, stderr = launcher.process.communicate()
     assert launcher.process.returncode == 2
-    assert "expected an integer from 0. Received: '-1'" in stderr
+    assert "expected an integer from 0 to 1000000. Received: '-1'" in stderr

@@ -18,6 +18,7 @@ from tfparallel.strategies.replica_step import current_replica_step
 from tfparallel.strategies.row_trial import (
     GathersRowsError,
     Outcome,
+    TakesTensorsError,
     UntriableError,
     found_for,
     trial,
@@ -95,7 +96,7 @@ class _Calls:
                 kind = _tried(self._layer, args, each, index, count)
             except GathersRowsError:
                 return "mean"
-            except UntriableError as raised:
+            except (TakesTensorsError, UntriableError) as raised:
                 error = raised.__cause__
                 continue
             if kind is not None:

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfparallel.strategies.row_trial import (
     GathersRowsError,
     Outcome,
+    TakesTensorsError,
     UntriableError,
     found_for,
     trial,
@@ -212,7 +213,7 @@ def _kind_of_outcome(owner: Any, outcome: Callable, specs: tuple, is_masked: boo
     try:
         with trial():
             found = found_for(outcome, *specs)
-    except GathersRowsError:
+    except (GathersRowsError, TakesTensorsError):
         return "rows"
     except UntriableError as error:
         return _not_tried(owner, error.__cause__)

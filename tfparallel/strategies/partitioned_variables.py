@@ -11,9 +11,9 @@ anywhere else                                  all parts, one after      each pa
 Note: gradients of what a loop reads
 ------------------------------------
 The gradient of the whole is recorded on the gradient tape, as if it were one variable's. The body
-of a loop (every RNN of Keras has one), a branch, or a `tf.function` inside of the step is
-differentiated as a graph, in which only its own part would count for each of the parts. So what a
-tape watches is read where the step is traced, before the loop, and the loop takes it as an input.
+of a loop (every RNN of Keras has one), or of a branch, is differentiated as a graph, in which only
+its own part would count for each of the parts. So what a tape watches is read where the step is
+traced, before the loop, and the loop takes it as an input.
 
 An optimizer that treats every number alike runs once for each part, where the part is: neither
 weights nor slots move. One that looks at the whole (`Adafactor`, `Lamb`, `Muon`) gets the whole.
@@ -86,31 +86,36 @@ def of_part(index: int) -> Iterator[None]:
         _thread.part = None
 
 
-def _graphs_within_step() -> tuple[list, Any]:
-    """The graphs inside of the step's that a tape's gradients would pass, and the step's."""
+def _loops_around() -> tuple[list, Any]:
+    """The graphs of loops and branches that a tape's gradients would pass, and that around them.
+
+    Raises:
+        NotImplementedError: in a `tf.function` inside of the step: it may be called in another step
+            than it was traced in, and cannot take what is read before it.
+    """
     graph: Any = tf.compat.v1.get_default_graph()
     inner: list = []
     if tf.executing_eagerly() or not record.could_possibly_record():
         return inner, graph
-    # Contexts of ours know the graph that is traced, and so do TensorFlow's threads of replicas.
-    knows = (distribute_lib.get_replica_context(), threading.current_thread())
-    step = next(filter(None, (getattr(each, "graph", None) for each in knows)), None)
-    graphs = _with_outer(graph)
-    if step in graphs:
-        return graphs[: graphs.index(step)], step
     while getattr(graph, "is_control_flow_graph", False):
         inner.append(graph)
         graph = graph.outer_graph
+    # Contexts of ours know the graph that is traced, and so do TensorFlow's threads of replicas.
+    knows = (distribute_lib.get_replica_context(), threading.current_thread())
+    step = next(filter(None, (getattr(each, "graph", None) for each in knows)), None)
+    if step in _outer_graphs(graph):
+        raise NotImplementedError(
+            "A partitioned variable gets its gradient where the step itself, a loop or a branch "
+            "reads it. Received: a read in a tf.function within the step. Remove the @tf.function: "
+            "the step is compiled as a whole."
+        )
     return inner, graph
 
 
-def _with_outer(graph: Any) -> list:
-    """A graph of a function and those around it."""
-    graphs = []
+def _outer_graphs(graph: Any) -> Iterator[Any]:
     while isinstance(graph, FuncGraph):
-        graphs.append(graph)
         graph = graph.outer_graph
-    return graphs
+        yield graph
 
 
 class Partitioned(RowsOnServers):
@@ -167,7 +172,7 @@ class Partitioned(RowsOnServers):
 
     def _where_the_step_is_traced(self) -> contextlib.AbstractContextManager:
         """The graph in which reads are recorded; see "gradients of what a loop reads"."""
-        inner, outer = _graphs_within_step()
+        inner, outer = _loops_around()
         if not inner:
             return contextlib.nullcontext()
         self._read_before.update(inner)
@@ -237,7 +242,7 @@ class Partitioned(RowsOnServers):
         if _is_exporting():
             return self._exported().sparse_read(indices, name=name)
         indices = tf.convert_to_tensor(indices)
-        if self.trainable and _graphs_within_step()[0]:
+        if self.trainable and _loops_around()[0]:
             return tf.gather(self.whole(), indices, name=name)
         flat = tf.reshape(indices, [-1])
         with record.stop_recording():

@@ -89,6 +89,10 @@ class GathersRowsError(Exception):
     """The function that is tried gathers rows by itself."""
 
 
+class TakesTensorsError(Exception):
+    """The function takes tensors of the step beside its arguments: they are of its own rows."""
+
+
 _thread = threading.local()
 
 
@@ -121,6 +125,7 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
     Raises:
         UntriableError: from the last error.
         GathersRowsError: from the function.
+        TakesTensorsError: from its first use of a tensor that is no argument of it.
     """
     found: Found | None = None
     error: Exception | None = None
@@ -136,6 +141,8 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
         except GathersRowsError:
             raise
         except Exception as raised:  # these rows do not suit the program
+            if "out of scope" in str(raised):  # TensorFlow's errors of it are of several types
+                raise TakesTensorsError from raised
             error = raised
             continue
         own = _compared(*outcomes)
