@@ -258,7 +258,7 @@ STRATEGIES = [
         num_replicas=3,
         num_workers=3,
         devices_per_worker=1,
-        few=NUMBER_OF_REPLICAS,
+        few=(*NUMBER_OF_REPLICAS, "unbuilt.vae"),
         exempt=_ONE_PROCESS,
     ),
     Row(
@@ -278,7 +278,7 @@ STRATEGIES = [
         num_workers=3,
         devices_per_worker=1,
         environments=horovod_environments,
-        few=NUMBER_OF_REPLICAS,
+        few=(*NUMBER_OF_REPLICAS, "unbuilt.vae"),
         exempt=_ONE_PROCESS,
     ),
 ]

@@ -36,7 +36,7 @@ _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {s
 
 
 class BuildContext(ReplicaContext):
-    """The only replica of a step that is traced for the variables it makes.
+    """The only replica of a step that is traced for the variables it makes: this worker's first.
 
     Args:
         strategy: of the model.
@@ -44,7 +44,7 @@ class BuildContext(ReplicaContext):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
-        super().__init__(strategy, 0)
+        super().__init__(strategy, strategy.extended._get_replica_id_in_sync_group(0))
         self.graph = graph
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
