@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tfparallel.pipeline.executor import Executor
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.schedules.registry import build_schedule
-from tfparallel.pipeline.simulation import simulate
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
+from tfparallel.pipeline.plans.simulation import simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 WIDTH = 4

@@ -18,20 +18,27 @@ if importlib.util.find_spec("tensorflow") is None:
 
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression
+    from tfparallel.coordination import cluster
+    from tfparallel.coordination.cluster import (
+        ClusterConfig,
+        ClusterConfigError,
+        read_tf_config,
+    )
     from tfparallel.elastic import ElasticJob, run_elastic
+    from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
+    from tfparallel.replicas.row_chunks import in_chunks
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
-    from tfparallel.strategies.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
-    from tfparallel.strategies.row_chunks import in_chunks
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
     "callbacks": "tfparallel.callbacks",
+    "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
 }
 _MODULES = {
@@ -43,16 +50,21 @@ _MODULES = {
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
+    "ClusterConfig": "tfparallel.coordination.cluster",
+    "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
-    "coupled_loss": "tfparallel.strategies.loss_kinds",
-    "in_chunks": "tfparallel.strategies.row_chunks",
-    "mean_loss": "tfparallel.strategies.loss_kinds",
+    "coupled_loss": "tfparallel.replicas.loss_kinds",
+    "in_chunks": "tfparallel.replicas.row_chunks",
+    "mean_loss": "tfparallel.replicas.loss_kinds",
+    "read_tf_config": "tfparallel.coordination.cluster",
     "run_elastic": "tfparallel.elastic",
-    "sum_loss": "tfparallel.strategies.loss_kinds",
+    "sum_loss": "tfparallel.replicas.loss_kinds",
 }
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterConfig",
+    "ClusterConfigError",
     "ElasticJob",
     "HorovodStrategy",
     "MirroredStrategy",
@@ -63,10 +75,12 @@ __all__ = [
     "TPUStrategy",
     "__version__",
     "callbacks",
+    "cluster",
     "compression",
     "coupled_loss",
     "in_chunks",
     "mean_loss",
+    "read_tf_config",
     "run_elastic",
     "sum_loss",
 ]

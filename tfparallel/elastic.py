@@ -13,11 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks.writer import end_all
-from tfparallel.communication import horovod
-from tfparallel.communication.agreement import Agreement, PeerEndedError
-from tfparallel.communication.horovod import HorovodInternalError, HostsUpdatedInterrupt
-from tfparallel.tf_internals import context
+from tfparallel.callbacks.backup.writer import end_all
+from tfparallel.communication import horovod_collectives as horovod
+from tfparallel.communication.horovod_collectives import HorovodInternalError, HostsUpdatedInterrupt
+from tfparallel.coordination.agreement import Agreement, PeerEndedError
+from tfparallel.internals import context
 
 
 class ElasticJob(horovod.State):

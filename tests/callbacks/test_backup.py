@@ -12,10 +12,10 @@ import pytest
 import tfparallel
 from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel.callbacks import BackupAndRestore, BackupError
-from tfparallel.callbacks.model_state import mirrored_state
+from tfparallel.callbacks.backup.model_state import mirrored_state
+from tfparallel.callbacks.backup.storage import Storage
+from tfparallel.callbacks.backup.writer import writer_for
 from tfparallel.callbacks.preemption import EXIT_STATUS
-from tfparallel.callbacks.storage import Storage
-from tfparallel.callbacks.writer import writer_for
 
 BATCHES = 3  # of an epoch
 

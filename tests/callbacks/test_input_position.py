@@ -9,7 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.callbacks.input_position import InputPosition
+from tfparallel.callbacks.backup.input_position import InputPosition
 
 NUM_PASSES = 3
 

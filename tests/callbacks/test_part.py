@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfparallel.callbacks.part import Part
-from tfparallel.callbacks.tensor_file import dump_tensors, load_tensors
+from tfparallel.callbacks.backup.part import Part
+from tfparallel.callbacks.backup.tensor_file import dump_tensors, load_tensors
 
 
 def through_files(part: Part) -> Part:

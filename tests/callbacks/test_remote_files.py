@@ -10,7 +10,7 @@ import pytest
 from tests.callbacks.test_backup import Interrupt, fit
 from tests.callbacks.test_storage import FILES, child_killed_after, save
 from tfparallel.callbacks import BackupAndRestore, BackupError
-from tfparallel.callbacks.storage import InvalidBackupError, Storage
+from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 
 fsspec = pytest.importorskip("fsspec", reason="remote folders need fsspec")
 

@@ -11,7 +11,7 @@ from tests.callbacks.test_backup import Interrupt
 from tests.callbacks.trainings import Batches
 from tests.helpers import tiny_compile_options
 from tfparallel.callbacks import BackupAndRestore, resumable
-from tfparallel.callbacks.resumable import GeneratorPosition
+from tfparallel.callbacks.backup.resumable import GeneratorPosition
 
 
 def fit(batches, *callbacks):

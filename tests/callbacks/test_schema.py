@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.callbacks.part import Part, read_part
-from tfparallel.callbacks.storage import InvalidBackupError, Storage
-from tfparallel.callbacks.tensor_file import load_tensors
+from tfparallel.callbacks.backup.part import Part, read_part
+from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
+from tfparallel.callbacks.backup.tensor_file import load_tensors
 
 
 def parts() -> dict[str, Part]:

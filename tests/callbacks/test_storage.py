@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tfparallel.callbacks.commit import delete_old
-from tfparallel.callbacks.storage import InvalidBackupError, Storage
+from tfparallel.callbacks.backup.commit import delete_old
+from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 
 ABOUT = {"tfparallel": "1", "num_workers": 1}
 FILES = ("shared.json", "shared.safetensors")
@@ -79,7 +79,7 @@ def test_refuses_symbolic_links(storage, tmp_path):
 
 
 def test_refuses_a_backup_of_another_format(storage, monkeypatch):
-    monkeypatch.setattr("tfparallel.callbacks.storage.FORMAT", 2)
+    monkeypatch.setattr("tfparallel.callbacks.backup.storage.FORMAT", 2)
     number = save(storage)
     monkeypatch.undo()
     with pytest.raises(InvalidBackupError, match="must have format 1. Received: format 2"):

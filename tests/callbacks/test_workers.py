@@ -10,8 +10,8 @@ from tests.callbacks.results import assert_equal_results
 from tests.callbacks.zygote import Zygote
 from tests.launch.jobs import ROOT, Launcher
 from tests.multi_process.pool import cluster_environments
+from tfparallel.callbacks.backup.storage import Storage
 from tfparallel.callbacks.preemption import EXIT_STATUS
-from tfparallel.callbacks.storage import Storage
 
 
 @pytest.fixture(scope="module")

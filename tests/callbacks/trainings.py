@@ -17,7 +17,7 @@ import tfparallel
 from tests.conformance.cases.unbuilt import GAN
 from tests.helpers import numbered, open_logical_cpus, tiny_data
 from tfparallel.callbacks import BackupAndRestore
-from tfparallel.strategies.model_optimizers import optimizers_of
+from tfparallel.replicas.model_optimizers import optimizers_of
 
 EPOCHS = 4
 ROWS, BATCH = 40, 12  # four batches, the last of 4 rows: uneven for three replicas
@@ -218,7 +218,7 @@ class Batches:
 def mirrored_resumable_generator(*arguments):
     open_logical_cpus(2)
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
-    data = lambda: tfparallel.callbacks.resumable(Batches())  # noqa: E731
+    data = lambda: tfparallel.callbacks.backup.resumable(Batches())  # noqa: E731
     _train(strategy, arguments, data=data, steps_per_epoch=4)
 
 

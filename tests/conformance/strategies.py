@@ -117,7 +117,7 @@ _servers: list[ServerProcesses] = []  # they end with this process
 
 # BatchNorm sees one microbatch at a time; tests/strategies/test_pipeline.py
 _WITH_BATCH_NORM = ("batch_norm.", "double_precision.batch_norm", "models.cnn", "models.nested")
-# Layers of a pipeline are computed apart; tests/strategies/test_all_rows.py
+# Layers of a pipeline are computed apart; tests/replicas/test_all_rows.py
 _NOT_OF_STAGES = (*_WITH_BATCH_NORM, "coupled_losses.all_rows_in_layer")
 # Replica 1 of a variable that exists once reads what replica 0 has assigned in both calls.
 _OF_OWN_COPIES = ("layer_state.a_layer_called_twice",)

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import momentum_sgd, tiny_compile_options, tiny_data
-from tfparallel.communication.agreement import DisagreementError
 from tfparallel.compression import PowerSGD
+from tfparallel.coordination.agreement import DisagreementError
 
 
 class AfterThreeBatches(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ import pytest
 from tests.callbacks.test_backup import Interrupt, fit
 from tests.launch.jobs import ROOT
 from tfparallel.callbacks import BackupAndRestore
-from tfparallel.callbacks.storage import Storage
+from tfparallel.callbacks.backup.storage import Storage
 from tfparallel.launch.cli import main
 
 

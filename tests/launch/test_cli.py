@@ -116,7 +116,7 @@ def test_repeats_a_traceback_at_the_end(tfparallel, tmp_path):
 def test_tensorflow_workers_reduce_together(tfparallel, tmp_path):
     (tmp_path / "train.py").write_text("""
 import tensorflow as tf
-from tfparallel.cluster import read_tf_config
+from tfparallel.coordination.cluster import read_tf_config
 
 theirs = tf.distribute.cluster_resolver.TFConfigClusterResolver()
 config = read_tf_config()

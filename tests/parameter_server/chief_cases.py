@@ -25,9 +25,9 @@ import tfparallel
 from benchmarks.network import sent_by_this_process
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
+from tfparallel.internals import context
 from tfparallel.parameter_server import Timeouts
-from tfparallel.strategies.shared_batches import SharedArrays, SharedDataset
-from tfparallel.tf_internals import context
+from tfparallel.parameter_server.shared_batches import SharedArrays, SharedDataset
 
 ROWS, BATCH = 200, 7
 CASES: dict[str, Callable] = {}

@@ -2,8 +2,8 @@
 
 import os
 
-from tfparallel.cluster import read_tf_config
-from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
 from tfparallel.pipeline import remote_stages
 from tfparallel.pipeline.remote_stages import StageCluster
 

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
-from tfparallel.cluster import ClusterConfig, read_tf_config
-from tfparallel.parameter_server.cluster import ParameterServerCluster
-from tfparallel.servers.security import check_network
+from tfparallel.coordination.cluster import ClusterConfig, read_tf_config
+from tfparallel.coordination.security import check_network
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 
 MANIFEST = Path(__file__).parents[2] / "examples/kubernetes/tfjob_parameter_server.yaml"
 

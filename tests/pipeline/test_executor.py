@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.pipeline.action import Action
 from tfparallel.pipeline.executor import Executor
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.schedules.registry import build_schedule
+from tfparallel.pipeline.plans.action import Action
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
 

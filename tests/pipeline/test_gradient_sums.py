@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.gradient_sums import sum_gradients
-from tfparallel.pipeline.schedules.registry import build_schedule
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
 NUM_MICROBATCHES = 3

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from tests.helpers import momentum_sgd
 from tfparallel import PipelineStrategy
-from tfparallel.tf_internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 
 CPUS = ["CPU:0", "CPU:1"]
 SHAPE = (8, 8, 3)

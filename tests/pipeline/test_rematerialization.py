@@ -5,8 +5,8 @@ import tensorflow as tf
 
 from tests.pipeline.test_executor import DEVICES
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.schedules.registry import build_schedule
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from tests.helpers import (
 )
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
+from tfparallel.internals import context
 from tfparallel.pipeline.remote_stages import StageLost, Timeouts
-from tfparallel.tf_internals import context
 
 CASES: dict[str, Callable] = {}
 _STAGE_S = 4.0  # much longer than any process of a test is kept from answering

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.parameter_server.spawner import REPOSITORY, process_environment
 from tfparallel import PipelineStrategy
-from tfparallel.cluster import ClusterConfigError
+from tfparallel.coordination.cluster import ClusterConfigError
 
 SCRIPT = """
 import keras, numpy as np, tfparallel

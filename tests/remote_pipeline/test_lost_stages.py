@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from tfparallel.servers.probe import is_answering, is_listening
-from tfparallel.servers.watch import _cut_connections
+from tfparallel.coordination.probe import is_answering, is_listening
+from tfparallel.coordination.watch import _cut_connections
 
 
 @pytest.mark.parametrize("name", ["stage_is_killed", "stage_is_stopped"])

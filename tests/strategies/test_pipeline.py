@@ -9,7 +9,7 @@ from keras import layers
 from tests.conformance.models import MODELS
 from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel import PipelineStrategy
-from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.plans.schedule import Schedule
 
 CPUS = [f"CPU:{i}" for i in range(4)]
 

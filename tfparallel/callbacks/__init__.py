@@ -5,11 +5,11 @@ They load on first use, so that the command line reads backups without TensorFlo
 
 from typing import TYPE_CHECKING, Any
 
-from tfparallel.callbacks.resumable import resumable
-from tfparallel.callbacks.storage import BackupError
+from tfparallel.callbacks.backup.resumable import resumable
+from tfparallel.callbacks.backup.storage import BackupError
 
 if TYPE_CHECKING:
-    from tfparallel.callbacks.backup import BackupAndRestore
+    from tfparallel.callbacks.backup.callback import BackupAndRestore
 
 __all__ = ["BackupAndRestore", "BackupError", "resumable"]
 
@@ -17,7 +17,7 @@ __all__ = ["BackupAndRestore", "BackupError", "resumable"]
 def __getattr__(name: str) -> Any:
     if name != "BackupAndRestore":
         raise AttributeError(f"module 'tfparallel.callbacks' has no attribute {name!r}")
-    from tfparallel.callbacks.backup import BackupAndRestore
+    from tfparallel.callbacks.backup.callback import BackupAndRestore
 
     return BackupAndRestore
 

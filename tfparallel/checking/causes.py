@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.checking.step import Outcome, Step, variables_of
-from tfparallel.tf_internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
 

@@ -7,14 +7,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.callbacks.random_states import random_state
+from tfparallel.callbacks.backup.random_states import random_state
 from tfparallel.checking import causes
 from tfparallel.checking.rebuild import Build, rebuild
 from tfparallel.checking.report import Difference, StepCheck
 from tfparallel.checking.step import Outcome, Step, kind_of, values_of, variables_of
 from tfparallel.checking.traces import no_trace, put_back_seeds
-from tfparallel.strategies.checks import check_model
-from tfparallel.tf_internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.replicas.checks import check_model
 
 _NUDGES = 3  # steps with weights moved in their last digit, to see what rounding does
 _MARGIN = 10  # rounding is up to this times what a nudge did

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.tf_internals import BaseOptimizer
+from tfparallel.internals import BaseOptimizer
 
 Build = Callable[[], keras.Model]
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.tf_internals import BaseOptimizer
+from tfparallel.internals import BaseOptimizer
 
 
 def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import plan_buckets
-from tfparallel.tf_internals import (
+from tfparallel.internals import (
     CollectiveAllReduce,
     DistributedValues,
     Mirrored,

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tfparallel.communication.listening import accept_known, listen
+from tfparallel.coordination.listening import accept_known, listen
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
 # Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.

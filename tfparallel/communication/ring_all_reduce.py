@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.joining import join, split
 from tfparallel.communication.ring import Ring
-from tfparallel.tf_internals import CollectiveAllReduce, ReduceOp, ResourceVariable
+from tfparallel.internals import CollectiveAllReduce, ReduceOp, ResourceVariable
 
 
 class RingAllReduce(BucketedAllReduce):

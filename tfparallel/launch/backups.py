@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tfparallel.callbacks.storage import Manifest, Storage
+    from tfparallel.callbacks.backup.storage import Manifest, Storage
 
 VALID, INVALID, NONE_FOUND = 0, 1, 2  # exit statuses
 
@@ -46,7 +46,7 @@ def add_backups_command(commands: Any) -> None:
 def _run(action: Callable[[argparse.Namespace, "Storage", "Console"], int], args: Any) -> int:
     from rich.console import Console
 
-    from tfparallel.callbacks.storage import Storage
+    from tfparallel.callbacks.backup.storage import Storage
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -85,7 +85,7 @@ def _print_checked(
     row: Callable[["Manifest"], list[str]],
 ) -> int:
     """Prints a row for each backup, then what is wrong with any; returns the exit status."""
-    from tfparallel.callbacks.storage import InvalidBackupError
+    from tfparallel.callbacks.backup.storage import InvalidBackupError
 
     problems = []
     for number in storage.numbers():
@@ -102,7 +102,7 @@ def _print_checked(
 
 def _verified(storage: "Storage", number: int) -> "Manifest":
     """The manifest of a backup all of whose files are there, as they were written."""
-    from tfparallel.callbacks.part import read_part
+    from tfparallel.callbacks.backup.part import read_part
 
     manifest = storage.manifest(number)
     for name in part_names(manifest):
@@ -116,8 +116,8 @@ def part_names(manifest: "Manifest") -> list[str]:
 
 
 def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> int:
-    from tfparallel.callbacks.part import read_part
-    from tfparallel.callbacks.storage import InvalidBackupError
+    from tfparallel.callbacks.backup.part import read_part
+    from tfparallel.callbacks.backup.storage import InvalidBackupError
 
     numbers = storage.numbers()
     number = numbers[-1] if args.number is None else args.number

@@ -6,7 +6,7 @@ Pure: nothing is started here. `processes.py` starts what was planned.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfparallel.cluster import ClusterConfig
+from tfparallel.coordination.cluster import ClusterConfig
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 
 # A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until

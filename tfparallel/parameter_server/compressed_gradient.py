@@ -29,9 +29,9 @@ from tfparallel.communication.compression import (
     as_compressor,
 )
 from tfparallel.communication.compression.buckets import Ranks
+from tfparallel.coordination.lost_tasks import speaks_of_lost_task
 from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Slot, WorkerStates
-from tfparallel.servers.lost import speaks_of_lost_task
 
 _ALONE = Ranks(0, 1)
 # Those whose payload says all: RandomK's places, PowerSGD's rounds and Adaptive's plan are things

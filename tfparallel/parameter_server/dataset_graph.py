@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.tf_internals import dataset_as_graph
+from tfparallel.internals import dataset_as_graph
 
 _LARGEST_BYTES = 1 << 30  # a gRPC message ends at 2 GiB; arrays in a dataset are in its graph
 # In the names of datasets that draw. None is within a function: functions have no state.

@@ -19,8 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.cluster import read_tf_config
-from tfparallel.servers.probe import is_listening
+from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.probe import is_listening
 
 _SUFFIX = ".weights.h5"
 _ENDED = "ended"

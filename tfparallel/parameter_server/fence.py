@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.tf_internals import ResourceVariable, run_independently
+from tfparallel.internals import ResourceVariable, run_independently
 
 
 class Fence:

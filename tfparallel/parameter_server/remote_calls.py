@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tfparallel.tf_internals import context, new_executor
+from tfparallel.internals import context, new_executor
 
 _of_thread = threading.local()
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals import ResourceVariable
 from tfparallel.parameter_server.fence import Fence
-from tfparallel.tf_internals import ResourceVariable
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 

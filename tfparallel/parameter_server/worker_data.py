@@ -19,10 +19,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.internals import ArrayDataAdapter
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.dataset_reader import DatasetReader
 from tfparallel.parameter_server.remote_step import specs_of
-from tfparallel.tf_internals import ArrayDataAdapter
 
 _LARGEST_ARRAY_BYTES = 1 << 30  # a gRPC message ends at 2 GiB
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
 from tfparallel.parameter_server.staleness import StalenessBound
 
 

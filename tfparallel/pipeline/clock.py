@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfparallel.pipeline.action import Action
-from tfparallel.tf_internals import run_independently
+from tfparallel.internals import run_independently
+from tfparallel.pipeline.plans.action import Action
 
 
 def add_clock(

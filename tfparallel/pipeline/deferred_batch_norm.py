@@ -30,7 +30,7 @@ class DeferredBatchNorm:
 
     Args:
         layers: BatchNormalization layers with moving averages in variables of
-            `tfparallel.strategies.stage_variables`.
+            `tfparallel.pipeline.stage_variables`.
     """
 
     def __init__(self, layers: Sequence[keras.layers.BatchNormalization]):

@@ -21,19 +21,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.pipeline.action import Action
-from tfparallel.pipeline.clock import add_clock
-from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.rounds import Rounds
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.stage_function import StageFunction, inference_function
-from tfparallel.tf_internals import (
+from tfparallel.internals import (
     has_one_tape,
     record,
     run_independently,
     unique_number,
     variable_accessed,
 )
+from tfparallel.pipeline.clock import add_clock
+from tfparallel.pipeline.plans.action import Action
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.rematerialization import Rematerialization
+from tfparallel.pipeline.rounds import Rounds
+from tfparallel.segments.segment_function import StageFunction, inference_function
 
 Pass = tuple[int, Action]  # in which round
 

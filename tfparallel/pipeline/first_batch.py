@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.internals import ArrayDataAdapter, TrainerCall
 from tfparallel.pipeline.profile import ROWS, zeros_like_spec
-from tfparallel.tf_internals import ArrayDataAdapter, TrainerCall
 
 
 class FirstBatches:

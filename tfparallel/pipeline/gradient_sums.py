@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals import FuncGraph
 from tfparallel.pipeline.executor import Executor
-from tfparallel.pipeline.graph_copy import GraphFunction
-from tfparallel.tf_internals import FuncGraph
+from tfparallel.segments.graph_copy import GraphFunction
 
 
 def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Sequence) -> list:

@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.tf_internals import changed_variables, global_state, own_eager_seeds
+from tfparallel.internals import changed_variables, global_state, own_eager_seeds
 
 _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metric)
 

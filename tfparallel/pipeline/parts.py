@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfparallel.tf_internals import Functional
+from tfparallel.internals import Functional
 
 Calls = tuple[int, ...]  # `Member.call`s of the graphs around, outermost first
 

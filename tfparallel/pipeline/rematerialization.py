@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfparallel.pipeline.action import Action
-from tfparallel.pipeline.partition import matches
-from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.plans.action import Action
+from tfparallel.pipeline.plans.partition import matches
+from tfparallel.pipeline.plans.schedule import Schedule
 
 Choice = str | Collection[str]
 _WORDS = ("none", "except_last", "full")

@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfparallel.pipeline.threads import has_one_thread
-from tfparallel.servers.connection import connect, device_name
-from tfparallel.servers.lost import speaks_of_lost_task, speaks_of_new_task
-from tfparallel.servers.serving import serve
-from tfparallel.servers.watch import Watch, answering
-from tfparallel.tf_internals import let_idle_threads_sleep
+from tfparallel.coordination.connection import connect, device_name
+from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
+from tfparallel.coordination.serving import serve
+from tfparallel.coordination.watch import Watch, answering
+from tfparallel.internals import let_idle_threads_sleep
+from tfparallel.segments.threads import has_one_thread
 
 _FIND_S = 5.0  # after an error: how long to look for a task that does not answer
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.tf_internals import record
+from tfparallel.internals import record
 
 Shadow = Callable[[Any, str, Callable], None]  # of an instance's method, by a hook that takes it
 

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.internals import get_keras_mask, set_keras_mask
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.graph_groups import Item, group_items
@@ -25,7 +26,6 @@ from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.staged_losses import shadow_losses
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.state_changes import StateChanges
-from tfparallel.tf_internals import get_keras_mask, set_keras_mask
 
 _TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
 

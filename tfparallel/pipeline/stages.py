@@ -12,7 +12,6 @@ from typing import Any
 import keras
 
 from tfparallel.pipeline.memory import parameter_bytes
-from tfparallel.pipeline.partition import balanced_cuts, match_patterns
 from tfparallel.pipeline.parts import (
     Calls,
     Member,
@@ -23,8 +22,9 @@ from tfparallel.pipeline.parts import (
     members,
     variables_by_part,
 )
-from tfparallel.pipeline.placement import Placement, check_no_stage_is_empty
+from tfparallel.pipeline.plans.partition import balanced_cuts, match_patterns
 from tfparallel.pipeline.profile import Cost, profile_parts
+from tfparallel.pipeline.stage_scope import Placement, check_no_stage_is_empty
 
 Partition = str | Sequence[Sequence[str]]  # "balanced", or patterns of layer names for each stage
 

@@ -42,7 +42,7 @@ class Change:
     """What a microbatch would assign.
 
     Attributes:
-        variable: a variable of `tfparallel.strategies.stage_variables`.
+        variable: a variable of `tfparallel.pipeline.stage_variables`.
         value: a tensor.
         depends: whether it depends on the microbatch's rows.
         layers: the ids of the layers in whose call it was assigned; none outside of layers.

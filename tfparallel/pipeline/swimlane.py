@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tfparallel.pipeline.action import Action
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.simulation import Event, Timeline, simulate
+from tfparallel.pipeline.plans.action import Action
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.simulation import Event, Timeline, simulate
 
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 _COLOURS = {

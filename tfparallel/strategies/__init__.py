@@ -1,0 +1,1 @@
+"""The strategies that users construct, one file each: arguments, and what they are composed of."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.checks import check_devices
+from tfparallel.internals import device_util, layer_of_late_variable, values_util
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.variables import CentralVariable
 from tfparallel.strategies.mirrored import MirroredLocalExtended
-from tfparallel.strategies.variables import CentralVariable
-from tfparallel.tf_internals import device_util, layer_of_late_variable, values_util
 
 
 class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):

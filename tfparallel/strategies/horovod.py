@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from tfparallel.communication.agreement import Agreement
 from tfparallel.communication.compression import CompressionReport, Compressor, as_compressor
-from tfparallel.communication.horovod import (
+from tfparallel.communication.horovod_collectives import (
     HorovodAllReduce,
     all_gather,
     all_reduce_sum,
@@ -23,18 +22,19 @@ from tfparallel.communication.horovod import (
     start,
 )
 from tfparallel.communication.horovod_reductions import REDUCTIONS, Job, lack_of_build, lack_of_job
-from tfparallel.communication.stall_watch import StalledError, StallWatch
-from tfparallel.communication.tcp_store import StoreServer, TcpStore
-from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.compressed_gradients import CompressedGradients, WorkersTransport
-from tfparallel.strategies.optimizer_hooks import gradient_source
-from tfparallel.strategies.replica_step import current_replica_step
-from tfparallel.tf_internals import (
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.stall_watch import StalledError, StallWatch
+from tfparallel.coordination.tcp_store import StoreServer, TcpStore
+from tfparallel.internals import (
     CollectiveAllReduceExtended,
     ReduceOp,
     ResourceVariable,
     TrainerCall,
 )
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
+from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.replicas.replica_step import current_replica_step
 
 _SHUTDOWN_TIMEOUT_S = 5.0
 

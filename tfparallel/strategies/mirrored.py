@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.strategies.base import KerasStrategy, LocalExtended
-from tfparallel.strategies.checks import check_devices
+from tfparallel.replicas.base import KerasStrategy, LocalExtended
+from tfparallel.replicas.checks import check_devices
 
 
 class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):

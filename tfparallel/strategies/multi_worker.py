@@ -8,8 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.cluster import read_tf_config
-from tfparallel.communication.agreement import Agreement
 from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.compression import (
     CompressionReport,
@@ -18,17 +16,19 @@ from tfparallel.communication.compression import (
 )
 from tfparallel.communication.ring import connect_ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
-from tfparallel.communication.store import CoordinationStore
-from tfparallel.communication.waiting import report_absent_peers
-from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.compressed_gradients import CompressedGradients, WorkersTransport
-from tfparallel.tf_internals import (
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.store import CoordinationStore
+from tfparallel.coordination.waiting import report_absent_peers
+from tfparallel.internals import (
     CollectiveAllReduceExtended,
     PerReplica,
     ReduceOp,
     ResourceVariable,
     is_called_by_trainer,
 )
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 

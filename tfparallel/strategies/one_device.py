@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.checks import check_devices
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_devices
 from tfparallel.strategies.mirrored import MirroredLocalExtended
 
 

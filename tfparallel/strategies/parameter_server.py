@@ -5,16 +5,16 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfparallel.cluster import read_tf_config
 from tfparallel.communication.compression import CompressionReport, Compressor
-from tfparallel.parameter_server.cluster import ParameterServerCluster, Timeouts
+from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.security import check_network
+from tfparallel.parameter_server.async_extended import AsyncParameterServerExtended
 from tfparallel.parameter_server.compressed_gradient import checked_compressor
-from tfparallel.servers.security import check_network
-from tfparallel.strategies.base import KerasStrategy
+from tfparallel.parameter_server.extended import ParameterServerExtended
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.sync_extended import SyncParameterServerExtended
+from tfparallel.replicas.base import KerasStrategy
 from tfparallel.strategies.mirrored import MirroredLocalExtended
-from tfparallel.strategies.parameter_server_async import AsyncParameterServerExtended
-from tfparallel.strategies.parameter_server_sync import SyncParameterServerExtended
-from tfparallel.strategies.parameter_server_variables import ParameterServerExtended
 
 
 class ParameterServerStrategy(KerasStrategy):

@@ -12,22 +12,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.cluster import read_tf_config
-from tfparallel.pipeline.counts import check_choice, check_counts
+from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.security import check_network
+from tfparallel.internals import distribute_lib, is_stock_step
+from tfparallel.pipeline.extended import Options, PipelineExtended
 from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
+from tfparallel.pipeline.plans.counts import check_choice, check_counts
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
+from tfparallel.pipeline.refusals import check_schedule
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster, Timeouts
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.schedules.registry import build_schedule
 from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary, short_name, summarise
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
-from tfparallel.servers.security import check_network
-from tfparallel.strategies.base import KerasStrategy
-from tfparallel.strategies.checks import check_devices
-from tfparallel.strategies.pipeline_checks import check_schedule
-from tfparallel.strategies.pipeline_extended import Options, PipelineExtended
-from tfparallel.tf_internals import distribute_lib, is_stock_step
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_devices
 
 
 class PipelineStrategy(KerasStrategy):
@@ -41,7 +41,7 @@ class PipelineStrategy(KerasStrategy):
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
             for less than a fifth of the time.
         schedule: "1f1b" (default), "gpipe", "interleaved_1f1b" or "zero_bubble", or a
-            `tfparallel.pipeline.schedule.Schedule` of your own.
+            `tfparallel.pipeline.plans.schedule.Schedule` of your own.
         partition: "balanced" (default) measures the layers and makes the slowest stage as fast as
             can be; or, for every stage, a list of shell-style patterns of layer names.
             Layers constructed in `with strategy.stage(i):` go where that says.

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.strategies.spmd_step import SpmdExtended, SpmdKerasSteps
-from tfparallel.tf_internals import TPUExtended, is_symbolic_build
+from tfparallel.internals import TPUExtended, is_symbolic_build
+from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps
 
 
 class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.tf_internals import ResourceVariable
+from tfparallel.internals import ResourceVariable
 
 TIMEOUT_S = 120.0
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, Variable
 from tfparallel.compression import GradientCompression, PowerSGD, TopK, sum_halves
-from tfparallel.strategies.compressed_gradients import WorkersTransport
+from tfparallel.replicas.compressed_gradients import WorkersTransport
 
 
 def test_gradients_of_every_kind():

@@ -2,13 +2,16 @@
 
 from tfparallel.communication.compression.adaptive import Adaptive
 from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compression_report import (
+    CompressionReport,
+    VariableReport,
+)
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.gradient_compression import GradientCompression
 from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.compression.power_sgd import PowerSGD
 from tfparallel.communication.compression.quantize import QSGD, TernGrad
 from tfparallel.communication.compression.random_k import RandomK
-from tfparallel.communication.compression.report import CompressionReport, VariableReport
 from tfparallel.communication.compression.sign_sgd import SignSGD
 from tfparallel.communication.compression.top_k import TopK
 from tfparallel.communication.compression.transport import Transport, sum_halves

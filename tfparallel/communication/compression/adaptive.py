@@ -26,7 +26,7 @@ from tfparallel.communication.compression.transport import (
     run_together,
 )
 from tfparallel.communication.joining import join, split
-from tfparallel.tf_internals import FuncGraph, ResourceVariable, run_independently
+from tfparallel.internals import FuncGraph, ResourceVariable, run_independently
 
 
 class Adaptive(PowerSGD):

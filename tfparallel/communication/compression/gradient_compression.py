@@ -10,11 +10,14 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketing import plan_buckets
 from tfparallel.communication.compression.buckets import Bucket, State
+from tfparallel.communication.compression.compression_report import (
+    CompressionReport,
+    VariableReport,
+)
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.names import as_compressor
-from tfparallel.communication.compression.report import CompressionReport, VariableReport
 from tfparallel.communication.compression.transport import Reduction, Transport
-from tfparallel.tf_internals import ResourceVariable
+from tfparallel.internals import ResourceVariable
 
 # Of gradients before compression: large enough for few collectives, small enough that the first is
 # under way while later gradients are being computed.

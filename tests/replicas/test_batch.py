@@ -1,0 +1,87 @@
+"""How the rows of a batch are split."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.replicas.batch import Batch, OnHost, OnHosts, concat_rows, split_rows
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_replicas", "bounds"),
+    [
+        (8, 2, [(0, 4), (4, 8)]),
+        (7, 2, [(0, 4), (4, 7)]),
+        (5, 3, [(0, 2), (2, 4), (4, 5)]),
+        (1, 3, [(0, 1), (1, 1), (1, 1)]),
+        (0, 2, [(0, 0), (0, 0)]),
+    ],
+)
+def test_rows_are_split_in_order_and_as_even_as_possible(num_rows, num_replicas, bounds):
+    assert split_rows(num_rows, num_replicas, range(num_replicas)) == bounds
+    symbolic = split_rows(tf.constant(num_rows), num_replicas, range(num_replicas))
+    assert [(int(start), int(end)) for start, end in symbolic] == bounds
+
+
+def test_a_worker_gets_the_bounds_of_its_replicas_only():
+    assert split_rows(10, 4, range(2, 4)) == [(6, 8), (8, 10)]
+
+
+@pytest.fixture(scope="module")
+def extended():
+    return tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).extended
+
+
+def test_every_row_of_every_kind_of_tensor_goes_to_one_replica(extended):
+    rows = np.arange(15, dtype="float32").reshape(5, 3)
+    data = {
+        "dense": rows,
+        "ragged": tf.ragged.constant([[1], [2, 3], [], [4], [5, 6, 7]]),
+        "sparse": tf.sparse.from_dense(rows),
+        "scalar": tf.constant(3.0),
+        "absent": None,
+    }
+    batch = Batch(extended, data)
+    assert batch.rows == [3, 2]
+    np.testing.assert_allclose(batch.weights, [0.6, 0.4])
+    np.testing.assert_array_equal(concat_rows([p["dense"] for p in batch.parts]), rows)
+    ragged = concat_rows([p["ragged"] for p in batch.parts])
+    assert ragged.to_list() == data["ragged"].to_list()
+    sparse = concat_rows([p["sparse"] for p in batch.parts])
+    np.testing.assert_array_equal(tf.sparse.to_dense(sparse), rows)
+    assert [p["scalar"].numpy() for p in batch.parts] == [3.0, 3.0]
+    assert [p["absent"] for p in batch.parts] == [None, None]
+
+
+@pytest.mark.parametrize("num_rows", [5, 2, 1])
+@pytest.mark.parametrize("total_is_known", [True, False])
+def test_hosts_cut_the_rows_of_their_replicas(extended, num_rows, total_is_known):
+    """Each from the whole batch, or from its own rows alone; here inside a function."""
+    rows = np.arange(3 * num_rows, dtype="float32").reshape(num_rows, 3)
+    bounds = split_rows(num_rows, 2, range(2))
+
+    @tf.function
+    def cut(total):
+        total = num_rows if total_is_known else total
+        whole = [OnHost(f"CPU:{i}", range(i, i + 1), tf.constant(rows)) for i in range(2)]
+        own = [
+            OnHost(f"CPU:{i}", range(i, i + 1), tf.range(start, end), total, tf.identity)
+            for i, (start, end) in enumerate(bounds)
+        ]
+        batches = [Batch(extended, OnHosts(hosts)) for hosts in (whole, own)]
+        return [(batch.parts, batch.rows, batch.weights) for batch in batches]
+
+    (whole, *of_whole), (own, *of_own) = cut(tf.constant(num_rows))
+    expected = Batch(extended, rows)
+    for parts, numbers, expected_part in zip(whole, own, expected.parts, strict=True):
+        np.testing.assert_array_equal(parts, expected_part)
+        np.testing.assert_array_equal(rows[numbers], expected_part)
+    for numbers, weights in (of_whole, of_own):
+        np.testing.assert_array_equal(numbers, expected.rows)
+        np.testing.assert_allclose(weights, expected.weights)
+
+
+def test_a_batch_without_rows_is_refused(extended):
+    with pytest.raises(ValueError, match="at least one tensor with rows"):
+        Batch(extended, {"x": tf.constant(1.0)})

@@ -1,0 +1,156 @@
+"""A TPU's Keras steps, on logical CPUs: the same mixins over the stock strategy for CPUs."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers import (
+    assert_same_training,
+    momentum_sgd,
+    tiny_compile_options,
+    tiny_data,
+    tiny_model,
+    train,
+)
+from tfparallel.internals import MirroredExtended, PerReplica
+from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps, _own_rows
+
+
+class CpuExtended(SpmdExtended, MirroredExtended):
+    """What `KerasTPUExtended` is over `TPUExtended`."""
+
+
+class CpuStrategy(SpmdKerasSteps, tf.distribute.MirroredStrategy):
+    """What `TPUStrategy` is over the stock one: it adds the mixins, and connects."""
+
+    def __init__(self):
+        # TensorFlow's collectives on CPUs keep their keys in the process: another test's may clash.
+        super().__init__(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+        self._extended.__class__ = CpuExtended
+
+    def reduce(self, reduce_op, value, axis):
+        """Keras's symbolic build asks for the mean of a whole batch."""
+        local = self.experimental_local_results
+        if any(isinstance(leaf, PerReplica) for leaf in tf.nest.flatten(value)):
+            return tf.nest.map_structure(lambda v: local(v)[0], value)
+        return super().reduce(reduce_op, value, axis)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return CpuStrategy()
+
+
+class OwnLoss(keras.Sequential):
+    """A `train_step` written for one device: its loss is a plain mean, divided by nothing."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), logits)
+            )
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own_loss": loss}
+
+
+class ComputeLoss(OwnLoss):
+    """A `train_step` that uses `compute_loss`, which Keras scales under a strategy."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own_loss": loss}
+
+
+def build(model_class):
+    return lambda: model_class(tiny_model().layers)
+
+
+def sum_loss_alone():
+    return {"loss": sum_loss()["loss"]}
+
+
+def sum_loss():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return {"loss": loss, "metrics": ["accuracy"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"build": build(OwnLoss), "compile_options": sum_loss_alone},
+        {"build": build(ComputeLoss), "compile_options": sum_loss_alone},
+        {"compile_options": sum_loss},
+        {"optimizer": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)},
+    ],
+    ids=["stock", "own_loss", "compute_loss", "sum", "clipping"],
+)
+def test_fit_equals_one_device(strategy, options):
+    assert_same_training(train(None, **options), train(strategy, **options))
+
+
+def test_a_coupled_loss_is_of_all_rows(strategy):
+    """Batches of one size, known when tracing, as a TPU needs them."""
+
+    def binary(rows):
+        x, y = tiny_data(rows)
+        return x, (y > 0).astype("float32")[:, None]
+
+    def trained(strategy):
+        data = tf.data.Dataset.from_tensor_slices(binary(16)).batch(8, drop_remainder=True)
+        return train(
+            strategy,
+            build=lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid")]),
+            compile_options=lambda: {"loss": keras.losses.Dice()},
+            data=None,
+            x=data,
+        )
+
+    assert_same_training(trained(None), trained(strategy))
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_on_batch_gives_each_replica_its_rows(strategy, rows):
+    x, y = tiny_data(rows)
+
+    def results(scope):
+        with scope:
+            keras.utils.set_random_seed(1)
+            model = tiny_model()
+            model.compile(momentum_sgd(), **tiny_compile_options())
+        losses = [model.train_on_batch(x, y) for _ in range(2)] + [model.test_on_batch(x, y)]
+        return np.array(losses), model.predict_on_batch(x), model.get_weights()
+
+    reference = results(tf.distribute.get_strategy().scope())
+    tf.nest.map_structure(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5),
+        results(strategy.scope()),
+        reference,
+    )
+    assert reference[1].shape == (rows, 3)
+
+
+def test_a_model_of_another_strategy_is_refused(strategy):
+    model = tiny_model()
+    model.compile(momentum_sgd(), **tiny_compile_options())
+    with strategy.scope(), pytest.raises(ValueError, match="outside of its scope|another"):
+        strategy.run(model.train_step, args=(tiny_data(4),))
+
+
+def test_slicing_a_batch_is_one_xla_program_of_static_shapes():
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+
+    @tf.function(jit_compile=True)
+    def own_rows(x):
+        return strategy.run(lambda x: _own_rows(x)[0], args=(x,))
+
+    program = own_rows.experimental_get_compiler_ir(tf.zeros([4, 6]))(stage="hlo")
+    assert not [word for word in ("infeed", "outfeed", "callback", "<=") if word in program]

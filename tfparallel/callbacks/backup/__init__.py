@@ -1,0 +1,1 @@
+"""Backups that resume a training exactly where it stopped."""

@@ -1,0 +1,227 @@
+"""The callback that backs a training up and resumes it exactly where it stopped."""
+
+import datetime
+import os
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.callbacks.backup.commit import write_backup
+from tfparallel.callbacks.backup.fit_call import FitCall
+from tfparallel.callbacks.backup.input_position import InputPosition
+from tfparallel.callbacks.backup.search import find_backup
+from tfparallel.callbacks.backup.snapshot import Progress, Restoration, take_snapshot
+from tfparallel.callbacks.backup.step_agreement import StepAgreement
+from tfparallel.callbacks.backup.storage import BackupError, Storage
+from tfparallel.callbacks.backup.workers import Workers, exchange
+from tfparallel.callbacks.backup.writer import writer_for
+from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
+from tfparallel.version import __version__
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves the state of `Model.fit` and resumes it: a run that was killed ends as if it was not.
+
+    Drop-in for `keras.callbacks.BackupAndRestore`. The model need not be built before `fit`. Under
+    `MultiWorkerMirroredStrategy` every worker passes the callback, with a folder that all see.
+
+    Restored are the weights, the optimizer, metrics inside the epoch, the seeds of layers, the
+    state of Python's, NumPy's, TensorFlow's and Keras's global generators, callbacks (the user's
+    own through `get_state()` and `set_state(state)`), epoch and batch, and the position in the
+    data.
+
+    Args:
+        backup_dir: a folder for the backups of this training alone; created with mode 0700.
+        save_freq: "epoch"; or a number of batches, counted over epochs; or a `timedelta`, at the
+            end of the first batch after it; or False, for `save_before_preemption` only.
+        keep: how many backups stay, at least 1. The default 2 survives the loss of one.
+        save_before_preemption: after SIGTERM, finish the step, save, and exit with status 143.
+        delete_on_success: delete the backups when `fit` ends, so that the next `fit` starts anew.
+        on_error: what a backup that cannot be written does (a full disk, no permission): "raise"
+            ends the training, "warn" lets it go on. The backups before it stay as they were.
+            A backup that cannot be restored always raises.
+        asynchronous: write on another thread while training goes on. At most one backup is being
+            written; the next one waits for it, and its error is raised at the next batch.
+
+    Raises:
+        ValueError: for arguments out of range.
+        BackupError: by `fit`, if there are backups but none can be restored, or, with
+            `on_error="raise"`, if one cannot be written.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike,
+        save_freq: str | int | datetime.timedelta = "epoch",
+        keep: int = 2,
+        save_before_preemption: bool = True,
+        delete_on_success: bool = True,
+        on_error: str = "raise",
+        asynchronous: bool = True,
+    ):
+        super().__init__()
+        _check(backup_dir, save_freq, keep, on_error)
+        self._storage = Storage(backup_dir)
+        self._save_freq = save_freq
+        self._keep = keep
+        self._delete_on_success = delete_on_success
+        self._raises = on_error == "raise"
+        self._asynchronous = asynchronous
+        self._notice = PreemptionNotice() if save_before_preemption else None
+
+    # ---- beginning and end -----------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restores the newest backup, if there is one; moves this callback to the end of the list.
+
+        Told last, it sees what every other callback has made of a step.
+        """
+        call = FitCall.of_caller(self)
+        if not call.told_last(self):
+            return
+        self._call = call
+        self._workers = Workers(call.model.distribute_strategy)
+        self._agreement = self._workers.agreement("write")
+        self._writer = writer_for(self._storage.root)
+        self._in_writer(self._writer.wait)
+        self._progress, self._restoration = Progress(), None
+        self._unsaved_batches, self._last_save = 0, time.monotonic()
+        self._steps = StepAgreement(self._workers)
+        parts = find_backup(self._storage, self._workers)
+        if parts is not None:
+            call.build_model()
+        self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
+        if parts is not None:
+            self._restoration = Restoration(call, parts, self._workers)
+            self._restoration.before_training(self._position)
+            self._progress = self._restoration.progress
+            tf.get_logger().info(
+                "Resumed from %s at epoch %d, batch %d.",
+                *(self._storage.root, self._progress.epoch, self._progress.batch),
+            )
+        if self._notice is not None:
+            self._notice.watch(call.runs_in)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """In the first epoch, puts back what its beginning has changed."""
+        self._progress.epoch = epoch
+        self._call.forget_start()
+        if self._restoration is not None:
+            self._restoration.in_first_epoch()
+            self._restoration = None
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Waits for the last backup, then deletes all of them if asked to."""
+        exchange(self._workers.agreement("end"), "end a training", None)
+        self._stop_watching()
+        self._call.forget_start()
+        self._in_writer(self._writer.wait)
+        if self._delete_on_success and self._workers.is_chief:
+            self._storage.delete_all()
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves if it is time to."""
+        steps = batch + 1 - self._progress.batch
+        self._position.took(steps)
+        self._progress.batch = batch + 1
+        self._progress.logs = keras.tree.map_structure(_as_number, logs or {})
+        self._unsaved_batches += steps
+        self._in_writer(self._writer.raise_error)
+        due = self._steps.at_end_of_step(self._wanted())
+        if "exit" in due:
+            self._save_and_exit()
+        elif "save" in due or self._is_due():
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves if it is time to."""
+        self._call.forget_logs()
+        self._progress = Progress(epoch + 1)
+        self._in_writer(self._writer.raise_error)
+        if self._save_freq == "epoch":
+            self._save()
+
+    def _wanted(self) -> set[str]:
+        """What this worker alone can know: that SIGTERM has come, that it is time to save."""
+        wanted = set()
+        if self._notice is not None and self._notice.has_come:
+            wanted.add("exit")
+        if isinstance(self._save_freq, datetime.timedelta) and self._workers.is_chief:
+            is_time = time.monotonic() - self._last_save >= self._save_freq.total_seconds()
+            wanted |= {"save"} if is_time else set()
+        return wanted
+
+    def _is_due(self) -> bool:
+        """Whether all workers know that it is time to save, because they count the batches."""
+        if isinstance(self._save_freq, int) and self._save_freq is not False:
+            return self._unsaved_batches >= self._save_freq
+        return False
+
+    def _save(self) -> None:
+        parts = take_snapshot(self._call, self._position, self._progress, self._workers)
+        about = self._about()
+
+        def write() -> None:
+            rank = self._workers.rank
+            write_backup(self._storage, self._agreement, rank, parts, about, self._keep)
+
+        self._unsaved_batches, self._last_save = 0, time.monotonic()
+        self._in_writer(lambda: self._writer.submit(write))
+        if not self._asynchronous:
+            self._in_writer(self._writer.wait)
+
+    def _save_and_exit(self) -> None:
+        self._save()
+        self._in_writer(self._writer.wait)
+        self._stop_watching()
+        raise SystemExit(EXIT_STATUS)
+
+    def _stop_watching(self) -> None:
+        self._steps.end()
+        if self._notice is not None:
+            self._notice.unwatch()
+
+    def _in_writer(self, action: Any) -> None:
+        """Runs `action`, which may raise what the writing of a backup raised."""
+        try:
+            action()
+        except Exception as error:
+            if self._raises:
+                raise BackupError(f"A backup could not be written: {error}") from error
+            tf.get_logger().error("Training goes on without a new backup. %s", error)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "epoch": self._progress.epoch,
+            "batch": self._progress.batch,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "strategy": self._call.strategy_name,
+            "num_workers": self._workers.num_workers,
+            "tfparallel": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+        }
+
+
+def _as_number(value: Any) -> Any:
+    return value.numpy() if tf.is_tensor(value) else value
+
+
+def _check(backup_dir: Any, save_freq: Any, keep: Any, on_error: Any) -> None:
+    if not os.fspath(backup_dir):
+        raise ValueError("`backup_dir` must name a folder. Received: an empty string.")
+    is_number = isinstance(save_freq, int) and save_freq >= 0 and save_freq is not True
+    is_time = isinstance(save_freq, datetime.timedelta) and save_freq > datetime.timedelta(0)
+    if not (save_freq == "epoch" or save_freq is False or is_time or (is_number and save_freq)):
+        raise ValueError(
+            "`save_freq` must be 'epoch', a number of batches, a timedelta, or False. "
+            f"Received: {save_freq!r}."
+        )
+    if not (isinstance(keep, int) and keep >= 1):
+        raise ValueError(f"`keep` must be a number of backups, at least 1. Received: {keep!r}.")
+    if on_error not in ("raise", "warn"):
+        raise ValueError(f"`on_error` must be 'raise' or 'warn'. Received: {on_error!r}.")

@@ -1,0 +1,139 @@
+"""The running call of `Model.fit`: where it starts, which steps it leaves out, who is told last.
+
+`fit` keeps its data iterator and its list of callbacks in local variables, so they are found on the
+stack. What is changed on them and on the model is undone once it has
+served.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import keras
+
+from tfparallel.callbacks.backup.storage import BackupError
+from tfparallel.replicas.model_hooks import batch_of_specs
+from tfparallel.replicas.step_build import build
+
+
+class FitCall:
+    """The call of `Model.fit` that is telling a callback that training begins.
+
+    Attributes:
+        model: the model that trains.
+        callbacks: the `CallbackList` of the call, the default callbacks included.
+        epoch_iterator: Keras's iterator over the batches of one epoch after the other.
+        epochs: where it ends.
+    """
+
+    def __init__(self, model: keras.Model, callbacks: Any, epoch_iterator: Any, epochs: int):
+        self.model = model
+        self.callbacks = callbacks
+        self.epoch_iterator = epoch_iterator
+        self.epochs = epochs
+
+    @classmethod
+    def of_caller(cls, callback: keras.callbacks.Callback) -> "FitCall":
+        """The call of `fit` that called `callback`'s `on_train_begin`, two frames below this one.
+
+        Raises:
+            BackupError: if it was not `fit` that did.
+        """
+        model, callback_list = callback.model, None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, keras.callbacks.CallbackList):
+                callback_list = caller
+            elif caller is model and "epoch_iterator" in frame.f_locals:
+                fit = frame.f_locals
+                return cls(model, callback_list, fit["epoch_iterator"], fit["epochs"])
+            frame = frame.f_back
+        raise BackupError(
+            "BackupAndRestore is a callback of Model.fit, whose input it continues. Received: a "
+            "training that is not Keras's fit. Use tf.train.CheckpointManager in a loop of your "
+            "own."
+        )
+
+    @property
+    def strategy_name(self) -> str:
+        """The class of the model's strategy, or "none"."""
+        strategy = self.model._distribute_strategy
+        return "none" if strategy is None else type(strategy).__name__
+
+    def runs_in(self, frame: FrameType | None) -> bool:
+        """Whether `frame` was called by this call of `fit`, which thus has not ended."""
+        while frame is not None:
+            if frame.f_locals.get("epoch_iterator") is self.epoch_iterator:
+                return True
+            frame = frame.f_back
+        return False
+
+    def told_last(self, callback: keras.callbacks.Callback) -> bool:
+        """Whether `callback` is the last of the list; if not, it is now, and is told once more.
+
+        Raises:
+            BackupError: if there are two that want to be last.
+        """
+        callbacks = self.callbacks.callbacks
+        if any(other is not callback and type(other) is type(callback) for other in callbacks):
+            raise BackupError(
+                f"A training has one {type(callback).__name__}. Received: two in `callbacks`. Pass "
+                "one of them."
+            )
+        if callbacks[-1] is not callback:
+            callbacks.append(callback)  # the list is being walked: its new end will be reached
+            return False
+        while callbacks.index(callback) < len(callbacks) - 1:
+            callbacks.remove(callback)
+        return True
+
+    def build_model(self) -> None:
+        """Creates the variables that the first step would create, from the shapes of the data.
+
+        Under a strategy Keras has done so already.
+        """
+        if self.model._distribute_strategy is None:
+            spec = self.epoch_iterator._distributed_dataset.element_spec
+            build(self.model, "fit", batch_of_specs(spec))
+
+    def start_at(self, epoch: int) -> None:
+        """Makes `epoch` the first one, counted from 0."""
+        self.model._initial_epoch = epoch
+
+    def forget_start(self) -> None:
+        """Lets later calls of `fit` start where they are told to."""
+        self.model._initial_epoch = None
+
+    def leave_out_steps(self, num_steps: int, steps_seen: int, is_stopped: bool) -> None:
+        """Makes the first epoch begin after its first `num_steps` steps.
+
+        Args:
+            num_steps: a multiple of `steps_per_execution`.
+            steps_seen: what Keras has counted at that point.
+            is_stopped: a callback has ended the epoch: no step is left.
+        """
+        iterator = self.epoch_iterator
+        enumerate_steps = iterator._enumerate_iterator
+
+        def remaining_steps() -> Iterator[tuple]:
+            del vars(iterator)["_enumerate_iterator"]
+            iterator._steps_seen = steps_seen - num_steps
+            steps = enumerate_steps()
+            for _ in range(0, num_steps, iterator.steps_per_execution):
+                next(steps)
+            if not is_stopped:
+                yield from steps
+
+        vars(iterator)["_enumerate_iterator"] = remaining_steps
+
+    def keep_logs(self, logs: dict[str, float]) -> None:
+        """Makes `logs`, of the last step, those of an epoch of which no step is left."""
+        model = self.model
+        result_or_logs = model._get_metrics_result_or_logs
+        vars(model)["_get_metrics_result_or_logs"] = lambda own: result_or_logs(own or logs)
+
+    def forget_logs(self) -> None:
+        """Undoes `keep_logs`."""
+        vars(self.model).pop("_get_metrics_result_or_logs", None)

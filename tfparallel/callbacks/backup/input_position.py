@@ -1,0 +1,233 @@
+"""Where a training stands in its data, and how another process gets there.
+
+Keras makes an iterator over the dataset for every epoch, or one for all (`steps_per_epoch`). This
+class stands between the two and counts what is taken from each. To come back to a position,
+
+1. the iterators of earlier epochs are made again, because a `shuffle` draws its next seed when an
+   iterator is made. One batch of each is read: enough where epochs differ by nothing else. All
+   batches are read where the input keeps a state of its own (stateful ops, Python generators).
+2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
+   dataset supports one. Of a `shuffle` that has come to its end, also because a `prefetch` has, it
+   does not hold how far the seeds of later passes have come: then it is set to the beginning of its
+   pass. From there, or where there is no checkpoint from the first batch of all, the batches that
+   were trained on are read again and dropped.
+   Where workers read batches by numbers, it is the iterator of the numbers.
+   While that goes on, Python's and NumPy's random states are what they were then.
+
+A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
+
+A `keras.utils.PyDataset` is read by index: its earlier epochs need no reading, only its hooks.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.callbacks.backup.random_states import host_random_state, set_host_random_state
+from tfparallel.callbacks.backup.resumable import GeneratorPosition
+from tfparallel.internals import unrepeatable_parts
+
+# What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
+_SEEDS_DRAWN = b"num_random_samples"
+
+
+class InputPosition:
+    """Counts the batches that `fit` takes from its data; stands in for the dataset.
+
+    Args:
+        epoch_iterator: Keras's iterator over epochs, which reads through this object from now on.
+        num_workers: of several, each reads a share of the batches that a generator makes: then its
+            own position says nothing.
+    """
+
+    def __init__(self, epoch_iterator: Any, num_workers: int = 1):
+        self._epoch_iterator = epoch_iterator
+        self._dataset = epoch_iterator._distributed_dataset
+        epoch_iterator._distributed_dataset = self
+        self._taken: list[int] = []  # batches, of each iterator made so far
+        self._last: Any = None  # the newest iterator
+        self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
+        generator = GeneratorPosition.of(epoch_iterator.data_adapter)
+        self._generator = generator if num_workers == 1 else None
+        self._has_checkpoints: bool | None = None  # not known before the first save
+        self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
+        self._num_read_again, self._reading_again_s = 0, 0.0
+
+    def __iter__(self) -> Iterator:
+        if self._to_resume is None:
+            return self._make_iterator()
+        state, self._to_resume = self._to_resume, None
+        return self._iterator_at(state)
+
+    def _make_iterator(self) -> Any:
+        self._random_state = host_random_state()
+        self._last = iter(self._dataset)
+        self._taken.append(0)
+        self._beginning = None if self._has_checkpoints is False else self._checkpoint()
+        return self._last
+
+    def took(self, num_batches: int) -> None:
+        """Tells that a step has taken batches from the newest iterator."""
+        self._taken[-1] += num_batches
+        if self._generator is not None:
+            self._generator.trained(sum(self._taken))
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def state(self, is_mid_epoch: bool) -> dict[str, Any]:
+        """What `resume` needs.
+
+        Args:
+            is_mid_epoch: whether the current epoch has steps behind it.
+        """
+        iterator = self._epoch_iterator
+        spans_epochs = iterator.steps_per_epoch is not None
+        goes_on = is_mid_epoch or (spans_epochs and iterator._current_iterator is not None)
+        checkpoint = None
+        num_to_drop = 0
+        if self._has_checkpoints is None:
+            self._tell_what_differs()
+        if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
+            checkpoint = self._checkpoint()
+            self._has_checkpoints = checkpoint is not None
+        if goes_on and checkpoint and self._beginning and self._lacks_seeds(checkpoint):
+            checkpoint, num_to_drop = self._beginning, self._taken[-1]
+        return {
+            "taken": list(self._taken),
+            "goes_on": goes_on,  # whether the last iterator still has batches to give
+            "steps_seen": iterator._steps_seen,
+            "num_batches": iterator._num_batches,
+            "random": self._random_state,
+            "has_checkpoint": self._has_checkpoints,
+            "checkpoint": checkpoint if goes_on else None,
+            "num_to_drop": num_to_drop,  # batches after the checkpoint
+            "is_of_numbers": _position(self._last) is not self._last,
+            "generator": self._generator and [self._generator.state(sum(self._taken))],
+        }
+
+    def _tell_what_differs(self) -> None:
+        """Names what makes the order of batches another one in each process."""
+        names = unrepeatable_parts(self._dataset)
+        if names:
+            tf.get_logger().warning(
+                "A resumed training reads this dataset in another order: %s. Give shuffles a seed "
+                "(or call keras.utils.set_random_seed), and leave deterministic=False out.",
+                ", ".join(names),
+            )
+
+    def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
+        """Whether later passes would be wrong after it, in an order that can be right."""
+        is_lacking = _num_shuffles(checkpoint) < _num_shuffles(self._beginning or [])
+        return is_lacking and not unrepeatable_parts(self._dataset)
+
+    def _checkpoint(self) -> list[np.ndarray] | None:
+        """The state of the last iterator, or None where the dataset has none that can be saved."""
+        iterator = _position(self._last)
+        if not isinstance(iterator, tf.data.Iterator):
+            return None
+        try:
+            states = tf.unstack(iterator._serialize_to_tensors()["_STATE"])
+        except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+            tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
+            return None
+        return [np.frombuffer(tf.io.serialize_tensor(s).numpy(), np.uint8) for s in states]
+
+    # ---- resuming --------------------------------------------------------------------------------
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes to the position of `state`, in another process that reads the same data."""
+        iterator = self._epoch_iterator
+        earlier = state["taken"][:-1] if state["goes_on"] else state["taken"]
+        if isinstance(_py_dataset(iterator), keras.utils.PyDataset):
+            for _ in filter(None, earlier):
+                iterator.data_adapter.on_epoch_begin()
+                iterator.data_adapter.on_epoch_end()
+            self._taken = list(earlier)
+        elif self._generator is not None and state["generator"]:
+            self._generator.go_to(sum(state["taken"]), state["generator"][0])
+            self._taken = list(earlier)
+        else:
+            self._read_again(earlier, all_batches=not state["has_checkpoint"])
+        iterator._steps_seen = state["steps_seen"]
+        iterator._num_batches = state["num_batches"]
+        if state["goes_on"] and iterator.steps_per_epoch is None:
+            self._to_resume = state
+        elif state["goes_on"]:
+            iterator._current_iterator = self._iterator_at(state)
+        else:
+            self._log_cost()
+
+    def _read_again(self, earlier: list[int], all_batches: bool) -> None:
+        started, num_read = time.monotonic(), 0
+        for count in earlier:
+            num_read += _drop(self._make_iterator(), count if all_batches else min(count, 1))
+            self._taken[-1] = count
+        if all_batches:
+            self._count_cost(num_read, started)
+
+    def _iterator_at(self, state: dict[str, Any]) -> Any:
+        """The iterator that was the last one, with the batches to come; draws nothing."""
+        started, now = time.monotonic(), host_random_state()
+        set_host_random_state(state["random"])
+        iterator = self._make_iterator()
+        self._taken[-1] = state["taken"][-1]
+        if self._generator is not None and state["generator"]:
+            pass  # it begins where it should
+        elif _can_restore(iterator, state):
+            parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
+            _position(iterator)._restore_from_tensors({"_STATE": tf.stack(parts)})
+            self._beginning = state["checkpoint"]
+            _drop(iterator, state.get("num_to_drop", 0))
+        else:
+            self._count_cost(_drop(iterator, state["taken"][-1]), started)
+        set_host_random_state(now)
+        self._log_cost()
+        return iterator
+
+    def _count_cost(self, num_batches: int, started: float) -> None:
+        self._num_read_again += num_batches
+        self._reading_again_s += time.monotonic() - started
+
+    def _log_cost(self) -> None:
+        if self._num_read_again:
+            tf.get_logger().warning(
+                "The position in this dataset cannot be saved: %d batches were read again, in "
+                "%.1f s.",
+                self._num_read_again,
+                self._reading_again_s,
+            )
+
+
+def _position(iterator: Any) -> Any:
+    """What a checkpoint is of: the iterator, or that of the numbers by which workers read."""
+    return getattr(iterator, "position", iterator)
+
+
+def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
+    """Whether `iterator` can be set to the checkpoint, which may be another strategy's."""
+    position = _position(iterator)
+    is_of_same = state.get("is_of_numbers", False) == (position is not iterator)
+    return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
+
+
+def _num_shuffles(checkpoint: list[np.ndarray]) -> int:
+    """Of how many shuffles a checkpoint tells how far their seeds have come."""
+    return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
+
+
+def _py_dataset(epoch_iterator: Any) -> Any:
+    return getattr(epoch_iterator.data_adapter, "py_dataset", None)
+
+
+def _drop(iterator: Iterator, num_batches: int) -> int:
+    """Takes batches and forgets them; returns how many there were."""
+    try:
+        return sum(1 for _ in itertools.islice(iterator, num_batches))
+    except tf.errors.OutOfRangeError:  # how the batches of several workers end
+        return num_batches

@@ -1,0 +1,230 @@
+"""Backups that are whole or absent: hashed, and read only if every byte is as it was.
+
+Where files lie, and how several of them become a backup at once, is `Files`: a local folder
+(`local_files.py`) or an object store (`remote_files.py`).
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST
+from tfparallel.callbacks.backup.local_files import LocalFiles
+from tfparallel.callbacks.backup.remote_files import RemoteFiles
+from tfparallel.callbacks.backup.schema import (
+    LARGEST_MANIFEST_BYTES,
+    FileRecord,
+    ManifestContent,
+    parse_json,
+)
+
+FORMAT = 1
+
+
+class BackupError(RuntimeError):
+    """A backup could not be written, or none could be restored."""
+
+
+class InvalidBackupError(BackupError):
+    """One backup folder does not hold what its manifest says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a backup folder holds.
+
+    Attributes:
+        about: what the writer said of the backup: epoch, batch, versions and so on.
+        files: every file but the manifest, by name.
+        sha256: of all of it; equal for equal backups.
+    """
+
+    about: Mapping
+    files: Mapping[str, FileRecord]
+    sha256: str
+
+
+class Files(Protocol):
+    """The files of numbered backups. A process killed anywhere leaves all others as they were.
+
+    Whatever `begin` finds that was begun or half deleted, it removes. Files that are not ours (by
+    their names) are never removed. All methods raise `OSError`.
+    """
+
+    def numbers(self) -> list[int]:
+        """The numbers of the backups that were published and not deleted, ascending."""
+
+    def path(self, number: int, kind: str = "backup") -> Any:
+        """Where a backup lies, for messages."""
+
+    def begin(self) -> int:
+        """Makes room for a backup; returns its number, above all others."""
+
+    def write(self, number: int, name: str, content: Iterable[bytes | memoryview]) -> None:
+        """Writes a file of a backup that was begun; it is on the disk when this returns."""
+
+    def publish(self, number: int) -> None:
+        """Makes a backup count, all of its files at once."""
+
+    def abandon(self, number: int) -> None:
+        """Removes a backup that was begun."""
+
+    def read(self, number: int, name: str, largest_bytes: int) -> bytes:
+        """The bytes of a regular file; an error, before any is read, if there are more."""
+
+    def delete(self, number: int) -> None:
+        """Makes a backup not count, all of its files at once, then removes them."""
+
+    def delete_root(self) -> None:
+        """Removes the folder of all backups if nothing is in it."""
+
+
+class Storage:
+    """The backups of one folder, by number; a higher number is newer.
+
+    Args:
+        root: a folder, or a URL for fsspec ("gs://bucket/run"); created by the first save. Nothing
+            else should live in it: files of others are left alone, but their folders may not have
+            names like `backup-00000001`.
+    """
+
+    def __init__(self, root: str | os.PathLike):
+        is_url = isinstance(root, str) and "://" in root
+        self.root: str | Path = str(root) if is_url else Path(root)
+        self._files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root))
+
+    def numbers(self) -> list[int]:
+        """The numbers of the backups that claim to be complete, ascending."""
+        return self._files.numbers()
+
+    def path(self, number: int, kind: str = "backup") -> Any:
+        """Where a backup lies: a `Path`, or the text of a URL."""
+        return self._files.path(number, kind)
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def begin(self) -> int:
+        """Starts a new backup and removes what killed processes left; returns its number."""
+        return self._files.begin()
+
+    def write(
+        self, number: int, files: Mapping[str, Iterable[bytes | memoryview]]
+    ) -> dict[str, FileRecord]:
+        """Writes and syncs files of a backup that was begun, in this process or another."""
+        return {name: self._write_file(number, name, content) for name, content in files.items()}
+
+    def _write_file(
+        self, number: int, name: str, content: Iterable[bytes | memoryview]
+    ) -> FileRecord:
+        digest, size_bytes = hashlib.sha256(), 0
+
+        def hashed() -> Iterator[bytes | memoryview]:
+            nonlocal size_bytes
+            for chunk in content:
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                yield chunk
+
+        self._files.write(number, name, hashed())
+        return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+    def commit(self, number: int, files: Mapping[str, FileRecord], about: Mapping) -> None:
+        """Makes a backup complete: its manifest is written and the backup published."""
+        content = {
+            "format": FORMAT,
+            "about": about,
+            "files": {name: record.model_dump() for name, record in files.items()},
+        }
+        content["sha256"] = _hash_of(content)
+        self._files.write(number, MANIFEST, [json.dumps(content, indent=1).encode()])
+        self._files.publish(number)
+
+    def abandon(self, number: int) -> None:
+        """Removes a backup that was begun and will not be committed."""
+        self._files.abandon(number)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def manifest(self, number: int) -> Manifest:
+        """The manifest of a backup.
+
+        Raises:
+            InvalidBackupError: if it is damaged, or of a format this library does not read.
+        """
+        where = f"{self.path(number)}/{MANIFEST}"
+        try:
+            content = parse_json(self._read_file(number, MANIFEST, LARGEST_MANIFEST_BYTES))
+            found = content.pop("sha256")
+            if found != _hash_of(content):
+                raise ValueError("its SHA-256 differs")
+            if content["format"] != FORMAT:
+                raise InvalidBackupError(
+                    f"{self.path(number)} must have format {FORMAT}. Received: format "
+                    f"{content['format']}, of tfparallel {content['about'].get('tfparallel')}. "
+                    "Restore it with that version."
+                )
+            checked = ManifestContent.model_validate(content)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidBackupError(f"{where} is damaged: {error!r}.") from error
+        return Manifest(content["about"], checked.files, found)
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a backup has a manifest that is as it was written; its files are not read."""
+        try:
+            self.manifest(number)
+        except InvalidBackupError:
+            return False
+        return True
+
+    def read(self, number: int, names: Iterable[str] | None = None) -> dict[str, bytes]:
+        """The files `names` of a backup (None: all), each with the size and hash it should have.
+
+        Raises:
+            InvalidBackupError: naming the first file that is missing or differs.
+        """
+        records = self.manifest(number).files
+        contents = {}
+        for name in records if names is None else names:
+            path = f"{self.path(number)}/{name}"
+            if name not in records or not FILE.fullmatch(name):
+                raise InvalidBackupError(f"{path} is not a file of this backup.")
+            contents[name] = self._read_file(number, name, records[name].size_bytes)
+            received = _record_of(contents[name])
+            if received != records[name]:
+                raise InvalidBackupError(
+                    f"{path} must have {records[name].size_bytes} bytes with SHA-256 "
+                    f"{records[name].sha256}. Received: {received.size_bytes} bytes, "
+                    f"{received.sha256}."
+                )
+        return contents
+
+    def _read_file(self, number: int, name: str, largest_bytes: int) -> bytes:
+        try:
+            return self._files.read(number, name, largest_bytes)
+        except OSError as error:
+            path = f"{self.path(number)}/{name}"
+            raise InvalidBackupError(f"{path} cannot be read: {error}.") from error
+
+    # ---- deleting --------------------------------------------------------------------------------
+
+    def delete(self, number: int) -> None:
+        """Deletes a backup; files in it that are not ours stay where they do not count."""
+        self._files.delete(number)
+
+    def delete_all(self) -> None:
+        """Deletes every backup, the newest last, and the folder if nothing else is in it."""
+        for number in self.numbers():
+            self.delete(number)
+        self._files.delete_root()
+
+
+def _record_of(data: bytes) -> FileRecord:
+    return FileRecord(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _hash_of(content: Mapping) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,197 @@
+"""Horovod's collectives, for any dtype: the only file that imports horovod.
+
+Horovod knows neither bfloat16 nor most integers: they travel as a dtype that holds their sums, or,
+where nothing is summed, as bytes.
+"""
+
+import functools
+import os
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.internals import ResourceVariable
+
+try:
+    import horovod.tensorflow as hvd
+    from horovod.common.elastic import State
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+    from horovod.tensorflow.elastic import run as run_elastic
+except ImportError as error:
+    raise ImportError(
+        "HorovodStrategy needs Horovod, built for the installed TensorFlow: run `pip install "
+        "'tfparallel[horovod]'` and then, once, `python -m tfparallel.build_horovod`; it takes a "
+        "few minutes."
+    ) from error
+
+__all__ = [
+    "HorovodAllReduce",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "State",
+    "all_gather",
+    "all_reduce_sum",
+    "all_to_all",
+    "broadcast",
+    "hvd",
+    "run_elastic",
+    "start",
+]
+
+_SUMMED_AS = {
+    tf.bfloat16: tf.float32,
+    tf.bool: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
+_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
+_HOROVODS_FUSION_BYTES = 128 << 20  # its default
+_SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
+
+
+def start(hierarchical: bool, bucket_bytes: int) -> None:
+    """Starts Horovod in this process, unless it runs already.
+
+    Args:
+        hierarchical: reduce within each host first; read by Horovod when it starts.
+        bucket_bytes: Horovod joins no tensors to more than that, unless it was told a number or
+            finds it by itself. By default, it makes one reduction of all buckets that are ready:
+            their tensors are copied in and out, and no weight is updated before the last arrives.
+
+    Raises:
+        ValueError: if Horovod runs already and was started otherwise.
+    """
+    variable = "HOROVOD_HIERARCHICAL_ALLREDUCE"
+    if hierarchical and os.environ.get(variable) != "1":
+        if hvd.is_initialized():
+            raise ValueError(
+                'reduction="hierarchical" must be known before Horovod starts. Received: a running '
+                f"Horovod. Create the strategy before hvd.init(), or set {variable}=1."
+            )
+        os.environ[variable] = "1"
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+        threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
+    hvd.init()
+
+
+def all_reduce_sum(
+    tensors: list[tf.Tensor], process_set: Any, predivide: float = 1.0, adasum: bool = False
+) -> list[tf.Tensor]:
+    """Sums over ranks of tensors of one dtype, reduced together.
+
+    Args:
+        tensors: of the same shapes on every rank, in the same order.
+        process_set: the ranks.
+        predivide: every rank divides by it before the sum and multiplies after it, so that sums in
+            float16 do not overflow.
+        adasum: combine by Adasum instead of the sum.
+    """
+    dtype = tensors[0].dtype
+    sent = [_unknown(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
+    op = hvd.Adasum if adasum else hvd.Sum
+    options: dict[str, Any] = {"op": op, "process_set": process_set}
+    if predivide != 1.0 and not adasum:
+        options |= {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide}
+    if len(sent) == 1 or adasum:
+        reduced = [hvd.allreduce(each, **options, **_named()) for each in sent]
+    else:
+        reduced = hvd.grouped_allreduce(sent, **options, **_named())
+    return [
+        tf.ensure_shape(tf.cast(each, dtype), tensor.shape)
+        for each, tensor in zip(reduced, tensors, strict=True)
+    ]
+
+
+def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
+    sent, shape = _unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
+    gathered = hvd.allgather(sent, process_set=process_set, **_named())
+    return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
+
+
+def all_to_all(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """`[ranks, ...]`: row j goes to rank j, row i came from rank i."""
+    sent = _unknown(_as_bytes(rows))
+    received = hvd.alltoall(sent, process_set=process_set, **_named())
+    return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
+
+
+def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """The tensor of the first rank of `process_set`, on every rank."""
+    root = process_set.ranks[0] if process_set.ranks else 0
+    sent = _unknown(_as_bytes(tensor))
+    received = hvd.broadcast(sent, root_rank=root, process_set=process_set, **_named())
+    return tf.ensure_shape(_from_bytes(received, tensor.dtype), tensor.shape)
+
+
+def _unknown(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor, not copied, that TensorFlow cannot know while it optimises a graph.
+
+    It would run a collective of constants by itself then, once, and use that sum in every step. A
+    rank's gradients are constants where it has no rows.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.Switch(data=tensor, pred=_true().read_value()).output_true
+
+
+@functools.cache
+def _true() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return ResourceVariable(True, trainable=False)  # not replicated in a strategy's scope
+
+
+def _named() -> dict[str, Any]:
+    """Options that give a collective the same name on all ranks, which Horovod matches them by.
+
+    Horovod takes the name of the tensor's operation. But graphs differ between ranks, where one has
+    no rows, say. Ranks do trace collectives in the same order, in functions nested equally deep.
+    """
+    if tf.executing_eagerly():
+        return {}  # Horovod counts them
+    graph = tf.compat.v1.get_default_graph()
+    number = _numbers[graph] = _numbers.get(graph, -1) + 1
+    depth, outer = 0, getattr(graph, "outer_graph", None)
+    while outer is not None:
+        depth, outer = depth + 1, getattr(outer, "outer_graph", None)
+    return {"name": f"tfparallel_{depth}_{number}", "ignore_name_scope": True}
+
+
+def _as_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype in _SENT_AS_THEY_ARE:
+        return tensor
+    # Bytes are a last axis of their own, where the dtype has several.
+    return tf.cast(tensor, tf.uint8) if tensor.dtype == tf.bool else tf.bitcast(tensor, tf.uint8)
+
+
+def _from_bytes(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype in _SENT_AS_THEY_ARE:
+        return received
+    return tf.cast(received, dtype) if dtype == tf.bool else tf.bitcast(received, dtype)
+
+
+class HorovodAllReduce(BucketedAllReduce):
+    """`BucketedAllReduce` through Horovod.
+
+    Args:
+        process_set: the ranks.
+        predivide, adasum: as `all_reduce_sum`.
+        **options: as `BucketedAllReduce`.
+    """
+
+    def __init__(
+        self, process_set: Any, predivide: float = 1.0, adasum: bool = False, **options: Any
+    ):
+        super().__init__(**options)
+        self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
+
+    def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
+
+    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return all_gather(rows, self._process_set)

@@ -1,0 +1,1 @@
+"""Processes of one job: which they are, what they agree on, who serves whom, who is still there."""

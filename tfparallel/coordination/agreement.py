@@ -1,0 +1,143 @@
+"""Workers tell one another what they are about to do, so that a disagreement is an error at once.
+
+Collectives match by order: a worker that has one variable or one batch more than its peers waits
+for ever. Every such step is announced first in a store that they share, in one sequence for all
+kinds of steps.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.coordination.store import Store
+
+_PATIENCE_S = 10.0  # until it is asked whether a silent peer is alive
+
+
+class DisagreementError(RuntimeError):
+    """Workers that should do the same are about to do different things."""
+
+
+class PeerEndedError(DisagreementError):
+    """A worker has ended that the others wait for."""
+
+
+class Agreement:
+    """One worker's side of the announcements.
+
+    Args:
+        store: what the workers share.
+        name: the same on all workers, different for each sequence of announcements.
+        rank, num_workers: this worker's position, and how many there are.
+        timeout_s: how long to wait for a peer that lives but says nothing.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rank: int, num_workers: int, timeout_s: float = 600.0
+    ):
+        self.store, self.name = store, name
+        self.rank, self.num_workers = rank, num_workers
+        self._timeout_s = timeout_s
+        self._step = 0
+        self.numbers = itertools.count()  # for the names of sequences, the same on all workers
+
+    def sequence(self, name: str, timeout_s: float = math.inf) -> "Agreement":
+        """Announcements of their own, for what has no fixed order with the others."""
+        return Agreement(self.store, f"{self.name}/{name}", self.rank, self.num_workers, timeout_s)
+
+    def exchange(self, kind: str, value: Any) -> list:
+        """Announces `value`; returns what every worker announced, by rank.
+
+        Args:
+            kind: what the worker is about to do, for example "create a variable".
+            value: anything JSON can hold.
+
+        Raises:
+            DisagreementError: if a peer is about to do something of another kind, or says nothing.
+        """
+        self._step += 1
+        self._put(json.dumps([kind, value]))
+        announced = [json.loads(self._get(rank, kind)) for rank in range(self.num_workers)]
+        if any(their_kind != kind for their_kind, _ in announced):
+            raise DisagreementError(
+                "All workers must do the same, in the same order. Received: "
+                + self._by_rank([f"to {k} ({_short(v)})" for k, v in announced])
+            )
+        return [value for _, value in announced]
+
+    def require_equal(self, kind: str, value: Any) -> None:
+        """Announces `value` and refuses to go on unless all workers announced the same.
+
+        Raises:
+            DisagreementError: naming what each rank announced.
+        """
+        announced = self.exchange(kind, value)
+        if any(other != announced[0] for other in announced):
+            raise DisagreementError(
+                f"All workers must agree when they {kind}. Received: "
+                + self._by_rank([_short(v) for v in announced])
+            )
+
+    def value_of(self, rank: int, key: str, kind: str) -> str:
+        """What worker `rank` stores under `key`, waiting for it while it lives.
+
+        Args:
+            rank: the worker.
+            key: of the store.
+            kind: what that worker is expected to do, for messages.
+
+        Raises:
+            DisagreementError: if it has died, or is silent for too long.
+        """
+        begin = time.monotonic()
+        while True:
+            try:
+                return self.store.get(key, _PATIENCE_S)
+            except TimeoutError:
+                waited = time.monotonic() - begin
+            self._require_alive(rank, kind)
+            message = f"[rank {self.rank}] waits for rank {rank} of {self.num_workers} to {kind}"
+            message += f", for {waited:.0f} s"
+            if waited > self._timeout_s:
+                raise DisagreementError(f"{message}: gave up.")
+            tf.get_logger().warning("%s.", message)
+
+    def _require_alive(self, rank: int, kind: str) -> None:
+        try:
+            self.store.require_alive(rank)
+        except ConnectionError as error:
+            raise PeerEndedError(
+                f"Expected rank {rank} of {self.num_workers} ({self.store.describe(rank)}) to "
+                f"{kind}. It has ended, its own log says why: {error} (Rank {self.rank} is "
+                "speaking.)"
+            ) from error
+
+    def _key(self, rank: int, step: int) -> str:
+        return f"tfparallel/{self.name}/{step}/{rank}"
+
+    def _put(self, message: str) -> None:
+        self.store.put(self._key(self.rank, self._step), message)
+        if self._step > 2:  # every peer is at most one step behind
+            self.store.delete(self._key(self.rank, self._step - 2))
+
+    def _get(self, rank: int, kind: str) -> str:
+        return self.value_of(rank, self._key(rank, self._step), kind)
+
+    def _by_rank(self, texts: list[str]) -> str:
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
+        return f"{'; '.join(texts)}. (Rank {self.rank} is speaking.)"
+
+
+def fingerprint(value: Any) -> str:
+    """A short text that differs where `value` (anything JSON can hold) differs."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 400 else f"{text[:400]}… ({fingerprint(value)})"

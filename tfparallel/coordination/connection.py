@@ -1,0 +1,66 @@
+"""The chief's connection to the tasks that serve it: one cluster at a time, told when it ends."""
+
+import atexit
+import os
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfparallel.coordination.probe import task_names, wait_for_tasks
+from tfparallel.coordination.serving import say_done
+
+
+def connect(
+    tasks: Mapping[str, Sequence[str]],
+    own_type: str,
+    own_index: int,
+    servers: Sequence[tuple[str, int]],
+    timeout_s: float | None,
+    protocol: str = "grpc",
+) -> None:
+    """Waits for all servers and makes their devices this process's; they end when it ends.
+
+    A second strategy on the same cluster finds it connected.
+
+    Args:
+        tasks: "host:port" of all tasks of each type, without those that work beside the cluster.
+        own_type, own_index: this task.
+        servers: the type and index of every other task.
+        timeout_s: how long to wait for them; None waits for ever.
+        protocol: of the servers.
+
+    Raises:
+        TimeoutError: naming the tasks that never came.
+    """
+    global _connected
+    if _connected == tasks:
+        return
+    named = task_names(tasks, *tasks)
+    wait_for_tasks(
+        {f"{kind} {index}": named[f"{kind} {index}"] for kind, index in servers},
+        timeout_s,
+        tf.get_logger().warning,
+        f"{own_type} {own_index}",
+    )
+    # Without it, a client deletes remote tensors out of order with the calls that use them
+    # ("Unable to find the relevant tensor remote_handle").
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec({kind: list(addresses) for kind, addresses in tasks.items()}),
+        job_name=own_type,
+        task_index=own_index,
+        protocol=protocol,
+    )
+    if _connected is None:
+        atexit.register(lambda: say_done(_servers_to_tell))
+    _servers_to_tell[:] = [device_name(kind, index) for kind, index in servers]
+    _connected = tasks
+
+
+def device_name(task_type: str, index: int, kind: str = "CPU", number: int = 0) -> str:
+    """The full name of a device of a task."""
+    return f"/job:{task_type}/replica:0/task:{index}/device:{kind}:{number}"
+
+
+_connected: Mapping[str, Sequence[str]] | None = None
+_servers_to_tell: list[str] = []

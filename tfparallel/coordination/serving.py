@@ -1,0 +1,142 @@
+"""What a worker or a parameter server does all its life: serve operations until the chief is done.
+
+How a server learns that the chief is done
+------------------------------------------
+The chief can run operations on a server, and nothing else: no Python, no port of our own. So a
+server keeps a pipe at a file descriptor that both sides know, and the chief runs `WriteFile` there:
+
+    chief                                       worker 1
+    WriteFile("/proc/self/fd/200", "done") -->  a pipe --> os.read --> exit with status 0
+
+A chief that died says nothing. Its server's port then refuses connections, which a server notices
+by itself; for `chief_timeout_s` it serves on, in case the chief is started again.
+"""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfparallel.coordination.probe import is_listening
+
+_MAILBOX_FD = 200
+_MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"
+_DONE = b"done"
+_HERE = "/device:CPU:0"
+_POLL_S = 1.0
+_REPORT_S = 30.0
+_LAST_CALLS_S = 10.0
+
+
+def serve(
+    cluster: tf.train.ClusterSpec,
+    task_type: str,
+    task_index: int,
+    chief_address: str,
+    chief_timeout_s: float,
+    protocol: str = "grpc",
+) -> NoReturn:
+    """Serves until the chief is done, then ends this process.
+
+    Args:
+        cluster: all tasks.
+        task_type, task_index: this one.
+        chief_address: "host:port".
+        chief_timeout_s: how long a chief that has been there may be gone.
+        protocol: of the servers.
+
+    Raises:
+        SystemExit: with status 0 when the chief is done; with a message (status 1) when it is gone.
+    """
+    reading_end = _open_mailbox()
+    # `join` would never return; the server lives as long as this process.
+    server = tf.distribute.Server(
+        cluster, job_name=task_type, task_index=task_index, protocol=protocol
+    )
+    speaker = f"{task_type} {task_index}"
+    try:
+        _wait_for_end(reading_end, speaker, chief_address, chief_timeout_s)
+    finally:
+        sys.stdout.flush()
+    del server
+    _exit_without_destructors(0)
+
+
+def _wait_for_end(
+    reading_end: int, speaker: str, chief_address: str, chief_timeout_s: float
+) -> None:
+    chief_seen_s: float | None = None
+    start_s = reported_s = time.monotonic()
+    while True:
+        readable, _, _ = select.select([reading_end], [], [], _POLL_S)
+        if readable and _DONE in os.read(reading_end, 4096):
+            _serve_to_the_end_of(chief_address)
+            return
+        now_s = time.monotonic()
+        if is_listening(chief_address):
+            chief_seen_s = now_s
+        elif chief_seen_s is not None and now_s - chief_seen_s > chief_timeout_s:
+            sys.stderr.write(
+                f"Expected the chief ({chief_address}) to say that it is done. Received: nothing, "
+                f"and its port has been closed for {chief_timeout_s:g} s: it died. "
+                f"({speaker} is speaking.)\n"
+            )
+            _exit_without_destructors(1)
+        elif chief_seen_s is None and now_s - reported_s > _REPORT_S:
+            reported_s = now_s
+            tf.get_logger().warning(
+                "%s has been waiting %.0f s for the chief (%s).",
+                speaker,
+                now_s - start_s,
+                chief_address,
+            )
+
+
+def _serve_to_the_end_of(chief_address: str) -> None:
+    """Serves the chief's last calls: it still deletes what it keeps here, and would complain."""
+    deadline_s = time.monotonic() + _LAST_CALLS_S
+    while is_listening(chief_address) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S / 5)
+
+
+def _open_mailbox() -> int:
+    """The end to read from of the pipe that the chief writes to."""
+    reading_end, writing_end = os.pipe()
+    os.dup2(writing_end, _MAILBOX_FD)
+    os.close(writing_end)
+    return reading_end
+
+
+def _exit_without_destructors(status: int) -> NoReturn:
+    """Ends the process: a server's destructor waits for clients that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def say_done(devices: Iterable[str], timeout_s: float = 5.0) -> None:
+    """Tells the servers at `devices` that the chief is done; called on the chief, at its end.
+
+    A server that is stopped or dead cannot be told: no more than `timeout_s` is spent on all.
+    """
+
+    with tf.device(_HERE):  # Python's lock is held while a value becomes a tensor elsewhere
+        mailbox, done = tf.constant(_MAILBOX), tf.constant(_DONE)
+
+    def tell(device: str) -> None:
+        # A server that is gone needs no telling.
+        with contextlib.suppress(tf.errors.OpError), tf.device(device):
+            tf.io.write_file(mailbox, done)
+
+    threads = [threading.Thread(target=tell, args=(device,), daemon=True) for device in devices]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -1,0 +1,220 @@
+"""A `Store` of our own: rank 0 keeps it in memory, the others reach it over TCP.
+
+For jobs that have no coordination service. Every connection first proves that it knows the job's
+token, in time and without sending it; messages are lines of JSON, in clear. A rank is alive while
+its first connection is open: the system closes it when the process ends, however it ends.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from tfparallel.coordination.listening import listen
+
+_CONNECT_TIMEOUT_S = 30.0
+_GREETING_TIMEOUT_S = 5.0
+_CHALLENGE_BYTES = 32
+_MOST_CONNECTIONS = 4096  # each has a thread; a rank needs a handful
+_LARGEST_MESSAGE_BYTES = 1 << 24
+
+
+class StoreServer:
+    """Keeps the store; lives in rank 0.
+
+    Args:
+        host: by which the other ranks reach this one; see `listen`.
+
+    Attributes:
+        port: where it listens.
+        token: what a client has to know, hexadecimal; it never crosses the network.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.token = secrets.token_hex(16)
+        self._state, self._places = _State(), threading.Semaphore(_MOST_CONNECTIONS)
+        self._listener = listen(host)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        with contextlib.suppress(OSError):  # not connected, which is nothing new
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                if self._places.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+                else:
+                    connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answers the requests of one connection until it closes."""
+        rank = None
+        try:
+            with connection, contextlib.suppress(OSError):  # the client has ended
+                connection.settimeout(_GREETING_TIMEOUT_S)
+                if not _knows_token(connection, self.token):
+                    return
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                with connection.makefile("rwb") as stream:
+                    while (line := stream.readline(_LARGEST_MESSAGE_BYTES)).endswith(b"\n"):
+                        request = json.loads(line)
+                        if request["do"] == "join":
+                            rank = request["rank"]
+                        answer = self._state.answer(**request)
+                        stream.write(json.dumps(answer).encode() + b"\n")
+                        stream.flush()
+        finally:
+            self._places.release()
+            if rank is not None:
+                self._state.leave(rank)
+
+
+def _knows_token(connection: socket.socket, token: str) -> bool:
+    """Whether the other side proves, by a hash of what it is sent, that it knows the token."""
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    connection.sendall(challenge)
+    shown = connection.recv(hashlib.sha256().digest_size, socket.MSG_WAITALL)
+    return hmac.compare_digest(shown, _proof(token, challenge))
+
+
+def _proof(token: str, challenge: bytes) -> bytes:
+    return hmac.digest(token.encode(), challenge, "sha256")
+
+
+class _State:
+    """What is stored, and which ranks are there."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._hosts: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._changed = threading.Condition()
+
+    def answer(self, do: str, **arguments: Any) -> Any:
+        """Carries out one request."""
+        with self._changed:
+            return getattr(self, f"_{do}")(**arguments)
+
+    def leave(self, rank: int) -> None:
+        """The process of `rank` has ended."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def _join(self, rank: int, host: str) -> None:
+        self._hosts[rank] = host
+
+    def _put(self, key: str, value: str, replace: bool) -> bool:
+        if key in self._values and not replace:
+            return False
+        self._values[key] = value
+        self._changed.notify_all()
+        return True
+
+    def _get(self, key: str, timeout_s: float) -> str | None:
+        self._changed.wait_for(lambda: key in self._values, timeout_s)
+        return self._values.get(key)
+
+    def _delete(self, key: str) -> None:
+        self._values.pop(key, None)
+
+    def _host(self, rank: int) -> str | None:
+        return self._hosts.get(rank)
+
+    def _has_left(self, rank: int) -> bool:
+        return rank in self._left
+
+
+class TcpStore:
+    """A rank's access to a `StoreServer`, from any of its threads; see `store.Store`.
+
+    Args:
+        host, port, token: of the server.
+        rank: this worker's.
+    """
+
+    def __init__(self, host: str, port: int, token: str, rank: int):
+        self._host, self._port, self._token = host, port, token
+        self._thread = threading.local()
+        self._presence = self._connect()
+        _ask(self._presence, do="join", rank=rank, host=socket.gethostname())
+
+    def put(self, key: str, value: str) -> bool:
+        """See `Store`."""
+        return self._ask(do="put", key=key, value=value, replace=False)
+
+    def replace(self, key: str, value: str) -> None:
+        """Writes `value`, also where the key exists."""
+        self._ask(do="put", key=key, value=value, replace=True)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """See `Store`."""
+        value = self._ask(do="get", key=key, timeout_s=timeout_s)
+        if value is None:
+            raise TimeoutError(key)
+        return value
+
+    def delete(self, key: str) -> None:
+        """See `Store`."""
+        self._ask(do="delete", key=key)
+
+    def describe(self, rank: int) -> str:
+        """See `Store`."""
+        return f"on host {self._ask(do='host', rank=rank)}"
+
+    def require_alive(self, rank: int) -> None:
+        """See `Store`."""
+        if self._ask(do="has_left", rank=rank):
+            raise ConnectionError("its connection is closed.")
+
+    def _ask(self, **request: Any) -> Any:
+        stream = getattr(self._thread, "stream", None)
+        if stream is None:
+            stream = self._thread.stream = self._connect()
+        return _ask(stream, **request)
+
+    def _connect(self) -> Any:
+        deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+        while True:
+            try:
+                connection = socket.create_connection(
+                    (self._host, self._port), timeout=_CONNECT_TIMEOUT_S
+                )
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        challenge = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
+        connection.sendall(_proof(self._token, challenge))
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream = connection.makefile("rwb")
+        connection.close()  # the stream keeps it open
+        return stream
+
+
+def _ask(stream: Any, **request: Any) -> Any:
+    try:
+        stream.write(json.dumps(request).encode() + b"\n")
+        stream.flush()
+        line = stream.readline()
+    except OSError as error:
+        raise ConnectionError(f"Rank 0, which keeps what the ranks agree on: {error}") from error
+    if not line:
+        raise ConnectionError("Rank 0, which keeps what the ranks agree on, has ended.")
+    return json.loads(line)

@@ -1,0 +1,222 @@
+"""Parameter servers, with workers that each take the next batch and wait for nobody."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.compression import CompressionReport, Compressor
+from tfparallel.coordination.probe import is_answering
+from tfparallel.internals import ReplicaContext, TrainerCall
+from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
+from tfparallel.parameter_server.compressed_gradient import (
+    CompressionMemory,
+    GradientsHandedIn,
+    Payload,
+    as_it_is,
+)
+from tfparallel.parameter_server.dataset_graph import DatasetGraph
+from tfparallel.parameter_server.effects import Effects, current_effects
+from tfparallel.parameter_server.extended import ParameterServerExtended
+from tfparallel.parameter_server.keras_functions import (
+    Batches,
+    FedByChief,
+    PredictFunction,
+    StepFunction,
+)
+from tfparallel.parameter_server.partitioned_variables import AsyncPartitionedVariable
+from tfparallel.parameter_server.remote_calls import own_executor
+from tfparallel.parameter_server.remote_step import RemoteStep
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
+from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
+from tfparallel.parameter_server.worker_state import WorkerStates
+from tfparallel.replicas.seed_hooks import global_generator_under
+
+
+class AsyncParameterServerExtended(ParameterServerExtended):
+    """One replica, which is whichever worker takes the step."""
+
+    _partitioned_class = AsyncPartitionedVariable
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster: ParameterServerCluster,
+        partitioner: Callable | None,
+        max_staleness: int | None,
+        timeouts: Timeouts,
+        compressor: Compressor | None,
+    ):
+        super().__init__(container_strategy, cluster, partitioner)
+        devices = tuple(worker[0] for worker in cluster.worker_devices())
+        self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
+        self._worker = threading.local()
+        self._states = WorkerStates(self._pool.generation)
+        self._handed_in = GradientsHandedIn(compressor, self._states) if compressor else None
+        # At the end of each epoch Keras waits for all tasks, also for one that is gone or stopped.
+        # With this variable it does not; it is TensorFlow's own answer for its strategy.
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+
+    def _compute_devices(self) -> tuple[str, ...]:
+        # Where a step runs that was not handed to the pool.
+        return (self._cluster.worker_devices()[0][0],)
+
+    def _settle(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.join()
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return AsyncMetricVariable
+        return AsyncVariable
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._place_next.device,)
+
+    # ---- how a step runs -------------------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        strategy = self._container_strategy()
+        worker = getattr(self._worker, "number", None)
+        device = self._devices[0] if worker is None else None  # the pool places its steps itself
+
+        global_generator_under(strategy)  # a step that draws from it first could not create it
+        with tf.device(device), WorkerContext(strategy, 0 if worker is None else worker):
+            return fn(*args, **kwargs)
+
+    def _make_step(self, step_function: Callable, arguments: Arguments) -> RemoteStep:
+        """`step_function` as a worker and the servers run it, for arguments like these."""
+        strategy = self._container_strategy()
+
+        def run(parts: tuple, worker: tf.Tensor) -> Any:
+            self._worker.number = worker
+            try:
+                return strategy.run(step_function, (arguments.batch(*parts),))
+            finally:
+                self._worker.number = None
+
+        @contextlib.contextmanager
+        def scope() -> Iterator[None]:
+            with strategy.scope(), WorkerContext(strategy, 0):
+                yield
+
+        return RemoteStep(run, arguments.specs, scope, self._states)
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        effects = current_effects()
+        if effects is None:
+            return super()._apply_reduced(apply, gradients, variables)
+        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
+        updated = list(optimizer._trainable_variables if variables is None else variables)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        scale = getattr(optimizer, "dynamic_scale", None)
+        handed_in = [
+            self._hand_in(effects, optimizer, updated[i], gradients[i], scale) for i in present
+        ]
+        tensors = [tensor for each in handed_in for tensor in each.tensors]
+        devices = [
+            updated[i]._value.values[0].device
+            for i, each in zip(present, handed_in, strict=True)
+            for _ in each.tensors
+        ]
+        if scale is not None:
+            tensors.append(tf.convert_to_tensor(scale))
+            devices.append(devices[0] if devices else self._cluster.ps_devices[0])
+
+        def carry_out(values: list) -> None:
+            scales = (None, None)
+            if scale is not None:  # it may have changed since the worker scaled its loss
+                scales = (values.pop(), tf.convert_to_tensor(scale))
+            arrived = iter(values)
+            restored: dict[int, Any] = {
+                i: each.restore([next(arrived) for _ in each.tensors], *scales)
+                for i, each in zip(present, handed_in, strict=True)
+            }
+            in_order = [restored.get(i) for i in range(len(gradients))]
+            super(AsyncParameterServerExtended, self)._apply_reduced(apply, in_order, variables)
+
+        effects.defer(tensors, devices, carry_out)
+        return None
+
+    def _hand_in(
+        self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
+    ) -> Payload:
+        if self._handed_in is None:
+            return as_it_is(gradient)
+        return self._handed_in.hand_in(effects, optimizer, variable, gradient, scale)
+
+    def compression_report(self) -> list[CompressionReport]:
+        """What a worker hands in in one step, for each optimizer that has trained."""
+        return self._handed_in.report() if self._handed_in else []
+
+    def compression_of(self, optimizer: Any) -> CompressionMemory | None:
+        """What workers remember of a built optimizer's gradients; None where none is compressed."""
+        if self._handed_in is None:
+            return None
+        addresses = self._cluster.tasks["worker"]
+        return self._handed_in.memory_of(
+            optimizer, len(addresses), lambda worker: is_answering(addresses[worker])
+        )
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    @property
+    def _divides_data(self) -> bool:
+        return len(self._cluster.worker_devices()) > 1
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        own_executor()
+        model: Any = call.model
+        if model.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True runs Python for each step, which workers cannot. Received: it, "
+                'under mode="async". Debug with mode="sync".'
+            )
+        for kind in {"fit": ("train", "test"), "evaluate": ("test",)}.get(
+            call.method, ("predict",)
+        ):
+            function_class = PredictFunction if kind == "predict" else StepFunction
+            known = getattr(model, f"{kind}_function")
+            if not (isinstance(known, StepFunction) and known.pool is self._pool):
+                step_function = getattr(model, f"{kind}_step")
+                function = function_class(self._pool, self._make_step, model, step_function)
+                setattr(model, f"{kind}_function", function)
+        return Batches(
+            self._source(dataset, call),
+            call.num_batches,
+            model.predict_function.submit if call.method == "predict" else None,
+            2 * self._cluster.num_workers,
+        )
+
+    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        """Where batches come from: the workers' own data, or the chief where that cannot be."""
+        if ArraysOnWorkers.can_take(call.data_adapter):
+            return ArraysOnWorkers(call.data_adapter, self._pool.generation)
+        if call.is_dataset_of_user:
+            graph = DatasetGraph.of(dataset)
+            if graph is not None:
+                return DatasetOnWorkers(dataset, graph, self._pool.generation)
+        return FedByChief(dataset)
+
+
+class WorkerContext(ReplicaContext):
+    """The only replica of an asynchronous step; draws random numbers of the worker's own.
+
+    Args:
+        strategy: whose replica it is.
+        worker: the number of the worker that computes, an int or a scalar int32 tensor.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, worker: Any):
+        super().__init__(strategy, 0)
+        self._worker_number = worker
+        self.graph = tf.compat.v1.get_default_graph()  # in which the step is traced
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The worker's number: seeds differ by it."""
+        return tf.convert_to_tensor(self._worker_number)

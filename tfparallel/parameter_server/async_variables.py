@@ -1,0 +1,91 @@
+"""Variables that workers read at any time and parameter servers change, one update after another.
+
+context                         reads                            assignments
+------------------------------  -------------------------------  -------------------------------
+a step on behalf of a worker    the server's value; what the     written down (`effects.py`)
+                                step assigned itself
+the parameter servers' part     the server's value               done
+the chief, between steps        after every step under way       after every step under way
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.parameter_server.effects import current_effects
+from tfparallel.parameter_server.server_variables import RowsOnServers, WholeInCheckpoints
+from tfparallel.replicas.variables import CentralVariable, MetricVariable
+
+
+class HandedIn:
+    """Reads and assignments of the table above, over those of a class with one copy."""
+
+    values: Any
+    trainable: bool
+    distribute_strategy: Any
+
+    def _settle(self) -> None:
+        """On the chief, waits for the steps under way."""
+        if tf.executing_eagerly():
+            self.distribute_strategy.extended._settle()
+
+    def _seen(self) -> tf.Tensor | None:
+        """What a worker's step sees; None elsewhere, and of weights, which no step assigns."""
+        effects = current_effects()
+        if effects is None or self.trainable:
+            self._settle()
+            return None
+        return effects.read(self, self._server_value)
+
+    def _server_value(self) -> tf.Tensor:
+        return self.values[0].read_value()
+
+    def value(self) -> tf.Tensor:
+        seen = self._seen()
+        return super().value() if seen is None else seen  # type: ignore[misc]
+
+    def read_value(self) -> tf.Tensor:
+        seen = self._seen()
+        return super().read_value() if seen is None else seen  # type: ignore[misc]
+
+    def _dense_var_to_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        seen = self._seen()
+        return super()._dense_var_to_tensor(*args, **kwargs) if seen is None else seen  # type: ignore[misc]
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        seen = self._seen()
+        if seen is None:
+            return super().sparse_read(indices, name=name)  # type: ignore[misc]
+        return tf.gather(seen, indices, name=name)
+
+    def _get_cross_replica(self) -> Any:
+        self._settle()
+        return super()._get_cross_replica()  # type: ignore[misc]
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._hand_in("assign", value, *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._hand_in("assign_add", value, *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_effects() is not None:
+            return self._hand_in("assign_add", -value)
+        return self._hand_in("assign_sub", value, *args, **kwargs)
+
+    def _hand_in(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        effects = current_effects()
+        if effects is not None:
+            record: Callable = getattr(effects, name)
+            return record(self, value, self._server_value)
+        self._settle()
+        return getattr(super(), name)(value, *args, **kwargs)
+
+
+class AsyncVariable(WholeInCheckpoints, HandedIn, RowsOnServers, CentralVariable):
+    """Weights, slots, counters, seeds, statistics."""
+
+
+class AsyncMetricVariable(WholeInCheckpoints, HandedIn, MetricVariable):
+    """What a metric adds up; one copy, to which every worker adds."""

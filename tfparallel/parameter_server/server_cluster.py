@@ -1,0 +1,110 @@
+"""The cluster of a parameter server strategy, and this task's place in it."""
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfparallel.coordination.connection import connect, device_name
+from tfparallel.coordination.serving import serve
+
+_SETUP = (
+    "A parameter server strategy needs one chief, at least one worker and at least one ps: start "
+    "the script with `tfparallel launch --standalone --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG "
+    "for every task."
+)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long tasks wait for one another, in seconds.
+
+    Attributes:
+        start_s: the chief, for all tasks at the start; None waits for ever.
+        worker_s: async mode: the chief, for a step of one worker before the worker counts as
+            stopped; None never gives up on a worker that is alive. Longer than any step, tracing
+            included.
+        all_workers_s: the chief, for a worker without which training cannot go on to come back:
+            the first when all are gone; in sync mode every one.
+        ps_s: the chief, for a sign of life of a parameter server; in sync mode of a worker too.
+        chief_s: workers and parameter servers, for a chief that is gone to come back.
+    """
+
+    start_s: float | None = 600.0
+    worker_s: float | None = None
+    all_workers_s: float = 300.0
+    ps_s: float = 30.0
+    chief_s: float = 20.0
+
+
+class ParameterServerCluster:
+    """The tasks of the cluster that a resolver describes.
+
+    Raises:
+        ValueError: for a cluster without chief, workers or parameter servers.
+    """
+
+    def __init__(self, resolver: tf.distribute.cluster_resolver.ClusterResolver | None):
+        tasks = resolver.cluster_spec().as_dict() if resolver is not None else {}
+        missing = [t for t in ("chief", "worker", "ps") if not tasks.get(t)]
+        if missing:
+            raise ValueError(f"{_SETUP} Received: a cluster without {', '.join(missing)}: {tasks}.")
+        assert resolver is not None
+        self.tasks: dict[str, list[str]] = {t: list(addresses) for t, addresses in tasks.items()}
+        # An evaluator works on checkpoints, beside the cluster.
+        self.spec = tf.train.ClusterSpec({t: tasks[t] for t in ("chief", "worker", "ps")})
+        self.task_type, self.task_index = resolver.task_type, resolver.task_id
+        self.protocol = resolver.rpc_layer or "grpc"
+        self.num_workers, self.num_ps = len(tasks["worker"]), len(tasks["ps"])
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this task serves and computes nothing of its own."""
+        return self.task_type in ("worker", "ps")
+
+    def serve(self, timeouts: Timeouts) -> None:
+        """Serves until the chief is done, and ends the process; workers and ps only."""
+        serve(
+            self.spec,
+            self.task_type,
+            self.task_index,
+            self.tasks["chief"][0],
+            timeouts.chief_s,
+            self.protocol,
+        )
+
+    def connect(self, timeouts: Timeouts) -> None:
+        """Waits for all tasks and makes their devices ours; chief only.
+
+        A second strategy on the same cluster finds it connected.
+        """
+        servers = [("ps", i) for i in range(self.num_ps)]
+        servers += [("worker", i) for i in range(self.num_workers)]
+        tasks = {kind: self.tasks[kind] for kind in ("chief", "worker", "ps")}
+        connect(tasks, "chief", self.task_index, servers, timeouts.start_s, self.protocol)
+
+    def device(self, task_type: str, index: int, kind: str = "CPU", number: int = 0) -> str:
+        """The full name of a device of a task."""
+        return device_name(task_type, index, kind, number)
+
+    @property
+    def chief_device(self) -> str:
+        """The CPU of this process, on the chief."""
+        return self.device("chief", 0)
+
+    @property
+    def ps_devices(self) -> tuple[str, ...]:
+        """Where variables live."""
+        return tuple(self.device("ps", i) for i in range(self.num_ps))
+
+    def worker_devices(self) -> tuple[tuple[str, ...], ...]:
+        """What each worker computes on: its GPUs, or its CPU; once connected."""
+        gpus = [device.name for device in tf.config.list_logical_devices("GPU")]
+        workers = []
+        for i in range(self.num_workers):
+            own = tuple(g for g in gpus if g.startswith(f"/job:worker/replica:0/task:{i}/"))
+            workers.append(own or (self.device("worker", i),))
+        return tuple(workers)
+
+    def describe(self, task_type: str, index: int) -> str:
+        """A task as messages name it: "worker 1 (10.0.0.2:2222)"."""
+        return f"{task_type} {index} ({self.tasks[task_type][index]})"

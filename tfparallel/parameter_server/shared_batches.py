@@ -1,0 +1,274 @@
+"""Workers that share each batch read their own rows of it: the chief only says which.
+
+given to `fit`   on each worker                                with a step come
+--------------   --------------                                ----------------
+arrays           the rows that its replicas get, or all rows   row numbers
+                 where they are shuffled; shipped once
+tf.data          the dataset, rebuilt from its graph           nothing: each worker reads the next
+                                                               batch, and keeps its rows
+otherwise        nothing                                       rows, which the chief has read
+
+Which rows a step gets follows from the numbers of epoch and batch alone. So a step is done again
+with the same rows, on workers that have come back with nothing; and a backup holds numbers.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.internals import ArrayDataAdapter, TrainerCall
+from tfparallel.parameter_server.dataset_graph import DatasetGraph
+from tfparallel.parameter_server.remote_calls import remote_calls
+from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers, Rows
+from tfparallel.replicas.batch import OnHost, OnHosts, split_rows
+
+Generation = Callable[[int], int]  # of a worker: how often it has been lost, with all that it kept
+
+
+@dataclass(frozen=True)
+class Host:
+    """A worker's host: its CPU, where it keeps data, and the numbers of its replicas."""
+
+    device: str
+    replicas: range
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All workers' hosts, in the order of their replicas."""
+
+    of_worker: tuple[Host, ...]
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all workers."""
+        return self.of_worker[-1].replicas.stop
+
+    def __iter__(self) -> Iterator[tuple[int, Host]]:
+        return iter(enumerate(self.of_worker))
+
+
+def shared_batches(
+    dataset: tf.data.Dataset, call: TrainerCall, hosts: Hosts, generation: Generation
+) -> "SharedArrays | SharedDataset | None":
+    """What Keras iterates over, once for each epoch; None where the chief has to read.
+
+    Args:
+        dataset: what Keras has made of the data that `call` was given.
+
+    Returns:
+        An iterable of what `SharedStep` takes.
+    """
+    if ArraysOnWorkers.can_take(call.data_adapter):
+        adapter: Any = call.data_adapter
+        rows = tf.nest.flatten(dataset.element_spec)[0].shape[0]
+        return SharedArrays(adapter, rows, hosts, generation)
+    if call.is_dataset_of_user and (graph := DatasetGraph.of(dataset)) is not None:
+        return SharedDataset(dataset, graph, hosts, generation)
+    return None
+
+
+class NumberedBatches:
+    """The batches of an epoch, by their numbers.
+
+    Args:
+        numbers: of rows or batches, from a dataset of them.
+        batch: makes a batch of them.
+        position: the iterator of the numbers, where its checkpoint is all that is needed to go on.
+    """
+
+    def __init__(self, numbers: Iterator, batch: Callable[[tf.Tensor], Any], position: Any):
+        self._numbers, self._batch, self.position = numbers, batch, position
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._batch(next(self._numbers))
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+class SharedArrays:
+    """The arrays that `fit` was given.
+
+    Args:
+        adapter: Keras's view of them.
+        batch_rows: how many rows every batch has; None where the last has fewer.
+    """
+
+    def __init__(
+        self,
+        adapter: ArrayDataAdapter,
+        batch_rows: int | None,
+        hosts: Hosts,
+        generation: Generation,
+    ):
+        num_rows, size = adapter._num_samples, adapter._batch_size
+        self._hosts, self.recipe = hosts, GatherRows(hosts, batch_rows)
+        self._rows = [  # that each worker has: in order, or all
+            None if adapter._shuffle else rows_of_replicas(num_rows, size, hosts, host.replicas)
+            for _, host in hosts
+        ]
+        self._arrays = ArraysOnWorkers(adapter, generation, self._rows)
+        lengths = [batch_rows and _num_rows(batch_rows, hosts, host.replicas) for _, host in hosts]
+        places = tuple(tf.TensorSpec([length], tf.int64) for length in lengths)
+        arrays = (self._arrays.specs,) * len(places)
+        self.specs = tf.TensorSpec((), tf.int32), places, arrays
+
+    def __iter__(self) -> NumberedBatches:
+        numbers = iter(self._arrays.row_numbers)
+        return NumberedBatches(numbers, lambda rows: SharedRows(self, rows.numpy()), numbers)
+
+    def tensors(self, row_numbers: np.ndarray) -> tuple:
+        """For a batch of these rows: how many they are; then for each worker the places of its own
+        among the rows that it has, and its arrays."""
+        total, places = len(row_numbers), []
+        for worker, host in self._hosts:
+            start, end = _bounds(total, self._hosts, host.replicas)
+            own, rows = row_numbers[start:end], self._rows[worker]
+            places.append(tf.constant(own if rows is None else np.searchsorted(rows, own)))
+        with remote_calls():
+            arrays = [self._arrays.on(worker, host.device) for worker, host in self._hosts]
+        return tf.constant(total), tuple(places), tuple(arrays)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Arguments of a step: the rows of these numbers."""
+
+    arrays: SharedArrays
+    row_numbers: np.ndarray
+
+    @property
+    def specs(self) -> tuple:
+        """Of `tensors`."""
+        return self.arrays.specs
+
+    @property
+    def recipe(self) -> "GatherRows":
+        """Makes the batch."""
+        return self.arrays.recipe
+
+    def tensors(self) -> tuple:
+        """As `SharedArrays.tensors`."""
+        return self.arrays.tensors(self.row_numbers)
+
+
+@dataclass(frozen=True)
+class GatherRows:
+    """Makes a batch of what `SharedRows` gives, in the step.
+
+    Attributes:
+        batch_rows: as in `SharedArrays`.
+    """
+
+    hosts: Hosts
+    batch_rows: int | None
+
+    def __call__(self, tensors: tuple) -> OnHosts:
+        total, places, arrays = tensors
+        total = total if self.batch_rows is None else self.batch_rows
+        return OnHosts(
+            OnHost(
+                host.device,
+                host.replicas,
+                places[worker],
+                total,
+                functools.partial(Rows.batch, arrays[worker]),
+            )
+            for worker, host in self.hosts
+        )
+
+
+def rows_of_replicas(num_rows: int, batch_size: int, hosts: Hosts, replicas: range) -> np.ndarray:
+    """The numbers of the rows that some replicas get of arrays in order, ascending."""
+    starts = range(0, num_rows, batch_size)
+    bounds = [_bounds(min(batch_size, num_rows - start), hosts, replicas) for start in starts]
+    ranges = zip(starts, bounds, strict=True)
+    return np.concatenate([np.arange(start + a, start + b) for start, (a, b) in ranges])
+
+
+def _bounds(total: int, hosts: Hosts, replicas: range) -> tuple[int, int]:
+    bounds = split_rows(total, hosts.num_replicas, replicas)
+    return bounds[0][0], bounds[-1][1]
+
+
+def _num_rows(total: int, hosts: Hosts, replicas: range) -> int:
+    start, end = _bounds(total, hosts, replicas)
+    return end - start
+
+
+# ---- tf.data -------------------------------------------------------------------------------------
+
+
+class SharedDataset:
+    """A `tf.data.Dataset` of which every worker reads every batch, for its own rows."""
+
+    def __init__(
+        self, dataset: tf.data.Dataset, graph: DatasetGraph, hosts: Hosts, generation: Generation
+    ):
+        self._dataset, self._graph = DatasetOnWorkers(dataset, graph, generation), graph
+        self._hosts, self.recipe = hosts, ReadBatch(hosts)
+        self.specs = (tf.data.IteratorSpec(dataset.element_spec),) * len(hosts.of_worker)
+
+    def __iter__(self) -> NumberedBatches:
+        epoch, length = self._dataset.begin_epoch(), self._graph.num_batches
+        numbers = iter(tf.data.Dataset.range(length if length >= 0 else tf.int64.max))
+
+        def batch(number: tf.Tensor) -> SharedBatch:
+            self._dataset.take(epoch, int(number))
+            return SharedBatch(self, epoch, int(number))
+
+        return NumberedBatches(numbers, batch, numbers if self._graph.is_left_unread else None)
+
+    def iterators_at(self, epoch: int, number: int) -> tuple:
+        """For each worker an iterator there, whose next batch is the one asked for."""
+        with remote_calls():
+            return tuple(
+                self._dataset.reader(worker, host.device).iterator_at(epoch, number)
+                for worker, host in self._hosts
+            )
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """Arguments of a step: the batch of this number."""
+
+    dataset: SharedDataset
+    epoch: int
+    number: int
+
+    @property
+    def specs(self) -> tuple:
+        """Of `tensors`."""
+        return self.dataset.specs
+
+    @property
+    def recipe(self) -> "ReadBatch":
+        """Makes the batch."""
+        return self.dataset.recipe
+
+    def tensors(self) -> tuple:
+        """As `SharedDataset.iterators_at`."""
+        return self.dataset.iterators_at(self.epoch, self.number)
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """Makes a batch of what `SharedBatch` gives, in the step: all workers read at a time."""
+
+    hosts: Hosts
+
+    def __call__(self, iterators: tuple) -> OnHosts:
+        on_hosts = []
+        for worker, host in self.hosts:
+            with tf.device(host.device):
+                batch = iterators[worker].get_next()
+            on_hosts.append(OnHost(host.device, host.replicas, batch))
+        return OnHosts(on_hosts)

@@ -1,0 +1,168 @@
+"""Parameter servers, with workers that share each batch and wait for one another."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.coordination.probe import task_names
+from tfparallel.coordination.watch import Watch
+from tfparallel.internals import (
+    DistributedValues,
+    ReductionToOneDevice,
+    TrainerCall,
+    surround_epochs,
+)
+from tfparallel.parameter_server.extended import ParameterServerExtended
+from tfparallel.parameter_server.fence import Fence
+from tfparallel.parameter_server.recovery import Recovery
+from tfparallel.parameter_server.remote_calls import own_executor
+from tfparallel.parameter_server.repeated_steps import RepeatedSteps
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.shared_batches import Host, Hosts, shared_batches
+from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
+from tfparallel.parameter_server.steps_once import StepsOnce
+from tfparallel.replicas.batch import OnHosts
+from tfparallel.replicas.keras_step import run_predict_step
+
+
+class SyncParameterServerExtended(ParameterServerExtended):
+    """Every device of every worker is a replica, and all share each batch."""
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster: ParameterServerCluster,
+        partitioner: Callable | None,
+        timeouts: Timeouts,
+        copy_every_steps: int | None,
+    ):
+        super().__init__(container_strategy, cluster, partitioner)
+        self._recovery = Recovery(cluster, timeouts)
+        addresses = task_names(cluster.tasks, "ps", "worker")
+        if str(addresses) not in _watches:
+            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, _somebody_waits_for)
+        self._copy_every_steps = copy_every_steps
+        self._fence = Fence(cluster.ps_devices) if copy_every_steps is not None else None
+        self._steps: weakref.WeakSet[RepeatedSteps | StepsOnce] = weakref.WeakSet()  # by model
+
+    def _changed_elsewhere(self) -> None:
+        """A variable was assigned between steps."""
+        for steps in self._steps:
+            steps.changed_elsewhere()
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        own_executor()
+        surround_epochs(call, self._watched)
+        model: Any = call.model
+        if model.run_eagerly or model.jit_compile:
+            return super()._keras_dataset(dataset, call)
+        self._set_functions(model, self._steps_of(model))
+        batches = shared_batches(dataset, call, self._hosts(), self._recovery.generation)
+        return super()._keras_dataset(dataset, call) if batches is None else batches
+
+    def _hosts(self) -> Hosts:
+        hosts, first = [], 0
+        for worker, devices in enumerate(self._cluster.worker_devices()):
+            replicas = range(first, first + len(devices))
+            hosts.append(Host(self._cluster.device("worker", worker), replicas))
+            first = replicas.stop
+        return Hosts(tuple(hosts))
+
+    def _steps_of(self, model: Any) -> RepeatedSteps | StepsOnce:
+        functions = (model.train_function, model.test_function, model.predict_function)
+        for function in functions:
+            if isinstance(function, SharedStep) and function.steps in self._steps:
+                return function.steps
+        steps: RepeatedSteps | StepsOnce = StepsOnce()
+        if self._fence is not None and self._copy_every_steps is not None:
+            steps = RepeatedSteps(
+                self._fence, self._recovery, self._copy_every_steps, _waiting_for_all
+            )
+        self._steps.add(steps)
+        return steps
+
+    def _set_functions(self, model: Any, steps: RepeatedSteps | StepsOnce) -> None:
+        """Keras uses the functions that it finds at a model, and compiles none of its own."""
+        strategy = self._container_strategy()
+
+        def train(batch: Any) -> Any:
+            return strategy.run(model.train_step, (self._for_replicas(batch),))
+
+        def test(batch: Any) -> Any:
+            return strategy.run(model.test_step, (self._for_replicas(batch),))
+
+        def predict(batch: Any) -> Any:
+            batch = self._for_replicas(batch)
+            if self._num_replicas_in_sync == 1:
+                return strategy.run(model.predict_step, (batch,))
+            return run_predict_step(strategy, model.predict_step, batch)
+
+        chief = self._cluster.chief_device
+        for name, step, function_class in (
+            ("train_function", train, SharedStep),
+            ("test_function", test, SharedStep),
+            ("predict_function", predict, SharedPredictStep),
+        ):
+            known = getattr(model, name)
+            if not (isinstance(known, SharedStep) and known.steps is steps):
+                setattr(model, name, function_class(steps, model, step, chief))
+
+    def _for_replicas(self, batch: Any) -> Any:
+        """A batch as `run` takes it."""
+        is_for_one = isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1
+        return batch[0].whole() if is_for_one else batch
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Within it, a task that is silent or gone ends what waits for it, with its name."""
+        self._changed_elsewhere()  # whatever happened between two epochs
+        waiting = _waiting_for_all if self._fence is None else _waiting_for_servers
+        try:
+            with waiting(), self._recovery.of_all():
+                yield
+        finally:
+            for steps in self._steps:
+                steps.forget()
+
+    def _compute_devices(self) -> tuple[str, ...]:
+        return tuple(device for worker in self._cluster.worker_devices() for device in worker)
+
+    def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
+        return ReductionToOneDevice()  # collectives do not reach the devices of other processes
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if not isinstance(value, DistributedValues):
+            return value
+        return ReductionToOneDevice()._gather(value, destinations=destinations, axis=axis)
+
+
+_watches: dict[str, Watch] = {}  # of this process, by what they watch
+_calls: dict[str, list] = {"all": [], "servers": []}  # under way, by whom they wait for
+
+
+@contextlib.contextmanager
+def _waiting(for_whom: str) -> Iterator[None]:
+    _calls[for_whom].append(None)
+    try:
+        yield
+    finally:
+        _calls[for_whom].pop()
+
+
+def _waiting_for_all() -> contextlib.AbstractContextManager:
+    return _waiting("all")
+
+
+def _waiting_for_servers() -> contextlib.AbstractContextManager:
+    return _waiting("servers")
+
+
+def _somebody_waits_for(silent: list[str]) -> bool:
+    """Asynchronous training, for one, can do without a silent worker."""
+    is_server_silent = any(name.startswith("ps ") for name in silent)
+    return bool(_calls["all"] or (_calls["servers"] and is_server_silent))

@@ -1,0 +1,1 @@
+"""What every strategy shares: a Keras step cut over replicas, and variables that exist for each."""

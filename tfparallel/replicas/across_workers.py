@@ -1,0 +1,245 @@
+"""What strategies of several processes share: their workers agree before a collective can hang.
+
+A strategy gives the transport, two collectives between the hosts of all workers; this is what is
+done with them.
+"""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.joining import join, split
+from tfparallel.coordination.agreement import Agreement, DisagreementError
+from tfparallel.internals import (
+    PerReplica,
+    TrainerCall,
+    context,
+    owner_of_new_variable,
+)
+from tfparallel.replicas.base import ReplicatedExtended
+from tfparallel.replicas.variables import MetricVariable, prefetched_metrics
+from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
+
+_MAX_RANK = 16  # of what is gathered
+
+
+class WorkersExtended(ReplicatedExtended):
+    """`ReplicatedExtended` over several processes, each with all variables.
+
+    Set by the strategy that inherits it, before a variable is created: `_num_workers`, and where
+    there are several, `_agreement`.
+    """
+
+    _num_workers: int
+    _agreement: Agreement
+
+    # ---- the transport ---------------------------------------------------------------------------
+
+    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of all workers' tensors of one shape; called in a cross-replica context."""
+        raise NotImplementedError
+
+    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """All workers' tensors, `[rows, ...]`, one after the other; called in a `tf.function`."""
+        raise NotImplementedError
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _announced(self, initial_value: Any, kwargs: Any) -> Callable[[], tf.Tensor]:
+        """`initial_value` once all workers have said that they create the same variable."""
+        owner = owner_of_new_variable()
+        name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
+
+        def announced() -> tf.Tensor:
+            value = initial_value() if callable(initial_value) else initial_value
+            value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
+            value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+            self._agreement.require_equal(
+                "create a variable", f"{name} {value.dtype.name}{value.shape.as_list()}"
+            )
+            return value
+
+        return announced
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        if self._num_workers > 1:
+            raise ValueError(
+                "Gradients with several workers are computed in strategy.run, which adds up those "
+                f"of all workers. Received: variable '{name}' differentiated outside of it. Put "
+                "the step into a function and call strategy.run(step, args=(batch,))."
+            )
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    def _agree_on_seed(self) -> None:
+        """One global seed for all workers, which have to shuffle alike to keep rows of one batch.
+
+        Where nobody has set a seed, rank 0's draw is set.
+        """
+        seeds = self._agreement.exchange("set a global seed", context.global_seed())
+        if seeds == [None] * self._num_workers:
+            drawn = self._agreement.exchange("draw a global seed", random.getrandbits(31))
+            tf.random.set_seed(drawn[0])
+        elif len(set(seeds)) > 1:
+            raise DisagreementError(
+                "All workers must have the same global seed, or none: they shuffle the same data "
+                "and each keeps its own rows. Call keras.utils.set_random_seed with one value on "
+                f"all of them. Received by rank: {seeds}. (Rank {self._agreement.rank} is "
+                "speaking.)"
+            )
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        if self._num_workers == 1:
+            return dataset
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        shards = call.is_dataset_of_user and policy == tf.data.experimental.AutoShardPolicy.FILE
+        self._agreement.require_equal(
+            f"call {call.method}",
+            {
+                "batches": call.num_batches,
+                "element_spec": str(dataset.element_spec),
+                "reads_shards": shards,
+                "global_seed": context.global_seed(),
+                "variables": [[v.path, list(v.shape)] for v in call.model.variables],
+            },
+        )
+        if self._agreement.rank != 0:
+            keep_files_of_other_workers_apart(call.callbacks)
+        if shards:
+            strategy = self._container_strategy()
+            shard = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
+            return AgreedBatches(shard, self._agreement, self._as_per_replica)
+        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        if not call.is_length_known and not endless:
+            return AgreedBatches(dataset, self._agreement, lambda batch: batch)
+        return dataset
+
+    def _as_per_replica(self, batch: Any) -> Any:
+        """A batch that is this worker's already, also where it has one replica only."""
+        return keras.tree.map_structure(
+            lambda leaf: leaf if isinstance(leaf, PerReplica) else PerReplica([leaf]), batch
+        )
+
+    # ---- across workers --------------------------------------------------------------------------
+
+    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._sum_list_across_workers([tensor])[0]
+
+    def _sum_list_across_workers(self, tensors: list) -> list:
+        """Sums of the workers' tensors, in one all-reduce for each dtype."""
+        if self._num_workers == 1:
+            return tensors
+        sums: list = [None] * len(tensors)
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            total = self._host_sum(join([tensors[i] for i in chosen]))
+            own = split(total, [tf.shape(tensors[i]) for i in chosen])
+            for i, part in zip(chosen, own, strict=True):
+                sums[i] = part
+        return sums
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        parts = self._local_results(value)
+        checks = []
+        if self._num_workers > 1 and not any(isinstance(p, tf.IndexedSlices) for p in parts):
+            shapes = self._gather_rows(tf.stack([_shape_beside(part, axis) for part in parts]))
+            checks = [_assert_equal_shapes(shapes, axis)]
+        with tf.control_dependencies(checks):
+            return super()._gather_to_implementation(value, destinations, axis, options)
+
+    def _gather_rows(self, rows: Any) -> Any:
+        if self._num_workers == 1:
+            return rows
+        if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
+            raise NotImplementedError(
+                "predict over several workers gathers dense tensors. Received: "
+                f"{type(rows).__name__}. Predict in one process, or return `to_tensor()`."
+            )
+        if tf.executing_eagerly():
+            return tf.function(self._gather_rows)(rows)
+        scalar = rows.shape.rank == 0
+        return self._host_gather(rows[tf.newaxis] if scalar else rows)
+
+    @contextlib.contextmanager
+    def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
+        """Reads all metric variables in one all-reduce instead of one for each."""
+        variables = [v._value for metric in metrics for v in metric.variables]
+        variables = [v for v in variables if isinstance(v, MetricVariable)]
+        if self._num_workers == 1 or not variables:
+            yield
+            return
+        local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
+        sums = self._sum_list_across_workers(local)
+        with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
+            yield
+
+
+class AgreedBatches:
+    """Batches of a dataset whose length is not known, or differs by worker, checked batch by batch.
+
+    Iterates in Python: one announcement a batch is the price of an error instead of a hang.
+    """
+
+    def __init__(self, dataset: Iterable, agreement: Agreement, convert: Callable):
+        self._dataset, self._agreement, self._convert = dataset, agreement, convert
+
+    def __iter__(self) -> Iterator:
+        end = object()
+        iterator = iter(self._dataset)
+        for number in itertools.count():
+            batch = next(iterator, end)
+            shapes = None if batch is end else _shapes(batch)
+            announced = self._agreement.exchange("read a batch", shapes)
+            if announced == [None] * len(announced):
+                # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
+                raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
+            if any(other != announced[0] for other in announced):
+                raise DisagreementError(
+                    "All workers must have the same number of batches, of as many rows at each "
+                    f"step. Received: batch {number} is {announced} by rank (None: the data ended "
+                    "before it). Use drop_remainder=True, or let every worker "
+                    f"read all data (no auto_shard_policy). (Rank {self._agreement.rank} is "
+                    "speaking.)"
+                )
+            yield self._convert(batch)
+
+
+def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """`[1 + _MAX_RANK]`, int32: a tensor's rank and shape, without what `axis` has."""
+    shape = tf.shape(tensor)
+    rank = tf.size(shape)
+    shape *= 1 - tf.one_hot(axis, rank, dtype=tf.int32)
+    return tf.concat([[rank], tf.pad(shape, [[0, _MAX_RANK - rank]])], 0)
+
+
+def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> Any:
+    """Raises InvalidArgumentError on all workers alike, where TensorFlow's collectives would end.
+
+    Args:
+        shapes: `_shape_beside` of all replicas, `[replicas, ...]`.
+        axis: that is gathered along.
+    """
+    message = (
+        f"Shape mismatch: what is gathered along axis {axis} must have the same rank on all "
+        "replicas, and the same shape but for that axis. Received by replica: rank, then the shape "
+        "with 0 for that axis:"
+    )
+    ranks = shapes[:, :1]
+    used = shapes[:, : 1 + tf.reduce_max(ranks)]
+    return tf.debugging.Assert(
+        tf.reduce_all(tf.equal(shapes, shapes[:1])), [message, used], summarize=64
+    )
+
+
+def _shapes(batch: Any) -> list[list[int | None]]:
+    """The shape of every tensor of a batch on this worker, replica by replica."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    parts = [x.values if isinstance(x, PerReplica) else (x,) for x in leaves]
+    return [part.shape.as_list() for leaf in parts for part in leaf]

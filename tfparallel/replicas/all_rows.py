@@ -1,0 +1,135 @@
+"""The rows of all replicas, where a computation of one replica needs them.
+
+Every replica has a part of a batch. Together they have what one device has, in the same order:
+
+    replica 0   rows 0..2  \\
+    replica 1   rows 3..5   >  rows 0..7, on each of them
+    replica 2   rows 6..7  /
+
+What a replica computes of them may also be computed by all others; `all_rows` asks them for their
+gradients, `own_rows_live` does not, where it is known that they compute the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import ReduceOp, distribute_lib, in_symbolic_scope
+from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+from tfparallel.replicas.row_trial import check_is_no_trial
+from tfparallel.replicas.step_build import BuildContext
+
+
+def all_rows(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
+    """The rows of all replicas of each tensor of a nest, `[rows, ...]`; differentiable.
+
+    The gradient of a replica's rows is that of the sum of all replicas' losses.
+
+    Raises:
+        RuntimeError: outside of a step that runs on replicas.
+        ValueError: for a tensor without rows.
+    """
+    if strategy.extended._num_replicas_in_sync == 1 or in_symbolic_scope():
+        return tensors
+    check_is_no_trial()
+    context = distribute_lib.get_replica_context()
+    if context is None or context.strategy is not strategy:
+        raise RuntimeError(
+            "all_rows gathers what replicas have, and is called where they compute: in the "
+            "train_step, compute_loss or a layer of a model that `fit` or `evaluate` runs, or in a "
+            "function given to strategy.run. Received: a call outside of a step, or in a layer of "
+            "a pipeline, which computes its layers apart."
+        )
+    flat = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(tensors)]
+    _check_rows(flat)
+    gathered = gather_rows(flat)
+    start = _first_row(context, tf.shape(flat[0])[0])
+    live = [
+        _with_gradient(rows, own, _gradient_of_all(start)) if own.dtype.is_floating else rows
+        for rows, own in zip(gathered, flat, strict=True)
+    ]
+    return keras.tree.pack_sequence_as(tensors, live)
+
+
+def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
+    """As `all_rows`, for what all replicas compute alike from it, in a Keras step.
+
+    The gradient of each replica's rows is that of its own computation, once, whatever the replica's
+    weight, which counts the computation itself. So none has to ask the others.
+    """
+    context = distribute_lib.get_replica_context()
+    start = _first_row(context, step.rows)
+
+    def gradient(own: tf.Tensor, all_gradients: tf.Tensor) -> tf.Tensor:
+        weight = tf.cast(step.weight, own.dtype)
+        return tf.math.divide_no_nan(_own_part(own, all_gradients, start), weight)
+
+    return [
+        _with_gradient(rows, own, gradient) if own.dtype.is_floating else rows
+        for rows, own in zip(gather_rows(tensors), tensors, strict=True)
+    ]
+
+
+def gather_rows(tensors: Sequence) -> list:
+    """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
+    context = distribute_lib.get_replica_context()
+    if isinstance(context, BuildContext):  # the only replica
+        return list(tensors)
+    try:
+        return context.strategy.extended._all_rows(list(tensors))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Replicas exchange rows between the operations of their step, not in a function of its "
+            "own within it. Received: a call in a tf.function, tf.cond or loop, or in a layer of a "
+            "pipeline, whose stages are such functions. Move it out, or set run_eagerly=True."
+        ) from error
+
+
+def _check_rows(tensors: Sequence) -> None:
+    shapes = [tensor.shape for tensor in tensors]
+    if any(shape.rank == 0 for shape in shapes):
+        raise ValueError(
+            f"all_rows takes tensors [rows, ...] of one replica's rows. Received: shapes {shapes}."
+        )
+
+
+def _first_row(context: Any, rows: Any) -> Any:
+    """Where this replica's rows begin among those of all."""
+    step = current_replica_step()
+    if isinstance(context, BuildContext):
+        return 0
+    if step is not None and step.first_row is not None:
+        return step.first_row
+    (all_counts,) = gather_rows([tf.reshape(tf.cast(rows, tf.int32), [1])])
+    return tf.cumsum(all_counts, exclusive=True)[context.replica_id_in_sync_group]
+
+
+def _own_part(own: tf.Tensor, rows: tf.Tensor, start: Any) -> tf.Tensor:
+    part = rows[start : start + tf.shape(own)[0]]
+    return tf.ensure_shape(part, own.shape)
+
+
+def _with_gradient(rows: tf.Tensor, own: tf.Tensor, gradient: Callable) -> tf.Tensor:
+    """`rows`; `own`, which is among them, gets the gradient `gradient(own, gradient of rows)`."""
+
+    @tf.custom_gradient
+    def attached(rows: tf.Tensor, own: tf.Tensor) -> tuple:
+        return tf.identity(rows), lambda upstream: (None, gradient(own, upstream))
+
+    return attached(rows, own)
+
+
+def _gradient_of_all(start: Any) -> Callable:
+    step = current_replica_step()
+
+    def gradient(own: tf.Tensor, all_gradients: tf.Tensor) -> tf.Tensor:
+        context = distribute_lib.get_replica_context()
+        if step is None or step.weights_loss:
+            return _own_part(own, context.all_reduce(ReduceOp.SUM, all_gradients), start)
+        weight = tf.cast(step.weight, own.dtype)  # each replica's gradients get its own at the end
+        total = context.all_reduce(ReduceOp.SUM, all_gradients * weight)
+        return tf.math.divide_no_nan(_own_part(own, total, start), weight)
+
+    return gradient

@@ -1,0 +1,195 @@
+"""Misuse that would train wrongly or crash far away is refused here, in the user's words."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import DistributedVariable
+from tfparallel.replicas.model_optimizers import optimizers_of
+
+_THREE_LINES = (
+    "Build and compile the model inside `with strategy.scope():` of the strategy it trains under, "
+    "and call fit, evaluate and predict outside of any other strategy's scope."
+)
+
+
+def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses a model that was not built and compiled under `strategy`.
+
+    Raises:
+        ValueError: naming what was created outside of the scope.
+    """
+    current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy
+    if current is not strategy:
+        raise ValueError(
+            f"A model trains under the strategy it was built under. Received: model "
+            f"'{model.name}' built under {_name(strategy)}, used inside the scope of another "
+            f"strategy, {_name(current)}. {_THREE_LINES}"
+        )
+    if model._distribute_strategy is not strategy:
+        raise ValueError(
+            f"Expected a model built under this {_name(strategy)}. Received: model "
+            f"'{model.name}' built outside of its scope. {_THREE_LINES}"
+        )
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    outside = list(dict.fromkeys(v.path for v in variables if not belongs_to(v, strategy)))
+    if outside:
+        raise ValueError(
+            f"Expected all variables of model '{model.name}' and its metrics to be created in the "
+            f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
+            f"{outside[:5]}. {_THREE_LINES}"
+        )
+    for optimizer in optimizers_of(model):
+        for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            if not all(belongs_to(v, strategy) for v in part.variables):
+                raise ValueError(
+                    f"Expected model '{model.name}' to be compiled, and its optimizer to be "
+                    f"created, in the scope of this {_name(strategy)}. Received: optimizer "
+                    f"'{part.name}' created outside of it. {_THREE_LINES}"
+                )
+
+
+def check_is_not_compiled(step_function: object) -> None:
+    """Refuses a `train_step` or `test_step` that is a `tf.function` itself.
+
+    Raises:
+        ValueError: at the first step.
+    """
+    if isinstance(step_function, tf.types.experimental.PolymorphicFunction):
+        raise ValueError(
+            "train_step and test_step must be plain methods: the strategy splits the batch and "
+            "joins the gradients around them, and Keras compiles the whole. Received: a method "
+            "decorated with @tf.function. Remove the decorator."
+        )
+
+
+def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `jit_compile=True` where one XLA program would need several devices.
+
+    Raises:
+        ValueError: at the first step, before XLA sees it.
+    """
+    if not model.jit_compile:
+        return
+    devices = strategy.extended.worker_devices
+    parameter_devices = strategy.extended.parameter_devices
+    if len(devices) == 1 and set(parameter_devices) != set(devices):
+        raise ValueError(
+            "jit_compile=True needs the variables where XLA computes. Received: variables on "
+            f"{', '.join(parameter_devices)}, computation on {devices[0]}. Take one device for "
+            "both, or compile the model with jit_compile=False."
+        )
+    if strategy.extended._num_replicas_in_sync == 1:
+        if (tf.DeviceSpec.from_string(devices[0]).device_index or 0) > 0:
+            raise ValueError(
+                "jit_compile=True needs the first device of its kind, for which XLA compiles. "
+                f"Received: {devices[0]}. Take that device's number 0 (hide the others with "
+                "tf.config.set_visible_devices), or compile the model with jit_compile=False."
+            )
+        return
+    if len(devices) > 1:
+        raise ValueError(
+            "jit_compile=True needs one replica per process: XLA compiles a step for one device. "
+            f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile "
+            "the model with jit_compile=False, or start one process per device."
+        )
+    if not strategy.extended._xla_compiles_collectives(devices[0]):
+        raise ValueError(
+            "jit_compile=True with several workers needs collectives that XLA can compile: "
+            f"TensorFlow's on GPUs. Received: {type(strategy).__name__} on {devices[0]}. Compile "
+            "the model with jit_compile=False."
+        )
+
+
+def check_states_of_rows(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `stateful=True`, a state for each row that goes on from batch to batch.
+
+    Raises:
+        ValueError: naming the layers.
+    """
+    found = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN) and x.stateful]
+    if found:
+        raise ValueError(
+            "stateful=True keeps a state for each row of the batch, from one batch to the next, "
+            "and needs one device that computes all rows of all batches. Received: layers "
+            f"{[layer.name for layer in found][:5]} of model '{model.name}' under "
+            f"{_name(strategy)}, which divides rows or batches. Give the states to the model as "
+            "inputs (initial_state) and take them from its outputs (return_state=True), or use "
+            "stateful=False."
+        )
+
+
+def check_jit_compile_of_predict(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Refuses `jit_compile=True` where a replica cannot predict by itself.
+
+    Raises:
+        ValueError: at the first batch, before XLA sees it.
+    """
+    if model.jit_compile and not strategy.extended._xla_can_predict:
+        raise ValueError(
+            "jit_compile=True needs the whole model on each device that predicts. Received: "
+            f"{_name(strategy)}, which has it on others. Compile the model with jit_compile=False."
+        )
+
+
+def check_devices(devices: str | Sequence[str] | None, what: str = "devices") -> list[str] | None:
+    """Refuses devices that do not exist, or one device named twice.
+
+    Args:
+        devices: names as `tf.distribute` takes them ("GPU:0", "/device:CPU:1"), or None for all.
+        what: the argument's name, for the message.
+
+    Raises:
+        ValueError: listing the devices that exist.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        devices = [devices]
+    devices = list(devices)
+    if not devices:
+        raise ValueError(f"`{what}` needs at least one device. Received: an empty list.")
+    existing = {(d.device_type, _index(d.name)): d.name for d in tf.config.list_logical_devices()}
+    seen: dict[tuple, str] = {}
+    for device in devices:
+        key = _parse(device, what)
+        if key not in existing:
+            raise ValueError(
+                f"`{what}` must name devices of this process. Received: {device!r}. There are: "
+                f"{sorted(existing.values())}. Logical CPU devices are made by "
+                "`tf.config.set_logical_device_configuration` before TensorFlow starts."
+            )
+        if key in seen:
+            raise ValueError(
+                f"`{what}` must name each device once. Received: {seen[key]!r} and {device!r}, "
+                "the same device."
+            )
+        seen[key] = device
+    return devices
+
+
+def _parse(device: object, what: str) -> tuple[str, int]:
+    try:
+        spec = tf.DeviceSpec.from_string(str(device) if "/" in str(device) else f"/device:{device}")
+    except ValueError as error:
+        raise ValueError(
+            f"`{what}` takes names such as 'GPU:0'. Received: {device!r} ({error})."
+        ) from error
+    return (spec.device_type or "").upper(), spec.device_index or 0
+
+
+def _index(name: str) -> int:
+    return tf.DeviceSpec.from_string(name).device_index
+
+
+def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Whether `variable` was created in the scope of `strategy`, or has not been created yet."""
+    value = variable._value
+    if value is None:
+        return True
+    return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
+
+
+def _name(strategy: tf.distribute.Strategy) -> str:
+    return type(strategy).__name__

@@ -1,0 +1,108 @@
+"""A compiled loss on a replica's rows, such that it adds up to the loss of the whole batch.
+
+The step weighs every replica's loss by its share of rows, which makes the mean of all. A mean over
+rows needs nothing else; any other loss is rescaled for it, or computed from the rows of all
+replicas (`loss_kinds.py` tells which).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import ReduceOp, distribute_lib, get_keras_mask, set_keras_mask
+from tfparallel.replicas.all_rows import own_rows_live
+from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
+from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+
+
+def of_whole_batch(loss: Any) -> Callable:
+    """`loss` rescaled so that its mean over replicas, weighted by rows, is that of the batch.
+
+    Args:
+        loss: a `keras.Loss`, perhaps as a stage of a pipeline (`staged_losses.py`).
+    """
+    plain = getattr(loss, "unstaged", loss)
+
+    def on_replica(y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        step = current_replica_step()
+        if step is None:
+            return loss(y_true, y_pred, sample_weight)
+        kind = kind_of_loss(plain, y_true, y_pred, sample_weight)
+        if kind == "coupled":
+            return plain(*rows_of_all(step, y_true, y_pred, sample_weight))
+        if kind == "masked":
+            value, values = number_and_values(plain, y_true, y_pred, sample_weight)
+            mask = _both(get_keras_mask(y_pred), get_keras_mask(values))
+            return _of_rows(plain, value, sample_weight, mask, step)
+        value = loss(y_true, y_pred, sample_weight)
+        if kind == "rows":
+            return _of_rows(plain, value, sample_weight, get_keras_mask(y_pred), step)
+        return value if kind == "mean" else _scaled(value, tf.ones((), value.dtype), step)
+
+    return on_replica
+
+
+def rows_of_all(step: ReplicaStep, *arguments: Any) -> tuple:
+    """`arguments`, nests of tensors and None, of the rows of all replicas; with their Keras masks.
+
+    For a computation that all replicas do alike.
+    """
+    flat = keras.tree.flatten(arguments)
+    tensors = [leaf for leaf in flat if leaf is not None]
+    masks = [get_keras_mask(tensor) for tensor in tensors]
+    present = [mask for mask in masks if mask is not None]
+    gathered = own_rows_live([*map(tf.convert_to_tensor, tensors), *present], step)
+    own, own_masks = iter(gathered[: len(tensors)]), iter(gathered[len(tensors) :])
+    for tensor, mask in zip(gathered, masks, strict=False):
+        if mask is not None:
+            set_keras_mask(tensor, next(own_masks))
+    filled = [None if leaf is None else next(own) for leaf in flat]
+    return tuple(keras.tree.pack_sequence_as(arguments, filled))
+
+
+def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: ReplicaStep) -> tf.Tensor:
+    """`value`, that `loss` has reduced from values of this replica's rows.
+
+    Means over rows need nothing. A sum is divided by the replica's weight; a mean over something
+    else (unmasked positions, sample weights) goes from its own share to the share of rows.
+    """
+    reduction = getattr(loss, "reduction", "mean")
+    is_sum = reduction in ("sum", "none", None)
+    if value.shape == (0,) and not is_sum:
+        value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
+    if is_sum:
+        return _scaled(value, tf.ones((), value.dtype), step)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        return _scaled(value, _share_of(_sum_of_weights(sample_weight, mask, value.dtype)), step)
+    if mask is not None:
+        return _scaled(value, _share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
+    return value
+
+
+def _scaled(value: tf.Tensor, share: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
+    """`value`, that counts with `share`, for a step that counts it with the replica's weight."""
+    return value * tf.math.divide_no_nan(share, tf.cast(step.weight, value.dtype))
+
+
+def _share_of(local: tf.Tensor) -> tf.Tensor:
+    """`local` over its sum over all replicas."""
+    total = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, local)
+    return tf.math.divide_no_nan(local, total)
+
+
+def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
+    """The divisor of Keras's `mean_with_sample_weight`."""
+    weights = tf.cast(sample_weight, dtype)
+    if mask is not None:
+        mask = tf.cast(mask, dtype)
+        missing = mask.shape.rank - weights.shape.rank
+        weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0)) * mask
+    return tf.reduce_sum(weights)
+
+
+def _both(mask: Any, other: Any) -> Any:
+    if mask is None or other is None:
+        return mask if other is None else other
+    return tf.logical_and(mask, other)

@@ -1,0 +1,114 @@
+"""One train, test or predict step of a Keras model, cut over the replicas and put together again.
+
+Keras's step function is written for one device. Run on a replica with `n_i` of the batch's `N` rows
+it computes the mean loss `L_i` over its own rows. What one device computes is
+`L = sum_i w_i L_i` with `w_i = n_i / N`, so inside a step:
+
+- Keras sees one replica (`num_replicas_in_sync == 1`): its losses are plain means, not means / R;
+- gradients are weighted by `w_i` and summed, before anything is clipped (`optimizer_hooks.py`);
+- losses that are not means over rows are rescaled so that the same formula holds, metrics that
+  average scalars count a batch once, and every metric's result is global (`model_hooks.py`).
+
+`w_i` is right for any batch: uneven ones, and batches with fewer rows than replicas.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import is_stock_step, values_util
+from tfparallel.replicas import model_hooks
+from tfparallel.replicas.batch import Batch, concat_rows
+from tfparallel.replicas.replica_step import ReplicaStep
+from tfparallel.replicas.tape_hooks import sums_over_all_rows
+
+
+def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
+    """Runs a model's `train_step` or `test_step` on every replica; returns what one device would.
+
+    Args:
+        strategy: a `KerasStrategy`.
+        step_function: the bound method of the model.
+        data: the batch, as `Batch` takes it.
+    """
+    model, extended = step_function.__self__, strategy.extended
+    batch = Batch(extended, data)
+    weights_loss = step_function.__name__ == "train_step" and is_stock_step(step_function)
+    statistics: list = []
+    global_results: list = []
+
+    def replica_function() -> Any:
+        i = _local_replica_id()
+        part = batch.parts[i]
+        step = ReplicaStep(
+            batch.rows[i], batch.weights[i], weights_loss, statistics, part, batch.first_rows[i]
+        )
+        with step.active():
+            return step_function(part)
+
+    with model_hooks.hooked(model, extended, global_results), sums_over_all_rows():
+        outputs = strategy._run_on_replicas(replica_function)
+    _average_statistics(extended, statistics, batch)
+    return keras.tree.map_structure(
+        lambda value: _reduce_output(strategy, value, batch, global_results), outputs
+    )
+
+
+def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
+    """Runs `predict_step` on every replica's rows; returns all rows in the caller's order."""
+    extended = strategy.extended
+    batch = Batch(extended, data)
+    statistics: list = []
+
+    def replica_function() -> Any:
+        i = _local_replica_id()
+        step = ReplicaStep(batch.rows[i], batch.weights[i], False, statistics, batch.parts[i])
+        with step.active():
+            return predict_step(batch.parts[i])
+
+    outputs = strategy._run_on_replicas(replica_function)
+    _average_statistics(extended, statistics, batch)
+    return keras.tree.map_structure(
+        lambda rows: extended._gather_rows(concat_rows(strategy.experimental_local_results(rows))),
+        outputs,
+    )
+
+
+def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
+    """Statistics of each replica's own rows (BatchNorm) become their mean, weighted by rows."""
+    variables = list({id(variable): variable for variable in variables}.values())
+    if not variables:
+        return
+    means = []
+    for variable in variables:
+        copies = zip(variable.values, batch.rows, batch.weights, strict=True)
+        weighted = [
+            tf.where(tf.greater(rows, 0), copy.read_value(), tf.zeros_like(copy))
+            * tf.cast(weight, copy.dtype)
+            for copy, rows, weight in copies
+        ]
+        means.append(tf.add_n(weighted))
+    means = extended._sum_list_across_workers(means)
+    for variable, mean in zip(variables, means, strict=True):
+        for copy in variable.values:
+            with tf.device(copy.device):
+                copy.assign(mean)
+
+
+def _reduce_output(strategy: Any, value: Any, batch: Batch, global_results: list) -> Any:
+    """One value of what the step returned: a global result as it is, else the mean over rows."""
+    if any(value is result for result in global_results):
+        return value
+    local = strategy.experimental_local_results(value)
+    if not tf.is_tensor(local[0]) or not local[0].dtype.is_floating or local[0].shape.rank != 0:
+        return value
+    pairs = zip(local, batch.weights, strict=True)
+    mean = tf.add_n([x * tf.cast(weight, x.dtype) for x, weight in pairs])
+    return strategy.extended._sum_across_workers(mean)
+
+
+def _local_replica_id() -> int:
+    """The current replica's position among those of this process."""
+    return values_util.get_current_replica_id_as_int()

@@ -1,0 +1,235 @@
+"""What a replica's loss, of its own rows, is to the loss of the whole batch.
+
+kind       of the whole batch                              examples
+--------   ---------------------------------------------   -------------------------------------
+rows       reduced from values, each of its row alone      most of Keras
+masked     likewise, of values that are not masked by      `ignore_class`
+           the loss itself
+mean       the mean of the replicas', weighted by rows     a function that returns `ops.mean(...)`
+sum        the sum of the replicas'                        ... `ops.sum(...)`
+coupled    to be computed from all rows                    Dice, Circle, CLIP, sum/sum(mask)
+
+A loss says so itself, is known, or is tried (`row_trial.py`).
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import get_keras_mask
+from tfparallel.replicas.row_trial import (
+    GathersRowsError,
+    Outcome,
+    TakesTensorsError,
+    UntriableError,
+    found_for,
+    trial,
+)
+
+Loss = TypeVar("Loss")
+
+_ATTRIBUTE = "_tfparallel_kind"
+_known: Any = weakref.WeakKeyDictionary()  # kinds by loss, and by what it is given
+
+# Functions of Keras that give a value for each row, of its row alone, where predictions have more
+# axes than that of rows.
+_OF_ROWS = {
+    function
+    for name, function in vars(keras.losses).items()
+    if callable(function) and not isinstance(function, type) and name == function.__name__
+} - {keras.losses.dice, keras.losses.tversky, keras.losses.circle}
+
+
+def coupled_loss(loss: Loss) -> Loss:
+    """Declares that a loss is a function of all rows of a batch: replicas gather them for it.
+
+    Args:
+        loss: what `compile(loss=...)` takes: a function, a `keras.Loss` or a class of it. Can be
+            used as a decorator.
+
+    Returns:
+        `loss`; a bound method, which cannot be marked, as a function.
+    """
+    return _declared(loss, "coupled")
+
+
+def mean_loss(loss: Loss) -> Loss:
+    """Declares that what replicas compute of their own rows is to be averaged, weighted by rows.
+
+    So it is for every loss of which that makes the loss of the whole batch, and needs no word. Of a
+    loss that couples rows it makes another one, of parts of the batch, which takes no gathering.
+
+    Args:
+        loss: as `coupled_loss` takes; or a layer that calls `add_loss`.
+
+    Returns:
+        as `coupled_loss`.
+    """
+    return _declared(loss, "mean")
+
+
+def sum_loss(loss: Loss) -> Loss:
+    """Declares that what replicas compute of their own rows adds up to the loss of the batch.
+
+    Args:
+        loss: as `mean_loss` takes.
+
+    Returns:
+        as `coupled_loss`.
+    """
+    return _declared(loss, "sum")
+
+
+def _declared(loss: Any, kind: str) -> Any:
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+        return _declared(functools.wraps(loss)(functools.partial(loss)), kind)  # a copy of ours
+    if not callable(loss):
+        raise TypeError(
+            f"Expected a loss function, a keras.Loss, a class of it or a layer. Received: {loss!r}."
+        )
+    try:
+        setattr(loss, _ATTRIBUTE, kind)
+    except AttributeError:  # a bound method
+
+        @functools.wraps(loss)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return loss(*args, **kwargs)
+
+        return _declared(function, kind)
+    return loss
+
+
+def declared_kind(loss: Any) -> str | None:
+    """The kind that a loss, or the function that it wraps, has been declared; else None."""
+    kind = getattr(loss, _ATTRIBUTE, None)
+    return kind if kind is not None else getattr(getattr(loss, "fn", None), _ATTRIBUTE, None)
+
+
+def kind_of_loss(loss: keras.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
+    """The kind of a loss of a compiled model, given these tensors or nests of them."""
+    if (kind := declared_kind(loss)) is not None:
+        return kind
+    if _is_of_rows(loss, y_pred):
+        return "rows"
+
+    def outcome(*arguments: Any) -> Outcome:
+        number, values = number_and_values(loss, *arguments)
+        return Outcome(values, number, get_keras_mask(values) is not None)
+
+    return _tried(loss, outcome, (y_true, y_pred, sample_weight))
+
+
+def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
+    """The kind of the function of a `MeanMetricWrapper`; "masked" rows are "rows" for it."""
+    function = metric._fn
+    if (kind := declared_kind(function)) is not None:
+        return kind
+    is_known = _is_known(function) or function.__module__.startswith("keras.src.metrics")
+    if is_known and metric._fn_kwargs.get("axis", -1) == -1 and _have_columns(y_pred):
+        return "rows"
+
+    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> Outcome:
+        del sample_weight  # Keras takes none for a number of the batch
+        values = function(y_true, y_pred, **metric._fn_kwargs)
+        number = values if len(values.shape) == 0 else float("nan")
+        return Outcome(values, number)
+
+    kind = _tried(metric, outcome, (y_true, y_pred, sample_weight))
+    return "rows" if kind == "masked" else kind
+
+
+def _is_of_rows(loss: Any, y_pred: Any) -> bool:
+    function, options = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
+    return (
+        type(loss).call is keras.losses.MeanSquaredError.call
+        and type(loss).__call__ is keras.Loss.__call__
+        and _is_known(function)
+        and options.get("axis", -1) == -1
+        and options.get("ignore_class") is None
+        and _have_columns(y_pred)
+    )
+
+
+def _is_known(function: Any) -> bool:
+    return any(function is each for each in _OF_ROWS)
+
+
+def _have_columns(y_pred: Any) -> bool:
+    return all((leaf.shape.rank or 0) > 1 for leaf in keras.tree.flatten(y_pred))
+
+
+def _spec(tensor: Any) -> tf.TensorSpec | None:
+    """What is the same on all workers, however many rows they have."""
+    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+
+
+def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple:
+    """What `loss` gives, and the values, perhaps with a Keras mask, that it reduces to that."""
+    values: list = []
+    # Not `loss` itself, which another replica's thread may be calling; and no `copy`, for which
+    # Keras would serialize it.
+    noting = object.__new__(type(loss))
+    vars(noting).update(vars(loss))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values.append(loss.call(*args, **kwargs))
+        return values[-1]
+
+    noting.call = call
+    number = noting(y_true, y_pred, sample_weight)
+    return number, values[-1] if values else number
+
+
+def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:
+    """The kind of `outcome`, a function of such arguments, that a loss or metric computes.
+
+    Raises:
+        NotImplementedError: for ragged and sparse tensors.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(arguments) if leaf is not None]
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+        raise NotImplementedError(
+            "A function of a batch is tried on dense tensors, to find out whether it couples rows. "
+            f"Received: '{owner.name}', of {[type(leaf).__name__ for leaf in leaves]}. Declare it "
+            "by tfparallel.mean_loss or tfparallel.sum_loss, or make the targets dense."
+        )
+    if not all(leaf.shape.rank for leaf in leaves):
+        return "rows"  # of what has no rows nothing can be gathered
+    specs = keras.tree.map_structure(_spec, arguments)
+    is_masked = any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(arguments[1]))
+    key = (str(specs), is_masked, getattr(owner, "reduction", None))
+    known = _known.setdefault(owner, {})
+    if key not in known:
+        known[key] = _kind_of_outcome(owner, outcome, specs, is_masked)
+    return known[key]
+
+
+def _kind_of_outcome(owner: Any, outcome: Callable, specs: tuple, is_masked: bool) -> str:
+    try:
+        with trial():
+            found = found_for(outcome, *specs)
+    except (GathersRowsError, TakesTensorsError):
+        return "rows"
+    except UntriableError as error:
+        return _not_tried(owner, error.__cause__)
+    if "rows" in found.kinds:
+        return "masked" if found.is_masked else "rows"
+    # Keras takes a number of the batch times the mean of a mask.
+    kinds = [kind for kind in ("mean", "sum") if kind in found.kinds and not is_masked]
+    return kinds[0] if kinds else "coupled"
+
+
+def _not_tried(owner: Any, error: BaseException | None) -> str:
+    tf.get_logger().warning(
+        "'%s' cannot be tried on random rows (%r). It is computed on the rows of all replicas, "
+        "which is right for any function of a batch. Where that is not needed, declare it: "
+        "tfparallel.mean_loss or tfparallel.sum_loss.",
+        owner.name,
+        error,
+    )
+    return "coupled"

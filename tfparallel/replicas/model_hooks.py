@@ -1,0 +1,158 @@
+"""What a model does otherwise under our strategies; shadowed on its instance, not on its class.
+
+Losses and metrics count a batch as one device does, though each replica sees a part of it. They are
+shadowed only while the step runs on the replicas.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib, trainer_that_builds
+from tfparallel.replicas import coupled_metrics, layer_losses
+from tfparallel.replicas.added_losses import added_losses_by_replica
+from tfparallel.replicas.coupled_losses import of_whole_batch
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.step_build import build
+
+
+def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
+    """Lets a model be built from what is known of the batches of `call`, as without a strategy.
+
+    Keras would make an iterator, read a batch and throw both away. Then a generator has lost the
+    batches that were prefetched, and a dataset or `PyDataset` that differs from epoch to epoch is
+    in its second one when training begins.
+
+    Args:
+        call: of `fit` or `evaluate`.
+        element_spec: of its batches.
+    """
+    iterator, model = call.epoch_iterator, call.model
+    vars(iterator)["_batch_to_build_with"] = batch_of_specs(element_spec)
+    stock = type(model)._maybe_symbolic_build
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        batch = getattr(iterator, "_batch_to_build_with", None)
+        if batch is not None:
+            iterator, data_batch = None, batch
+        stock(model, iterator=iterator, data_batch=data_batch)
+
+    vars(model)["_maybe_symbolic_build"] = build
+
+
+def build_from_step(frame: FrameType | None) -> None:
+    """Lets the model that `frame` begins to build, if it does, be built from the step it will run.
+
+    That is `step_build.build` for a step of the user's, and Keras's own way for Keras's step.
+    """
+    building = trainer_that_builds(frame)
+    if building is not None:
+        model, method = building
+        vars(model)["_symbolic_build"] = functools.partial(_symbolic_build, model, method)
+
+
+def _symbolic_build(model: Any, method: str, iterator: Any = None, data_batch: Any = None) -> None:
+    del vars(model)["_symbolic_build"], iterator
+    build(model, method, data_batch)
+
+
+def batch_of_specs(element_spec: Any) -> Any:
+    """What Keras can build a model with: specs instead of tensors, None where nothing comes."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None,
+        element_spec,
+    )
+
+
+@contextlib.contextmanager
+def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[None]:
+    """Within it, `model`'s losses are weighted by rows and its metrics' results are global.
+
+    Args:
+        model: the model whose step runs.
+        extended: `strategy.extended`, which reads metrics.
+        global_results: gets every result that a metric gave, the same on all replicas.
+    """
+    shadows: list[tuple[dict, str]] = []
+
+    def shadow(instance: Any, name: str, function: Callable) -> None:
+        vars(instance)[name] = function
+        shadows.append((vars(instance), name))
+
+    def in_cross_replica(result: Callable, metrics: Sequence) -> Callable:
+        return _in_cross_replica(result, metrics, extended, global_results)
+
+    metrics = model.metrics
+    shadow(model, "get_metrics_result", in_cross_replica(model.get_metrics_result, metrics))
+    for metric in metrics:
+        shadow(metric, "result", in_cross_replica(metric.result, [metric]))
+        if type(metric).update_state in (Mean.update_state, Sum.update_state):
+            shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
+    for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
+        if coupled_metrics.is_of_function(metric):
+            shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
+    try:
+        with weighted_losses(model), added_losses_by_replica(model):
+            yield
+    finally:
+        for attributes, name in shadows:
+            del attributes[name]
+
+
+@contextlib.contextmanager
+def weighted_losses(model: keras.Model) -> Iterator[None]:
+    """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
+    compile_loss: Any = getattr(model, "_compile_loss", None)
+    losses = getattr(compile_loss, "_flat_losses", None)
+    if not losses:
+        with layer_losses.weighted(model):
+            yield
+        return
+    compile_loss._flat_losses = [
+        entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
+    ]
+    try:
+        with layer_losses.weighted(model):
+            yield
+    finally:
+        compile_loss._flat_losses = losses
+
+
+def _in_cross_replica(
+    result: Callable, metrics: Sequence, extended: Any, global_results: list
+) -> Callable:
+    """`result` computed once from the state of all replicas, the same tensors for each."""
+
+    def compute(_: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
+        with extended._metrics_read_together(metrics):
+            return result(*args, **kwargs)
+
+    def merged(*args: Any, **kwargs: Any) -> Any:
+        context = distribute_lib.get_replica_context()
+        if context is None or current_replica_step() is None:
+            return result(*args, **kwargs)
+        value = context.merge_call(compute, args, kwargs)
+        global_results.extend(keras.tree.flatten(value))
+        return value
+
+    return merged
+
+
+def _counting_a_batch_once(update_state: Callable) -> Callable:
+    """A scalar (a batch's loss) counts with the replica's share of rows: the shares add up to 1."""
+
+    def weighted(values: Any, sample_weight: Any = None) -> Any:
+        step = current_replica_step()
+        if step is not None and tf.convert_to_tensor(values).shape.rank == 0:
+            if sample_weight is None:
+                sample_weight = step.weight
+            # Without rows a mean is 0/0, and 0 * NaN would stay in the metric.
+            values = tf.where(tf.greater(step.rows, 0), values, tf.zeros_like(values))
+        return update_state(values, sample_weight=sample_weight)
+
+    return weighted

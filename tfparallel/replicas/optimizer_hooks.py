@@ -1,0 +1,128 @@
+"""Gradients meet before an optimizer looks at them.
+
+Keras clips gradients, checks them for overflow and accumulates them first, and reduces them over
+replicas last. On one device all of that happens to the whole batch's gradient. So an optimizer
+created under our strategies reduces in `apply`, and not again later. Only that instance is changed.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import BaseOptimizer, distribute_lib
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.step_build import BuildContext
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSource:
+    """Whose gradients a replica thread is reducing.
+
+    Attributes:
+        optimizer: the one whose `apply` was called.
+        variables: the Keras variables of the gradients that are not None, in their order.
+    """
+
+    optimizer: BaseOptimizer
+    variables: list
+
+    def all_variables(self) -> list:
+        """All that the optimizer trains, if it knows already."""
+        return list(self.optimizer._trainable_variables) or self.variables
+
+    def loss_scale(self) -> tf.Tensor:
+        """What the loss was multiplied with by a `LossScaleOptimizer`; constant factors are 1."""
+        unbuilt = getattr(self.optimizer, "initial_scale", 1.0)
+        return tf.convert_to_tensor(getattr(self.optimizer, "dynamic_scale", unbuilt), tf.float32)
+
+
+def gradient_source() -> GradientSource | None:
+    """What the calling replica thread is reducing gradients of, inside `_reduce_gradients`."""
+    return getattr(_thread, "source", None)
+
+
+def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
+    """Makes `optimizer` reduce gradients over the replicas of `strategy` before it uses them.
+
+    `optimizer.apply` in a replica context then: weighs the gradients by the replica's rows (inside
+    a Keras step), sums them over replicas, and does everything else on every replica alike.
+    Elsewhere it does what it always did. Hooking twice changes nothing.
+    """
+    attributes = vars(optimizer)
+    if "apply" in attributes:
+        return
+
+    def shadow(name: str, hook: Callable, *args: Any) -> None:
+        original = getattr(optimizer, name)
+        attributes[name] = functools.wraps(original)(functools.partial(hook, *args, original))
+
+    shadow("apply", _reduce_then_apply, optimizer, strategy)
+    shadow("scale_loss", _weigh_then_scale)
+    shadow("_all_reduce_sum_gradients", _unless_reduced)
+
+
+def _reduce_then_apply(
+    optimizer: BaseOptimizer,
+    strategy: tf.distribute.Strategy,
+    apply: Callable,
+    grads: Iterable,
+    trainable_variables: Any = None,
+) -> Any:
+    context = distribute_lib.get_replica_context()
+    if isinstance(context, BuildContext):
+        return _build(optimizer, trainable_variables)
+    if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
+        # gradient for all of them here, as any other optimizer has.
+        _build(optimizer, trainable_variables)
+        return optimizer._common_apply(grads, trainable_variables)
+    if context is None or context.strategy is not strategy or _is_reduced():
+        return apply(grads, trainable_variables)
+    grads, step = list(grads), current_replica_step()
+    present = [g for g in grads if g is not None]
+    if step is not None:
+        present = [step.weigh_gradient(g) for g in present]
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    variables = trainable_variables or optimizer._trainable_variables
+    present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+    _thread.source = GradientSource(optimizer, present_variables)
+    try:
+        reduced = iter(strategy.extended._reduce_gradients(present))
+    finally:
+        _thread.source = None
+    grads = [None if g is None else next(reduced) for g in grads]
+    _thread.is_reduced = True
+    try:
+        return strategy.extended._apply_reduced(apply, grads, trainable_variables)
+    finally:
+        _thread.is_reduced = False
+
+
+def _build(optimizer: BaseOptimizer, variables: Any) -> None:
+    if not optimizer.built and variables is not None:
+        with keras.name_scope(optimizer.name, caller=optimizer):  # as `apply` does
+            optimizer.build(list(variables))
+
+
+def _weigh_then_scale(scale_loss: Callable, loss: tf.Tensor) -> tf.Tensor:
+    step = current_replica_step()
+    if step is not None and step.weights_loss:
+        loss = loss * tf.cast(step.weight, loss.dtype)
+    return scale_loss(loss)
+
+
+def _unless_reduced(all_reduce_sum_gradients: Callable, grads_and_vars: Iterable) -> list:
+    return list(grads_and_vars) if _is_reduced() else all_reduce_sum_gradients(grads_and_vars)
+
+
+def _is_reduced() -> bool:
+    """Whether the calling replica thread is inside `apply`, with gradients of all replicas."""
+    return getattr(_thread, "is_reduced", False)

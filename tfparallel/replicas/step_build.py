@@ -1,0 +1,133 @@
+"""Variables of a model whose step is the user's: the step itself is traced once, which makes them.
+
+Keras builds a model under a strategy by calling `model(x)` with the shapes of the first batch. That
+says nothing of a model that is never called so: one without `call` (a GAN, a VAE), or one of data
+that is not (x, y, sample_weight). Its `train_step` says all. It is traced in a graph that is thrown
+away, as one replica sees it:
+
+    variables        made outside of the graph, under the strategy, as in its scope
+    assignments      operations of the graph, which never run
+    optimizers       built, and not applied
+    other replicas   there are none: what would be reduced is returned as it is
+
+So every variable is there before the first step, the same on all workers, and no trace is left.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import (
+    FuncGraph,
+    ReplicaContext,
+    distribute_lib,
+    is_stock_step,
+)
+from tfparallel.replicas import checks
+from tfparallel.replicas.batch import Batch
+from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.replica_step import ReplicaStep
+
+_traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
+
+
+class BuildContext(ReplicaContext):
+    """The only replica of a step that is traced for the variables it makes: this worker's first.
+
+    Args:
+        strategy: of the model.
+        graph: in which the step is traced.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
+        super().__init__(strategy, strategy.extended._get_replica_id_in_sync_group(0))
+        self.graph = graph
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """`value`: there is no other replica."""
+        del reduce_op, options
+        return value
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """`value`: there is no other replica."""
+        del axis, options
+        return value
+
+
+def build(model: keras.Model, method: str, data_batch: Any) -> None:
+    """Makes all variables that the step of `method` needs and that are not there yet.
+
+    Args:
+        model: compiled, with or without a strategy, in whose scope it is called.
+        method: of the model: `fit`, `evaluate`, `train_on_batch` or `test_on_batch`.
+        data_batch: nest of arrays, tensors or `TypeSpec`s: what a step gets.
+
+    Raises:
+        ValueError: for a step that is a `tf.function` itself.
+        Exception: what the step raises, for a step that would.
+    """
+    step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
+    checks.check_is_not_compiled(step)
+    if is_stock_step(step):
+        type(model)._symbolic_build(model, data_batch=data_batch)
+        return
+    known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
+    before = known.get(step.__name__)
+    if before is not None and [*map(id, before)] == [*map(id, optimizers)]:
+        return
+    try:
+        _trace(model, step, data_batch)
+    except Exception:
+        if not model.run_eagerly:
+            raise
+        # Only Python can run such a step; if it is wrong, the first step says so.
+    known[step.__name__] = optimizers_of(model)
+
+
+def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
+    strategy = model._distribute_strategy
+    with contextlib.ExitStack() as stack:
+        graph = FuncGraph("build")
+        stack.enter_context(graph.as_default())
+        data = _placeholders(data_batch)
+        stack.enter_context(tf.variable_creator_scope(_create_outside))
+        if strategy is not None:
+            data = Batch(strategy.extended, data).parts[0]
+            stack.enter_context(BuildContext(strategy, graph))
+            stack.enter_context(ReplicaStep(1, tf.ones(()), True, []).active())
+        step(data)
+    model._clear_losses()
+
+
+def _placeholders(batch: Any) -> Any:
+    """A nest of placeholders for a nest of arrays, tensors or specs."""
+    specs = tf.nest.map_structure(_spec, batch)
+    flat = [
+        leaf if leaf is None else tf.compat.v1.placeholder(leaf.dtype, leaf.shape)
+        for leaf in tf.nest.flatten(specs, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(specs, flat, expand_composites=True)
+
+
+def _spec(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.TypeSpec):
+        return leaf
+    return tf.type_spec_from_value(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
+
+
+def _create_outside(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    """Makes a variable as it is made in the strategy's scope: at once, for all replicas."""
+    value = kwargs.get("initial_value")
+    if tf.is_tensor(value):
+        kwargs["initial_value"] = tf.get_static_value(value)  # a constant of the graph
+    context = distribute_lib.get_replica_context()
+
+    def create(_: Any = None) -> tf.Variable:
+        with tf.init_scope():
+            return next_creator(**kwargs)
+
+    return context.merge_call(create) if isinstance(context, BuildContext) else create()

@@ -1,0 +1,190 @@
+"""What a variable is under our strategies: where its copies live, and who may change them.
+
+Note: the four kinds of variable
+--------------------------------
+kind        Keras's use                  copies         assigned in a replica context
+----------  ---------------------------  -------------  --------------------------------------
+replicated  weights, optimizer slots,    one a replica  by every replica to its own copy, with
+            counters, learning rate,                    values all computed alike from reduced
+            seeds                                       gradients
+central     the same, under              one            by replica 0 only, for the same reason
+            CentralStorageStrategy
+statistics  BatchNorm's moving mean      one a replica  by every replica from its own rows; the
+            and variance                                step ends with their mean (keras_step)
+metric      `Metric.add_variable`        one a replica  by every replica; their sum when read
+            (ON_READ)                                   outside of replicas
+
+A variable with an explicit aggregation that Keras did not create follows `tf.distribute`: values
+assigned in a replica context are aggregated first. To be summed, they have to be a value of each
+replica: one that they share (a number, a tensor from outside) is refused, as its sum could be it or
+that many times it.
+
+Outside of replicas one device computes: it reads and differentiates copy 0 of what is replicated.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.internals import (
+    BaseOptimizer,
+    DistributedValues,
+    MirroredVariable,
+    ReduceOp,
+    SyncOnReadVariable,
+    distribute_lib,
+    values_util,
+)
+from tfparallel.replicas.replica_step import current_replica_step
+
+
+class ReplicatedVariable(MirroredVariable):
+    """One copy a replica, kept equal because every replica assigns what it computed alike.
+
+    Attributes set after creation, by `mark_owner`:
+        _assigned_alike: replicas assign equal values, nothing is aggregated.
+        _is_statistics: replicas assign values of their own rows, averaged at the end of a step.
+    """
+
+    _assigned_alike = False
+    _is_statistics = False
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the calling replica's copy; outside of replicas, of the one read there.
+
+        Raises:
+            ValueError: outside of replicas, where other workers have rows of the same batch.
+        """
+        if _replica_id() is not None or values_util.is_saving_non_distributed():
+            return super().handle
+        self.distribute_strategy.extended._check_outside_of_replicas(self.name)
+        return self._primary.handle
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return tf.identity(self._primary)
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        step = current_replica_step()
+        if self._is_statistics and step is not None:
+            step.statistics.append(self)
+        if self._needs_aggregation():
+            if self.aggregation == tf.VariableAggregation.SUM:
+                self._check_is_of_each_replica(value)
+            value = tf.convert_to_tensor(value, self.dtype)
+            return super()._update_replica(update_fn, value, **kwargs)
+        return update_fn(self._get_replica(_replica_id()), value, **kwargs)
+
+    def _check_is_of_each_replica(self, value: Any) -> None:
+        extended = self.distribute_strategy.extended
+        if len(extended.worker_devices) == 1 or (not tf.is_tensor(value) and not np.any(value)):
+            return
+
+        def check(_: tf.distribute.Strategy, value: Any) -> None:
+            if not isinstance(value, DistributedValues):
+                raise ValueError(
+                    f"A non-DistributedValues value {value} cannot be reduced with the given "
+                    f"reduce op {ReduceOp.SUM}. Variable '{self.name}' adds up what replicas "
+                    "assign, which must be a tensor of each replica. Received: one that all "
+                    "share. Assign tf.identity(value) to count it once for each replica, or assign "
+                    "it outside of strategy.run to count it once."
+                )
+
+        distribute_lib.get_replica_context().merge_call(check, args=(value,))
+
+    def _needs_aggregation(self) -> bool:
+        no_aggregation = self.aggregation == tf.VariableAggregation.NONE
+        return not (self._assigned_alike or no_aggregation)
+
+
+class CentralVariable(ReplicatedVariable):
+    """One copy that all replicas read, and replica 0 assigns for all."""
+
+    def _get_replica(self, replica_id: int) -> tf.Variable:
+        del replica_id
+        return self._primary
+
+    def _get(self) -> Any:
+        return self._get_cross_replica() if _replica_id() is None else self._primary
+
+    def _get_on_device_or_primary(self) -> tf.Variable:
+        return self._primary
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the only copy."""
+        return self._primary.handle
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        updated = None
+        if self._needs_aggregation() or _replica_id() == 0:
+            updated = super()._update_replica(update_fn, value, **kwargs)
+        return self._primary if updated is None else updated
+
+
+class MetricVariable(SyncOnReadVariable):
+    """One copy a replica, reduced when read outside of replicas."""
+
+    def _get_cross_replica(self) -> Any:
+        prefetched = getattr(_prefetched, "values", {}).get(id(self))
+        return super()._get_cross_replica() if prefetched is None else prefetched
+
+
+_prefetched = threading.local()
+
+
+@contextlib.contextmanager
+def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
+    """Within it, a `MetricVariable` reads as `values[id(variable)]`, already reduced."""
+    _prefetched.values = values
+    try:
+        yield
+    finally:
+        _prefetched.values = {}
+
+
+def is_statistics(owner: object, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a layer creates a variable that each replica will assign from its own rows.
+
+    Synchronised BatchNorm computes the same statistics everywhere: nothing is left to average.
+
+    Args:
+        owner: the Keras object that creates the variable, or None.
+        kwargs: what a variable creator gets.
+    """
+    return (
+        isinstance(owner, keras.layers.Layer)
+        and not kwargs.get("trainable", True)
+        and kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ
+        and tf.as_dtype(kwargs.get("dtype") or tf.float32).is_floating
+        and not getattr(owner, "synchronized", False)
+    )
+
+
+def mark_owner(variable: tf.Variable, owner: object, statistics: bool) -> None:
+    """Tells a new variable how it will be assigned, by who created it."""
+    if isinstance(variable, ReplicatedVariable):
+        variable._is_statistics = statistics
+        variable._assigned_alike = isinstance(owner, BaseOptimizer)
+
+
+def mark_statistics(model: keras.Model) -> None:
+    """Tells the variables of `model`'s layers which of them are statistics.
+
+    Their owner is not known when Keras creates them late, building a model from its first batch.
+    """
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if isinstance(variable._value, ReplicatedVariable):
+                kwargs = {"trainable": False, "dtype": variable.dtype}
+                variable._value._is_statistics = is_statistics(layer, kwargs)
+
+
+def _replica_id() -> int | None:
+    """The calling replica's number in this process; None in a cross-replica context."""
+    return values_util.get_current_replica_id_as_int()

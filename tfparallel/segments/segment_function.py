@@ -1,0 +1,305 @@
+"""One stage's computation as functions: forward, and backward from what forward has kept.
+
+    forward    inputs, weights                  ->  outputs, stash
+    backward   gradients of outputs, stash      ->  gradients of inputs and weights
+
+    or backward in two halves, of which only the first is on the way to the stage before:
+
+    backward_input    gradients of outputs, stash          ->  gradients of inputs, what is left
+    backward_weight   gradients of outputs, stash, left    ->  gradients of weights
+
+Each is called for every microbatch and never inlined, so that TensorFlow traces and optimises it
+once. The stash is all that a microbatch holds between its two passes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import FuncGraph, gradients_in_graph
+from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
+from tfparallel.segments.stash import Stash
+
+
+class StageFunction:
+    """The passes of a traced computation.
+
+    Args:
+        name: of the functions.
+        concrete: the computation, of flat tensors to flat tensors.
+        watched: for each of its arguments (inputs, then captured tensors), whether its gradient is
+            wanted.
+        recomputes: whether the results of an operation are computed again in the backward pass
+            instead of kept. What has effects or draws random numbers is kept anyway, so that both
+            computations give the same bits. Default: all that the gradient needs is kept.
+
+    Attributes:
+        kept: the tensors of the computation that the forward pass keeps.
+        num_activations: how many tensors of the stash hold what this microbatch has made, the
+            others being weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        concrete: Any,
+        watched: Sequence[bool],
+        recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
+    ):
+        graph: FuncGraph = concrete.graph
+        outputs = list(graph.outputs)
+        self._num_outputs = len(outputs)
+        self._differentiable = [i for i, y in enumerate(outputs) if is_differentiable(y)]
+        self._watched = [i for i, is_watched in enumerate(watched) if is_watched]
+        gradients = _Gradients(
+            graph,
+            [outputs[i] for i in self._differentiable],
+            [graph.inputs[i] for i in self._watched],
+        )
+        self._handles = [i for i, x in enumerate(graph.inputs) if x.dtype == tf.resource]
+        handles = [graph.inputs[i] for i in self._handles]
+        kept = _kept(gradients.needed, handles, recomputes)
+        kept.sort(key=_is_weight)
+        self.kept = kept
+        activations = [x for x in kept if not _is_weight(x)]
+        stashes = [Stash(activations), Stash(kept[len(activations) :])]
+        with graph.as_default():
+            packed = stashes[0].pack(activations)
+            self.num_activations = len(packed)
+            packed += stashes[1].pack(kept[len(activations) :])
+        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed])
+        graph.outputs = outputs  # the graph is the computation's, and may be used again
+
+        self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
+        self._name, self._graph, self._outputs, self._packed = name, graph, outputs, packed
+        self._num_inputs = len(graph.inputs) - len(concrete.captured_inputs)
+        self._passes: dict[str, Any] = {}
+
+    def forward(self, device: str, arguments: Sequence) -> tuple[list, list]:
+        """The outputs for `arguments`, computed on `device`, and the stash."""
+        results = self._forward(device, arguments)
+        return results[: self._num_outputs], results[self._num_outputs :]
+
+    def backward(
+        self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
+    ) -> tuple[list, dict[str, tf.Operation]]:
+        """The gradient of every argument; None where none is wanted or there is none.
+
+        Args:
+            device: computes it.
+            arguments: of the forward pass.
+            stash: from the forward pass.
+            output_gradients: of every output; those of outputs without gradients do not matter.
+
+        Returns:
+            The gradients, and the call as `{"backward": operation}`; nothing without a gradient.
+        """
+        leaves = self._gradients.leaves(range(len(self._watched)))
+        call = self._pass("backward", leaves)
+        given = self._given(stash, output_gradients)
+        values, _ = call(device, given, self._handles_of(arguments), [])
+        return self._filled(values, len(arguments)), _first_operations(backward=values)
+
+    def backward_halves(
+        self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
+    ) -> tuple[list, dict[str, tf.Operation]]:
+        """As `backward`, in two calls: "backward_input" and "backward_weight".
+
+        The second takes from the first what both need of the way back through the layers.
+        """
+        gradients = self._gradients
+        is_input = [self._watched[i] < self._num_inputs for i in range(len(self._watched))]
+        of_inputs = gradients.leaves(i for i, own in enumerate(is_input) if own)
+        of_weights = gradients.leaves(i for i, own in enumerate(is_input) if not own)
+        left = gradients.made_on_the_way(of_inputs, of_weights)
+        given, handles = self._given(stash, output_gradients), self._handles_of(arguments)
+        of_input = self._pass("backward_input", of_inputs, returns=left)
+        first, left_over = of_input(device, given, handles, [])
+        of_weight = self._pass("backward_weight", of_weights, takes=left)
+        second, _ = of_weight(device, given, handles, left_over)
+        calls = _first_operations(backward_input=first, backward_weight=second)
+        return self._filled({**second, **first}, len(arguments)), calls
+
+    def _given(self, stash: Sequence, output_gradients: Sequence) -> list:
+        return [*(tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable), *stash]
+
+    def _handles_of(self, arguments: Sequence) -> list:
+        return [arguments[i] for i in self._handles]
+
+    def _filled(self, values: Mapping[int, tf.Tensor], num_arguments: int) -> list:
+        gradients: list = [None] * num_arguments
+        for i, gradient in zip(self._watched, self._gradients.filled(values), strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _pass(
+        self, kind: str, leaves: Sequence, returns: Sequence = (), takes: Sequence = ()
+    ) -> "_Pass":
+        if kind not in self._passes:
+            self._passes[kind] = self._defined(kind, leaves, returns, takes)
+        return self._passes[kind]
+
+    def _defined(self, kind: str, leaves: Sequence, returns: Sequence, takes: Sequence) -> "_Pass":
+        """A function of output gradients, stash and handles that computes `leaves`.
+
+        Args:
+            kind: of the pass.
+            leaves: tensors of the gradients' graph.
+            returns: tensors of it that are returned too, packed.
+            takes: tensors of it that are given, packed.
+        """
+        graph = FuncGraph(f"{self._name}_{kind}")
+        with graph.as_default():
+            dys = [_placeholder_like(self._outputs[i]) for i in self._differentiable]
+            packed = [_placeholder_like(tensor) for tensor in self._packed]
+            handles = [graph.capture(handle) for handle in self._handle_tensors]
+            left = Stash(takes)
+            taken = [tf.compat.v1.placeholder(dtype, []) for dtype in left.packed_types]
+            unpacked = self._stashes[0].unpack(packed[: self.num_activations])
+            unpacked += self._stashes[1].unpack(packed[self.num_activations :])
+            given = dict(zip(map(id, self.kept), unpacked, strict=True))
+            given |= zip(map(id, self._handle_tensors), handles, strict=True)
+            needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
+            known = dict(zip(map(id, takes), left.unpack(taken), strict=True))
+            copy = self._gradients.copy(dys, needed, known)
+            outputs = copy.tensors(leaves)
+            outputs += Stash(returns).pack(copy.tensors(returns))
+            others = self._gradients.captured_elsewhere
+            used = [i for i, handle in enumerate(handles) if handle.consumers()]  # most are not
+            inputs = [*dys, *packed, *(handles[i] for i in used), *taken]
+            inputs += map(graph.capture, others)
+        if not outputs:
+            return _Pass(None, [], [], others)
+        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
+
+
+class _Pass:
+    """A function of a pass, of what is given, some handles, what is left over, and captures."""
+
+    def __init__(
+        self, function: GraphFunction | None, leaves: Sequence, used: Sequence, others: Sequence
+    ):
+        self._function, self._leaves, self._used, self._others = function, leaves, used, others
+
+    def __call__(
+        self, device: str, given: Sequence, handles: Sequence, left: Sequence
+    ) -> tuple[dict, list]:
+        """The values of the leaves by their `id`, and what is left over for another pass."""
+        if self._function is None:
+            return {}, []
+        used = [handles[i] for i in self._used]
+        flat = self._function(device, [*given, *used, *left, *self._others])
+        values = dict(zip(map(id, self._leaves), flat, strict=False))
+        return values, flat[len(self._leaves) :]
+
+
+def _first_operations(**values: Mapping[int, tf.Tensor]) -> dict[str, tf.Operation]:
+    return {kind: next(iter(own.values())).op for kind, own in values.items() if own}
+
+
+def inference_function(name: str, concrete: Any) -> GraphFunction:
+    """A traced computation as a function that keeps nothing for gradients.
+
+    It returns what the computation does, or one number where that is nothing: a call needs a
+    result.
+    """
+    graph: FuncGraph = concrete.graph
+    outputs = list(graph.outputs)
+    with graph.as_default():
+        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0)])
+    graph.outputs = outputs  # the graph is the computation's
+    return function
+
+
+class _Gradients:
+    """The gradients of a graph's `ys` with respect to its `xs`, in a graph of their own.
+
+    Attributes:
+        needed: the tensors of the graph that they are computed from.
+        captured_elsewhere: tensors of no graph, or of one around it, that they need too.
+    """
+
+    def __init__(self, graph: FuncGraph, ys: Sequence, xs: Sequence):
+        self._graph = FuncGraph("gradients")
+        with self._graph.as_default():
+            self._dys = [_placeholder_like(y) for y in ys]
+            self._gradients = gradients_in_graph(ys, xs, self._dys, graph)
+        inside = [getattr(outer, "graph", None) is graph for outer, _ in self._graph.captures]
+        pairs = list(zip(inside, self._graph.captures, strict=True))
+        self.needed = [outer for is_inside, (outer, _) in pairs if is_inside]
+        self.captured_elsewhere = [outer for is_inside, (outer, _) in pairs if not is_inside]
+        self._inner = [inner for is_inside, (_, inner) in pairs if is_inside]
+        self._inner_elsewhere = [inner for is_inside, (_, inner) in pairs if not is_inside]
+        leaves = tf.nest.flatten(self._gradients, expand_composites=True)
+        self._leaves = leaves
+
+    def leaves(self, positions: Iterable[int]) -> list[tf.Tensor]:
+        """The different tensors that the gradients of the `xs` at `positions` are made of."""
+        chosen = tf.nest.flatten([self._gradients[i] for i in positions], expand_composites=True)
+        return list({id(leaf): leaf for leaf in chosen if leaf is not None}.values())
+
+    def made_on_the_way(self, first: Sequence, second: Sequence) -> list[tf.Tensor]:
+        """What the leaves `second` need, and is made for the leaves `first` anyway."""
+        own = set(map(id, [*self._dys, *self._inner, *self._inner_elsewhere]))
+
+        def is_given(tensor: tf.Tensor) -> bool:
+            return id(tensor) in own
+
+        def operations(tensors: Sequence) -> dict[tf.Operation, None]:
+            missing = [tensor for tensor in tensors if not is_given(tensor)]
+            return dict.fromkeys(depended_on(missing, is_given))
+
+        made = {op for op in operations(first) if op.type != "Const"}
+        others = [op for op in operations(second) if op not in made]
+        wanted = [x for op in others for x in op.inputs] + list(second)
+        return list({id(x): x for x in wanted if not is_given(x) and x.op in made}.values())
+
+    def copy(self, dys: Sequence, needed: Sequence, known: Mapping[int, tf.Tensor]) -> GraphCopy:
+        """Copies to the graph under construction, from these values and those `known` by `id`."""
+        given = dict(zip(map(id, self._dys), dys, strict=True))
+        given |= zip(map(id, self._inner), needed, strict=True)
+        graph = tf.compat.v1.get_default_graph()
+        for inner, outer in zip(self._inner_elsewhere, self.captured_elsewhere, strict=True):
+            given[id(inner)] = graph.capture(outer)
+        return GraphCopy(self._graph, {**given, **known})
+
+    def filled(self, values: Mapping[int, tf.Tensor]) -> list:
+        """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`."""
+        leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]
+        return tf.nest.pack_sequence_as(self._gradients, leaves, expand_composites=True)
+
+
+def is_differentiable(tensor: tf.Tensor) -> bool:
+    """Whether a tensor may have a gradient."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _kept(
+    needed: Sequence, handles: Sequence, recomputes: Callable[[tf.Operation], bool]
+) -> list[tf.Tensor]:
+    """What has to be kept for `needed` to be there, or be computed, in the backward pass."""
+    kept: dict[int, tf.Tensor] = {}
+    without = {id(handle) for handle in handles}
+    visited = list(needed)
+    seen = set(map(id, needed))
+    for tensor in visited:  # grows
+        operation = tensor.op
+        if id(tensor) in without or operation.type == "Const":
+            continue
+        is_argument = operation.type == "Placeholder"
+        if is_argument or operation._is_stateful or not recomputes(operation):
+            kept[id(tensor)] = tensor
+            continue
+        new = [x for x in operation.inputs if id(x) not in seen]
+        seen.update(map(id, new))
+        visited += new
+    return list(kept.values())
+
+
+def _is_weight(tensor: tf.Tensor) -> bool:
+    return tensor.op.type == "ReadVariableOp"
+
+
+def _placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)

@@ -1,0 +1,1 @@
+"""A Keras step as one program that every core of a TPU runs."""
