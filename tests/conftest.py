@@ -13,6 +13,7 @@ import keras
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.conformance import slices
 from tests.helpers import open_logical_cpus
 
 open_logical_cpus(4)
@@ -38,7 +39,10 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header():
-    return f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, load {os.getloadavg()[0]}"
+    return [
+        f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, load {os.getloadavg()[0]}",
+        f"slice of the conformance pairs: {slices.VARIABLE}={slices.slice_of_this_run()}",
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,14 @@
 """The strategies under test: a new strategy is one new row."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
 from tests import helpers
+from tests.conformance.slices import slice_of_pair
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
 
@@ -48,8 +49,8 @@ class Row:
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--everything`.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
-        exempt: beginnings of the names of cases that this strategy answers otherwise by design;
-            a test of its own says how.
+        exempt: beginnings of the names of cases that this strategy answers otherwise by design,
+            each with the reason.
     """
 
     name: str
@@ -60,17 +61,24 @@ class Row:
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
     few: tuple[str, ...] = ()
-    exempt: tuple[str, ...] = ()
+    exempt: Mapping[str, str] = field(default_factory=dict)
 
-    def is_asked(self, case: Any, everything: bool) -> bool:
-        """Whether this row is asked a case; `everything` is pytest's option."""
-        if case.name.startswith(self.exempt):
+    def is_asked(self, case: Any, everything: bool, slice_of_pairs: int | None = None) -> bool:
+        """Whether this row is asked a case.
+
+        Args:
+            case: the `Case`.
+            everything: pytest's option.
+            slice_of_pairs: of what is not asked otherwise, ask what is in this slice.
+        """
+        if case.name.startswith(tuple(self.exempt)):
             return False
         if everything:
             return True
         if case.long:
             return False
-        return case.name in self.few if self.few else self.every_case or case.core
+        asked = case.name in self.few if self.few else self.every_case or case.core
+        return asked or slice_of_pair(self.name, case.name) == slice_of_pairs
 
 
 def library() -> Any:
@@ -101,6 +109,13 @@ def _parameter_servers(**options: Any) -> tf.distribute.Strategy:
     return library().ParameterServerStrategy(**options)
 
 
+def _spmd() -> tf.distribute.Strategy:
+    """`TPUStrategy`'s steps on logical CPUs."""
+    from tests.tpu.on_cpus import CpuStrategy
+
+    return CpuStrategy()
+
+
 def _of_four_layers(num_workers: int) -> list[dict[str, str]]:
     """What lets four stages have a layer each."""
     return [{helpers.MIN_LAYERS_VARIABLE: "4"}] * num_workers
@@ -115,28 +130,50 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
 
 _servers: list[ServerProcesses] = []  # they end with this process
 
-# BatchNorm sees one microbatch at a time; tests/strategies/test_pipeline.py
-_WITH_BATCH_NORM = ("batch_norm.", "double_precision.batch_norm", "models.cnn", "models.nested")
-# Layers of a pipeline are computed apart; tests/replicas/test_all_rows.py
-_NOT_OF_STAGES = (*_WITH_BATCH_NORM, "coupled_losses.all_rows_in_layer")
-# Replica 1 of a variable that exists once reads what replica 0 has assigned in both calls.
-_OF_OWN_COPIES = ("layer_state.a_layer_called_twice",)
-# Cases of models that cannot be lengthened.
-_OF_TWO_LAYERS = (
-    "custom_training.guide_train_step",
-    "custom_training.own_loss_and_optimizer",
-    "custom_training.two_optimizers",
-    "layer_state.a_model_that_counts",
-    "layer_state.endpoint_layer",
-    "losses.extended_compute_loss",
-    "losses.overridden_compute_loss",
-    "models.subclassed",
-    "inputs.ragged_tensors",
-    "saving.",
+_BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
+    ("batch_norm.", "double_precision.batch_norm", "models.cnn", "models.nested"),
+    "BatchNorm sees one microbatch at a time: tests/pipeline/test_pipeline_batch_norm.py",
 )
-
-# tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...
-_ONE_PROCESS = ("custom_training.loop_without_run",)
+_OF_STAGES = {
+    **_BATCH_NORM_OF_A_MICROBATCH,
+    "coupled_losses.all_rows_in_layer": "layers of a pipeline are computed apart: "
+    "tests/replicas/test_all_rows.py",
+}
+_OF_OWN_COPIES = {
+    "layer_state.a_layer_called_twice": "replica 1 of a variable that exists once reads what "
+    "replica 0 has assigned in both calls",
+}
+_OF_TWO_LAYERS = dict.fromkeys(
+    (
+        "custom_training.guide_train_step",
+        "custom_training.own_loss_and_optimizer",
+        "custom_training.two_optimizers",
+        "layer_state.a_model_that_counts",
+        "layer_state.endpoint_layer",
+        "losses.extended_compute_loss",
+        "losses.overridden_compute_loss",
+        "models.subclassed",
+        "inputs.ragged_tensors",
+        "saving.",
+    ),
+    "a model that cannot be lengthened to four layers",
+)
+_ONE_PROCESS = {
+    "custom_training.loop_without_run": "its peers would wait for the one that is refused: "
+    "tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...",
+}
+_ASYNCHRONOUS = {
+    "dropout.": "which worker takes a batch, and so draws its mask, is decided by the clock",
+    "compilation.": "XLA is refused, as the variables are elsewhere",
+    "unbuilt.compiled_again": "XLA is refused, as the variables are elsewhere",
+    "inputs.run_eagerly": "workers cannot run Python",
+    "unbuilt.run_eagerly": "workers cannot run Python",
+    **dict.fromkeys(
+        ("unbuilt.gan", "unbuilt.wgan_gp"),
+        "what a step updates is seen by later steps: a generator's loss by the discriminator of "
+        "before",
+    ),
+}
 
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=NUMBER_OF_REPLICAS),
@@ -149,12 +186,13 @@ STRATEGIES = [
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
         exempt=_OF_OWN_COPIES,
     ),
+    Row("spmd_2", _spmd, num_replicas=2),
     Row(
         "pipeline_2",
         lambda: library().PipelineStrategy(_cpus(2), num_microbatches=3),
         num_replicas=3,
         every_case=False,
-        exempt=_NOT_OF_STAGES,
+        exempt=_OF_STAGES,
     ),
     Row(
         "pipeline_4",
@@ -167,14 +205,14 @@ STRATEGIES = [
             "models.shared_layers",
             "nested.trainer",
         ),
-        exempt=(*_NOT_OF_STAGES, *_OF_TWO_LAYERS),
+        exempt={**_OF_STAGES, **_OF_TWO_LAYERS},
     ),
     Row(
         "pipeline_gpipe",
         lambda: library().PipelineStrategy(_cpus(2), 3, "gpipe"),
         num_replicas=3,
         few=("losses.masked_sequence", "optimizers.global_clipnorm"),
-        exempt=_NOT_OF_STAGES,
+        exempt=_OF_STAGES,
     ),
     Row(
         "pipeline_interleaved",  # two devices of two stages
@@ -182,7 +220,7 @@ STRATEGIES = [
         num_replicas=3,
         environments=_of_four_layers,
         few=("models.attention", "models.shared_layers", "nested.gan"),
-        exempt=(*_NOT_OF_STAGES, *_OF_TWO_LAYERS),
+        exempt={**_OF_STAGES, **_OF_TWO_LAYERS},
     ),
     Row(
         "pipeline_zero_bubble",
@@ -196,7 +234,7 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "optimizers.gradient_accumulation",
         ),
-        exempt=_NOT_OF_STAGES,
+        exempt=_OF_STAGES,
     ),
     Row(
         "pipeline_remote_2",
@@ -204,7 +242,7 @@ STRATEGIES = [
         num_replicas=3,
         devices_per_worker=1,
         few=(*FEW, "nested.gan", "nested.trainer"),
-        exempt=_NOT_OF_STAGES,
+        exempt=_OF_STAGES,
     ),
     Row(
         "parameter_server_sync",
@@ -221,18 +259,7 @@ STRATEGIES = [
         num_replicas=1,
         devices_per_worker=1,
         few=(*FEW, "unbuilt.counts_are_exact"),
-        # Which worker takes a batch, and so draws its mask, is decided by the clock. XLA is
-        # refused, as the variables are elsewhere; so is Python, which workers cannot run. What a
-        # step updates is seen by later steps: a generator's loss by the discriminator of before.
-        exempt=(
-            "dropout.",
-            "compilation.",
-            "inputs.run_eagerly",
-            "unbuilt.compiled_again",
-            "unbuilt.gan",
-            "unbuilt.run_eagerly",
-            "unbuilt.wgan_gp",
-        ),
+        exempt=_ASYNCHRONOUS,
     ),
     Row(
         "multi_worker_2x1",
@@ -282,6 +309,24 @@ STRATEGIES = [
         exempt=_ONE_PROCESS,
     ),
 ]
+
+ROWS_OF = {
+    "OneDeviceStrategy": ["one_device"],
+    "MirroredStrategy": ["mirrored_2", "mirrored_3"],
+    "CentralStorageStrategy": ["central_storage"],
+    "TPUStrategy": ["spmd_2"],
+    "PipelineStrategy": [
+        "pipeline_2",
+        "pipeline_4",
+        "pipeline_gpipe",
+        "pipeline_interleaved",
+        "pipeline_zero_bubble",
+        "pipeline_remote_2",
+    ],
+    "ParameterServerStrategy": ["parameter_server_sync", "parameter_server_async"],
+    "MultiWorkerMirroredStrategy": ["multi_worker_2x1", "multi_worker_2x2", "multi_worker_3x1"],
+    "HorovodStrategy": ["horovod_2", "horovod_3"],
+}
 
 # Workers that reduce dense tensors through TensorFlow's own collectives; asked a few cases.
 TENSORFLOW_COLLECTIVES = Row(

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.conformance.cases import CASES
+from tests.conformance.slices import slice_of_this_run
 from tests.conformance.strategies import STRATEGIES, TENSORFLOW_COLLECTIVES
 from tests.helpers import assert_same_training
 
@@ -16,11 +17,12 @@ _OF_TENSORFLOW_COLLECTIVES = [
 
 def pytest_generate_tests(metafunc):
     everything = metafunc.config.getoption("--everything")
+    slice_of_pairs = slice_of_this_run()
     pairs = [
         (row, case)
         for row in STRATEGIES
         for case in CASES.values()
-        if row.is_asked(case, everything)
+        if row.is_asked(case, everything, slice_of_pairs)
     ]
     pairs += [(TENSORFLOW_COLLECTIVES, CASES[name]) for name in _OF_TENSORFLOW_COLLECTIVES]
     ids = [f"{row.name}-{case.name}" for row, case in pairs]

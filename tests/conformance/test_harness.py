@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfparallel
 from tests.conformance.cases import CASES
 from tests.conformance.conftest import Workers
-from tests.conformance.strategies import STRATEGIES, Row
+from tests.conformance.slices import NUM_SLICES, VARIABLE, slice_of_this_run
+from tests.conformance.strategies import ROWS_OF, STRATEGIES, Row
 from tests.helpers import BATCH, UNEVEN_ROWS, assert_same_training, train
 from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
 
@@ -17,6 +19,36 @@ def test_plain_keras_equals_itself():
 
 def test_cases_that_rows_name_exist():
     assert {name for row in STRATEGIES for name in row.few} <= set(CASES)
+
+
+def test_every_public_strategy_has_a_row():
+    public = {name for name in tfparallel.__all__ if name.endswith("Strategy")}
+    assert set(ROWS_OF) == public
+    named = [row for rows in ROWS_OF.values() for row in rows]
+    assert sorted(named) == sorted(row.name for row in STRATEGIES)
+
+
+def test_what_rows_are_exempt_from_exists():
+    for row in STRATEGIES:
+        for beginning in row.exempt:
+            assert any(name.startswith(beginning) for name in CASES), (row.name, beginning)
+
+
+def test_slices_together_are_every_pair():
+    pairs = [(row, case) for row in STRATEGIES for case in CASES.values() if not case.long]
+    for row, case in pairs:
+        asked = [row.is_asked(case, False, number) for number in range(NUM_SLICES)]
+        assert any(asked) == row.is_asked(case, everything=True), (row.name, case.name)
+
+
+def test_the_slice_can_be_given(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "7")
+    assert slice_of_this_run() == 7
+    monkeypatch.setenv(VARIABLE, str(NUM_SLICES))
+    with pytest.raises(ValueError, match=f"0 to {NUM_SLICES - 1}"):
+        slice_of_this_run()
+    monkeypatch.delenv(VARIABLE)
+    assert slice_of_this_run() in range(NUM_SLICES)
 
 
 def test_stock_mirrored_fails_with_an_uneven_last_batch():

@@ -13,28 +13,8 @@ from tests.helpers import (
     tiny_model,
     train,
 )
-from tfparallel.internals import MirroredExtended, PerReplica
-from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps, _own_rows
-
-
-class CpuExtended(SpmdExtended, MirroredExtended):
-    """What `KerasTPUExtended` is over `TPUExtended`."""
-
-
-class CpuStrategy(SpmdKerasSteps, tf.distribute.MirroredStrategy):
-    """What `TPUStrategy` is over the stock one: it adds the mixins, and connects."""
-
-    def __init__(self):
-        # TensorFlow's collectives on CPUs keep their keys in the process: another test's may clash.
-        super().__init__(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
-        self._extended.__class__ = CpuExtended
-
-    def reduce(self, reduce_op, value, axis):
-        """Keras's symbolic build asks for the mean of a whole batch."""
-        local = self.experimental_local_results
-        if any(isinstance(leaf, PerReplica) for leaf in tf.nest.flatten(value)):
-            return tf.nest.map_structure(lambda v: local(v)[0], value)
-        return super().reduce(reduce_op, value, axis)
+from tests.tpu.on_cpus import CpuStrategy
+from tfparallel.tpu.spmd_step import _own_rows
 
 
 @pytest.fixture(scope="module")
