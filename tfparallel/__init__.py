@@ -4,6 +4,7 @@ The names below are the public ones. They load on first use, so that the command
 without TensorFlow.
 """
 
+import difflib
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,9 @@ def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return importlib.import_module(_NAMESPACES[name])
     if name not in _MODULES:
-        raise AttributeError(f"module 'tfparallel' has no attribute {name!r}")
+        alike = difflib.get_close_matches(name, __all__, n=1)
+        hint = f". Did you mean {alike[0]!r}?" if alike else ""
+        raise AttributeError(f"module 'tfparallel' has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

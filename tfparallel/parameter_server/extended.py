@@ -57,6 +57,9 @@ class ParameterServerExtended(CentralStorageExtended):
         self._place_next, self._updates = threading.local(), threading.local()
         super().__init__(container_strategy, [cluster.chief_device], cluster.ps_devices[0])
 
+    def _description(self) -> str:
+        return f"num_workers={self._cluster.num_workers}, num_ps={self._cluster.num_ps}"
+
     def _compute_devices(self) -> tuple[str, ...]:
         raise NotImplementedError
 

@@ -43,6 +43,7 @@ from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.base import LocalExtended
+from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.replica_step import current_replica_step
 
 
@@ -91,6 +92,14 @@ class PipelineExtended(LocalExtended):
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
+
+    def _description(self) -> str:
+        where = self._stage_devices if self._cluster else short_names(self._stage_devices)
+        schedule = self._schedule
+        return (
+            f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
+            f"devices={where}"
+        )
 
     # ---- where variables live --------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ The decisions, and the method that takes each:
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 import weakref
@@ -50,6 +51,7 @@ from tfparallel.replicas import checks
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.optimizer_hooks import hook_optimizer
@@ -84,10 +86,37 @@ class KerasStrategy(tf.distribute.Strategy):
     which is split here. Every other call keeps the contract of `tf.distribute`.
     """
 
+    def __init_subclass__(cls) -> None:
+        _, *others = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(others)  # help() does not see it behind `__new__`
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "KerasStrategy":
+        """As any object; of an unknown keyword is said what it may have meant."""
+        checks.check_keywords(cls, kwargs)
+        return super().__new__(cls)
+
     def __init__(self, extended: Any):
         # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
         # takes other arguments and builds an `extended` of its own.
         tf.distribute.Strategy.__init__(self, extended)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extended._description()})"
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train, from 0."""
+        return self.extended._id_in_cluster
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes of the job train; 1 where one process does."""
+        return self.extended._num_workers
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the process that logs and writes files for the job."""
+        return self.rank == 0
 
     @functools.cached_property
     def _collective_key_base(self) -> int:
@@ -100,12 +129,14 @@ class KerasStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
         build_from_step(sys._getframe(1))
+        checks.check_scopes(self)
         return super().scope()
 
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
         """`tf.distribute.Strategy.run`; a Keras step returns what it would on one device."""
+        checks.check_is_keras_3(fn)
         is_step = is_keras_step(fn)
         if is_step:
             checks.check_model(self, fn.__self__)
@@ -228,6 +259,16 @@ class KerasStrategy(tf.distribute.Strategy):
 
 class ReplicatedExtended(MirroredExtended):
     """Replicas that compute alike, from gradients reduced once."""
+
+    _num_workers = 1
+    _id_in_cluster = 0
+
+    def _description(self) -> str:
+        """What the strategy is made of, for its `repr`."""
+        described = f"num_replicas={self._num_replicas_in_sync}, "
+        if self._num_workers > 1:
+            described += f"worker={self._id_in_cluster} of {self._num_workers}, "
+        return described + f"devices={short_names(self._devices)}"
 
     _replicated_class: type = ReplicatedVariable
 

@@ -1,11 +1,15 @@
 """Misuse that would train wrongly or crash far away is refused here, in the user's words."""
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import DistributedVariable
+from tfparallel.replicas.device_names import device_names
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 _THREE_LINES = (
@@ -133,11 +137,61 @@ def check_jit_compile_of_predict(strategy: tf.distribute.Strategy, model: keras.
         )
 
 
-def check_devices(devices: str | Sequence[str] | None, what: str = "devices") -> list[str] | None:
-    """Refuses devices that do not exist, or one device named twice.
+def check_keywords(strategy_class: type, keywords: Mapping[str, object]) -> None:
+    """Refuses keywords that a strategy's constructor does not have.
+
+    Raises:
+        TypeError: with the keyword that was probably meant.
+    """
+    parameters = inspect.signature(strategy_class).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for keyword in keywords:
+        if keyword not in parameters:
+            alike = difflib.get_close_matches(keyword, parameters, n=1, cutoff=0.5)
+            hint = f"Did you mean '{alike[0]}'? " if alike else ""
+            raise TypeError(
+                f"{strategy_class.__name__} has no argument '{keyword}'. {hint}"
+                f"Its arguments are {', '.join(parameters)}."
+            )
+
+
+def check_scopes(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a scope inside of another strategy's.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if not tf.distribute.has_strategy():
+        return
+    outer = tf.distribute.get_strategy()
+    if outer is not strategy:
+        raise RuntimeError(
+            f"Expected one strategy's scope at a time. Received: the scope of {strategy!r} inside "
+            f"of that of {outer!r}. A model trains under one strategy: leave the outer scope first."
+        )
+
+
+def check_is_keras_3(function: object) -> None:
+    """Refuses the steps of Keras 2 (`tf_keras`), which would not train as one device does.
+
+    Raises:
+        RuntimeError: with what turns Keras 3 on.
+    """
+    module = getattr(getattr(function, "python_function", function), "__module__", "") or ""
+    if module.partition(".")[0] == "tf_keras":
+        raise RuntimeError(
+            "Expected a model of Keras 3. Received: one of Keras 2 (the package tf_keras, which "
+            "`tf.keras` is where TF_USE_LEGACY_KERAS=1 is set). Unset TF_USE_LEGACY_KERAS, and use "
+            "`import keras` instead of `import tf_keras`."
+        )
+
+
+def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
+    """The names of devices; refuses those that do not exist, or one device named twice.
 
     Args:
-        devices: names as `tf.distribute` takes them ("GPU:0", "/device:CPU:1"), or None for all.
+        devices: as `device_names` takes them, or None for all.
         what: the argument's name, for the message.
 
     Raises:
@@ -145,9 +199,7 @@ def check_devices(devices: str | Sequence[str] | None, what: str = "devices") ->
     """
     if devices is None:
         return None
-    if isinstance(devices, str):
-        devices = [devices]
-    devices = list(devices)
+    devices = device_names(devices, what)
     if not devices:
         raise ValueError(f"`{what}` needs at least one device. Received: an empty list.")
     existing = {(d.device_type, _index(d.name)): d.name for d in tf.config.list_logical_devices()}

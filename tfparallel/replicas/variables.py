@@ -43,7 +43,26 @@ from tfparallel.internals import (
 from tfparallel.replicas.replica_step import current_replica_step
 
 
-class ReplicatedVariable(MirroredVariable):
+class ReadsAsNumber:
+    """`float(variable)`, `"%d" % variable`, `np.asarray(variable)`, as one device's variables read.
+
+    TensorFlow's distributed variables lack them, its plain ones have them.
+    """
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+
+class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
     """One copy a replica, kept equal because every replica assigns what it computed alike.
 
     Attributes set after creation, by `mark_owner`:
@@ -127,7 +146,7 @@ class CentralVariable(ReplicatedVariable):
         return self._primary if updated is None else updated
 
 
-class MetricVariable(SyncOnReadVariable):
+class MetricVariable(ReadsAsNumber, SyncOnReadVariable):
     """One copy a replica, reduced when read outside of replicas."""
 
     def _get_cross_replica(self) -> Any:

@@ -34,8 +34,10 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         parameter_device: str | None = None,
     ):
         compute_devices = check_devices(compute_devices, "compute_devices")
-        check_devices(parameter_device, "parameter_device")
-        super().__init__(CentralStorageExtended(self, compute_devices, parameter_device))
+        central = check_devices(parameter_device, "parameter_device")
+        super().__init__(
+            CentralStorageExtended(self, compute_devices, central[0] if central else None)
+        )
 
 
 class CentralStorageExtended(MirroredLocalExtended):

@@ -1,6 +1,9 @@
 """Every optimizer, and every option that looks at gradients, acts as on one device."""
 
+import math
+
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.conformance.case import Run, add_case, case, claim
@@ -84,6 +87,18 @@ def frozen_weights(run: Run):
         return model
 
     return run.train(build=build).results()
+
+
+@claim()
+def numbers_read_as_python_reads_them(run: Run):
+    """`float(optimizer.learning_rate)` and its like, as with plain Keras."""
+    model = run.train(optimizer=lambda: optimizers.Adam(0.25), epochs=1).model
+    rate, steps = model.optimizer.learning_rate, model.optimizer.iterations
+    assert float(rate) == 0.25 and math.log(rate) == math.log(0.25)
+    assert "%.2f, %d" % (rate, steps) == f"0.25, {int(steps)}"  # noqa: UP031, people write so
+    assert int(steps) > 0 and complex(rate) == 0.25
+    assert np.asarray(rate).shape == () and np.asarray(rate, "float64").dtype == "float64"
+    assert float(model.metrics[0].total) >= 0.0
 
 
 @claim()

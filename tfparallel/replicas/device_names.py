@@ -1,0 +1,57 @@
+"""Devices as users write them: names, numbers, a count, or TensorFlow's own objects."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def device_names(devices: Any, what: str) -> list[str]:
+    """The names of devices that were given in any of these ways.
+
+    Args:
+        devices: a name or a `tf.config.LogicalDevice`, several of them, their numbers, or how many
+            (the first ones). Numbers are of GPUs, or of CPUs where there are no GPUs.
+        what: the argument's name, for the message.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a count below 1.
+    """
+    if _is_number(devices):
+        if devices < 1:
+            raise ValueError(f"`{what}` needs at least one device. Received: {devices}.")
+        return [_name(index, what) for index in range(devices)]
+    if isinstance(devices, str | tf.config.LogicalDevice):
+        return [_name(devices, what)]
+    if not isinstance(devices, Sequence):
+        raise TypeError(_expected(what, devices))
+    return [_name(device, what) for device in devices]
+
+
+def short_names(devices: Iterable[str]) -> list[str]:
+    """Devices of one process as users write them: `GPU:0`."""
+    specs = [tf.DeviceSpec.from_string(device) for device in devices]
+    return [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+
+
+def _name(device: Any, what: str) -> str:
+    if _is_number(device):
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        return f"{kind}:{device}"
+    if isinstance(device, tf.config.LogicalDevice):
+        return device.name
+    if not isinstance(device, str):
+        raise TypeError(_expected(what, device))
+    return device
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _expected(what: str, received: object) -> str:
+    return (
+        f"`{what}` takes names such as 'GPU:0', their numbers, or how many devices. "
+        f"Received: {received!r}."
+    )
