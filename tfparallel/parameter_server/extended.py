@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.central_storage.extended import CentralStorageExtended
 from tfparallel.internals import (
     DistributedVariable,
     distribute_utils,
@@ -38,7 +39,6 @@ from tfparallel.replicas.variables import (
     is_statistics,
     mark_owner,
 )
-from tfparallel.strategies.central_storage import CentralStorageExtended
 
 
 class ParameterServerExtended(CentralStorageExtended):
