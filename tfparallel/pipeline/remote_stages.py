@@ -45,6 +45,9 @@ class Timeouts:
     chief_s: float = 20.0
 
 
+_watches: dict[str, Watch] = {}  # of this process, by what they watch
+
+
 class StageLost(RuntimeError):
     """The process of a stage is gone or does not answer, and with it the stage's variables."""
 
@@ -157,4 +160,14 @@ class StageCluster:
         return self.tasks[task[0]][task[1]]
 
 
-_watches: dict[str, Watch] = {}  # of this process, by what they watch
+class ScopeAround(contextlib.ExitStack):
+    """A scope within another context; like a plain scope, it may be entered and never left."""
+
+    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
+        super().__init__()
+        self._scope, self._around = scope, around
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.enter_context(self._around)
+        return self.enter_context(self._scope)
