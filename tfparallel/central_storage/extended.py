@@ -1,19 +1,16 @@
-"""Replicated computation over variables that exist once."""
+"""Which device keeps the variables of a central storage."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.data_parallel.mirrored import MirroredLocalExtended
-from tfparallel.internals import device_util, layer_of_late_variable, values_util
+from tfparallel.internals import device_util
+from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.variables import CentralVariable
 
 
-class CentralStorageExtended(MirroredLocalExtended):
-    """Replicated computation over variables that exist once."""
-
-    _replicated_class = CentralVariable
+class CentralStorageExtended(CentralExtended):
+    """Replicated computation over variables on one device."""
 
     def __init__(
         self,
@@ -27,19 +24,8 @@ class CentralStorageExtended(MirroredLocalExtended):
             parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
         self._parameter_device = device_util.canonicalize(parameter_device)
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
-        # Statistics need a copy for each replica, also those that are created late.
-        return super()._variable_class(owner or layer_of_late_variable(), kwargs)
-
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._parameter_device,) if variable_class is CentralVariable else self._devices
-
-    def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
-        if isinstance(var, CentralVariable) and values_util.get_current_replica_id_as_int() != 0:
-            return None  # replica 0 computes the same update, for all
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

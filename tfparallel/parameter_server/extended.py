@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.central_storage.extended import CentralStorageExtended
 from tfparallel.internals import (
     DistributedVariable,
     distribute_utils,
@@ -32,6 +31,7 @@ from tfparallel.parameter_server.server_variables import (
 )
 from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.variables import (
     CentralVariable,
     MetricVariable,
@@ -41,7 +41,7 @@ from tfparallel.replicas.variables import (
 )
 
 
-class ParameterServerExtended(CentralStorageExtended):
+class ParameterServerExtended(CentralExtended):
     """Central storage whose one place is several servers."""
 
     _partitioned_class: type = CentralPartitionedVariable
@@ -55,7 +55,7 @@ class ParameterServerExtended(CentralStorageExtended):
         self._cluster, self._partitioner = cluster, partitioner
         self._placement = BalancedBytes(cluster.num_ps)
         self._place_next, self._updates = threading.local(), threading.local()
-        super().__init__(container_strategy, [cluster.chief_device], cluster.ps_devices[0])
+        super().__init__(container_strategy, [cluster.chief_device])
 
     def _compute_devices(self) -> tuple[str, ...]:
         raise NotImplementedError

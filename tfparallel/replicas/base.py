@@ -413,6 +413,8 @@ class LocalExtended(ReplicatedExtended):
     `cross_device_ops`.
     """
 
+    _user_cross_device_ops: tf.distribute.CrossDeviceOps | None = None
+
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         if self._user_cross_device_ops is not None:
             return self._user_cross_device_ops
