@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ClusterConfigError,
         read_tf_config,
     )
+    from tfparallel.coordination.timeouts import Timeouts
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
@@ -53,6 +54,7 @@ _MODULES = {
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
+    "Timeouts": "tfparallel.coordination.timeouts",
     "coupled_loss": "tfparallel.replicas.loss_kinds",
     "in_chunks": "tfparallel.replicas.row_chunks",
     "mean_loss": "tfparallel.replicas.loss_kinds",
@@ -73,6 +75,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "TPUStrategy",
+    "Timeouts",
     "__version__",
     "callbacks",
     "cluster",

@@ -14,7 +14,7 @@ from tfparallel.internals import (
     record,
     values_util,
 )
-from tfparallel.parameter_server.cut import num_parts, rows_of_parts, split_rows
+from tfparallel.parameter_server.cut import cut_rows, num_parts, rows_of_parts
 from tfparallel.parameter_server.embedding_hooks import hook_embedding
 from tfparallel.parameter_server.least_loaded import BalancedBytes
 from tfparallel.parameter_server.partitioned_variables import (
@@ -200,7 +200,7 @@ def _of_parts(variable: Any, argument: Any) -> list:
     )
     if not is_gradient:
         return [argument] * len(variable.parts)
-    return split_rows(argument, variable.rows)
+    return cut_rows(argument, variable.rows)
 
 
 def _size_bytes(initial_value: Any) -> int:

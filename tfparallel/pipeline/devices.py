@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.security import check_network
-from tfparallel.pipeline.remote_stages import StageCluster, Timeouts
+from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.replicas.checks import check_devices
 
 

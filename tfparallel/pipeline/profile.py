@@ -17,7 +17,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import track
 
-from tfparallel.pipeline.memory import num_elements
+from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
 
@@ -51,7 +51,7 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
     with tf.init_scope(), without_trace(model):
         calls = _calls_of(model, parts, inputs)
         if calls is None:
-            return [Cost(1.0 + sum(map(num_elements, _weights(part)))) for part in parts]
+            return [Cost(1.0 + sum(map(num_values, _weights(part)))) for part in parts]
         return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
 
 

@@ -276,7 +276,7 @@ class _StagedGraph:
     def __init__(self, graph: Any, model: keras.Model, places: _Places, calls: _Calls):
         self._graph, self._places, self._calls = graph, places, calls
         self._members = members(model)
-        self._groups: dict[Calls, list[_Group]] = {}
+        self._groups: dict[Calls, list[NodeGroup]] = {}
 
     def run(
         self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
@@ -306,7 +306,7 @@ class _StagedGraph:
         outputs = [tensors[id(x)] for x in self._graph.outputs]
         return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
 
-    def _grouped(self, around: Calls) -> list["_Group"]:
+    def _grouped(self, around: Calls) -> list["NodeGroup"]:
         items = [
             Item(
                 self._places.stages(member, around),
@@ -323,7 +323,7 @@ class _StagedGraph:
             needed = dict.fromkeys(key for i in chosen for key in items[i].takes)
             stages = {stage for i in chosen for stage in items[i].stages}
             groups.append(
-                _Group(
+                NodeGroup(
                     next(iter(stages)) if len(stages) == 1 else None,
                     [self._members[i] for i in chosen],
                     [key for key in needed if key not in made],
@@ -332,12 +332,12 @@ class _StagedGraph:
             )
         return groups
 
-    def _run_group(self, group: "_Group", operation_fn: Any, inputs: list) -> list:
+    def _run_group(self, group: "NodeGroup", operation_fn: Any, inputs: list) -> list:
         tensors = dict(zip(group.needed, inputs, strict=True))
         self._run_members(group, operation_fn, tensors)
         return [tensors[key] for key in group.produced]
 
-    def _run_members(self, group: "_Group", operation_fn: Any, tensors: dict[Any, Any]) -> None:
+    def _run_members(self, group: "NodeGroup", operation_fn: Any, tensors: dict[Any, Any]) -> None:
         around = self._calls.around
         for member in group.members:
             args, kwargs = member.node.arguments.fill_in(tensors)
@@ -355,7 +355,7 @@ class _StagedGraph:
 
 
 @dataclass(frozen=True)
-class _Group:
+class NodeGroup:
     """Nodes of a graph that run together.
 
     Attributes:

@@ -18,8 +18,8 @@ from tfparallel.replicas.loss_kinds import declared_kind
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
-    Outcome,
     TakesTensorsError,
+    TrialOutcome,
     UntriableError,
     found_for,
     trial,
@@ -35,7 +35,7 @@ def weighted(model: keras.Model) -> Iterator[None]:
     for layer in model._flatten_layers():
         if type(layer).__module__.startswith("keras.src."):
             continue  # adds no loss but by its regularizers
-        calls = _Calls(layer)
+        calls = CallsOfLayer(layer)
         for name, hook in (("call", calls.call), ("_get_own_losses", calls.own_losses)):
             put_back.append((vars(layer), name, vars(layer).get(name)))
             vars(layer)[name] = hook
@@ -49,7 +49,7 @@ def weighted(model: keras.Model) -> Iterator[None]:
                 attributes[name] = before
 
 
-class _Calls:
+class CallsOfLayer:
     """What a layer was called with last, and what its losses are to those of all rows."""
 
     def __init__(self, layer: keras.Layer):
@@ -128,10 +128,10 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
             raise ValueError(f"{len(losses)} losses instead of {count}")
         return tf.reduce_sum(losses[index])
 
-    def outcome(_: Any, rows: Sequence, __: Any) -> Outcome:
+    def outcome(_: Any, rows: Sequence, __: Any) -> TrialOutcome:
         loss = loss_of(rows)
         is_random.append(bool(loss != loss_of(rows)))
-        return Outcome(loss, loss)
+        return TrialOutcome(loss, loss)
 
     with trial():
         kinds = found_for(outcome, None, specs, None).kinds

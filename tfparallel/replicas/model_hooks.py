@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib, trainer_that_builds
 from tfparallel.replicas import coupled_metrics, layer_losses
 from tfparallel.replicas.added_losses import added_losses_by_replica
-from tfparallel.replicas.coupled_losses import of_whole_batch
+from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
 
@@ -95,7 +95,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
             shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
     for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
         if coupled_metrics.is_of_function(metric):
-            shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
+            shadow(metric, "update_state", coupled_metrics.metric_of_whole_batch(metric))
     try:
         with weighted_losses(model), added_losses_by_replica(model):
             yield
@@ -114,7 +114,7 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
             yield
         return
     compile_loss._flat_losses = [
-        entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
+        entry._replace(loss=loss_of_whole_batch(entry.loss)) for entry in losses
     ]
     try:
         with layer_losses.weighted(model):

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import distribute_lib, is_stock_step
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.pipeline.extended import Options, PipelineExtended
@@ -21,7 +22,7 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.refusals import check_schedule
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
-from tfparallel.pipeline.remote_stages import ScopeAround, Timeouts
+from tfparallel.pipeline.remote_stages import ScopeAround
 from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.swimlane import Swimlane

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.checking.step import Outcome, Step, variables_of
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
 
@@ -66,7 +66,7 @@ def _is_alone(layer: keras.layers.BatchNormalization) -> bool:
 
 def _indices_of_drawing_layers(pair: Any) -> set[int]:
     """Layers whose seeds a step on one device moves on, and RNNs around such a cell."""
-    pair.step_on_one_device(Step(pair.one_device))
+    pair.step_on_one_device(TracedStep(pair.one_device))
     start = dict(zip(map(id, variables_of(pair.one_device)), pair.state, strict=True))
 
     def draws(layer: keras.Layer) -> bool:
@@ -128,7 +128,7 @@ def _uncompressed(strategy: Any) -> Iterator[Any]:
 
 def _seen_on_one_device(pair: Any) -> list[str]:
     found = []
-    step = Step(pair.one_device)
+    step = TracedStep(pair.one_device)
     first, second = pair.step_on_one_device(step), pair.step_on_one_device(step)
     if not _are_same(first, second):
         found.append(
@@ -148,7 +148,7 @@ def _seen_on_one_device(pair: Any) -> list[str]:
     return found
 
 
-def _are_same(one: Outcome, other: Outcome) -> bool:
+def _are_same(one: StepOutcome, other: StepOutcome) -> bool:
     pairs = zip(one.copies, other.copies, strict=True)
     return all(np.array_equal(a[0], b[0], equal_nan=True) for a, b in pairs)
 
