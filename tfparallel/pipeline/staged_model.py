@@ -18,12 +18,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
+from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.graph_groups import Item, group_items
 from tfparallel.pipeline.parts import Calls, Member, Part, functional_graph, is_opened, members
 from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.staged_losses import shadow_losses
+from tfparallel.pipeline.staged_losses import staged_losses
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.state_changes import StateChanges
 
@@ -52,35 +53,51 @@ def staged(
     """
     places = _Places(stages)
     calls = _Calls(executor, current_microbatch, deferred, changes, rematerialization)
-    shadows: list[tuple[dict, str]] = []
-
-    def shadow(instance: Any, name: str, hook: Callable) -> None:
-        original = getattr(instance, name)
-        vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
-        shadows.append((vars(instance), name))
-
-    models = [model, *(each for part in stages.parts for each in part.models)]
-    for each in {id(each): each for each in models}.values():
-        graph = functional_graph(each)
-        if graph is not None:
-            shadow(graph, "_run_through_graph", _StagedGraph(graph, each, places, calls).run)
-        elif each is not model:
-            shadow(each, "call", functools.partial(_call_model, calls, places, each))
-    layers = {id(part.operation): part.operation for part in stages.parts if part.node is None}
-    for layer in layers.values():
-        shadow(layer, "call", functools.partial(_call_layer, calls, places, layer))
 
     def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
         options = {"is_shared": False, "is_result": True}
         return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, options)
 
-    put_back = shadow_losses(model, call_on_last, shadow)
-    try:
+    models = [model, *(each for part in stages.parts for each in part.models)]
+    layers = {id(part.operation): part.operation for part in stages.parts if part.node is None}
+    with contextlib.ExitStack() as hooks:
+        for each in {id(each): each for each in models}.values():
+            graph = functional_graph(each)
+            if graph is not None:
+                run = _StagedGraph(graph, each, places, calls).run
+                hooks.enter_context(
+                    shadowed(
+                        graph,
+                        "_run_through_graph",
+                        wrapped(graph, "_run_through_graph", run),
+                        during="the tracing of a pipeline's step",
+                        why="The layers of a graph run on their stages, those of one together.",
+                    )
+                )
+            elif each is not model:
+                call_model = functools.partial(_call_model, calls, places, each)
+                hooks.enter_context(
+                    shadowed(
+                        each,
+                        "call",
+                        wrapped(each, "call", call_model),
+                        during="the tracing of a pipeline's step",
+                        why="A nested subclassed model runs on its stage, if it has only one.",
+                    )
+                )
+        for layer in layers.values():
+            call_layer = functools.partial(_call_layer, calls, places, layer)
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    wrapped(layer, "call", call_layer),
+                    during="the tracing of a pipeline's step",
+                    why="A subclassed model's layer runs on its stage.",
+                )
+            )
+        hooks.enter_context(staged_losses(model, call_on_last))
         yield
-    finally:
-        put_back()
-        for attributes, name in shadows:
-            attributes.pop(name, None)
 
 
 class _Places:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals.hooks import shadowed
 from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
@@ -91,13 +92,18 @@ def _inference_mode(pair: Any, indices: Iterable[int]) -> Iterator[None]:
         for i, layer in enumerate(model._flatten_layers())
         if i in indices and "training" in inspect.signature(layer.call).parameters
     ]
-    for layer in layers:
-        vars(layer)["call"] = _untrained(layer.call)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as hooks:
         for layer in layers:
-            vars(layer).pop("call", None)
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    _untrained(layer.call),
+                    during="a step of strategy.check",
+                    why="A layer computes as in inference, to see whether that is the difference.",
+                )
+            )
+        yield
 
 
 def _untrained(call: Callable) -> Callable:
