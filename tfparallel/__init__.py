@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ClusterConfigError,
         read_tf_config,
     )
+    from tfparallel.coordination.timeouts import Timeouts
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
@@ -54,6 +55,7 @@ _MODULES = {
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
+    "Timeouts": "tfparallel.coordination.timeouts",
     "coupled_loss": "tfparallel.replicas.loss_kinds",
     "in_chunks": "tfparallel.replicas.row_chunks",
     "mean_loss": "tfparallel.replicas.loss_kinds",
@@ -74,6 +76,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "TPUStrategy",
+    "Timeouts",
     "__version__",
     "callbacks",
     "cluster",

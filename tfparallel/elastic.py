@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks.backup.writer import end_all
 from tfparallel.communication import horovod_collectives as horovod
 from tfparallel.communication.horovod_collectives import HorovodInternalError, HostsUpdatedInterrupt
 from tfparallel.coordination.agreement import Agreement, PeerEndedError
+from tfparallel.coordination.writer import end_all
 from tfparallel.internals import context
 
 

@@ -14,8 +14,8 @@ from tests.helpers import assert_same_training, tiny_compile_options, tiny_data,
 from tfparallel.callbacks import BackupAndRestore, BackupError
 from tfparallel.callbacks.backup.model_state import mirrored_state
 from tfparallel.callbacks.backup.storage import Storage
-from tfparallel.callbacks.backup.writer import writer_for
 from tfparallel.callbacks.preemption import EXIT_STATUS
+from tfparallel.coordination.writer import writer_for
 
 BATCHES = 3  # of an epoch
 

@@ -4,13 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfparallel.callbacks.backup.part import Part
+from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.tensor_file import dump_tensors, load_tensors
 
 
-def through_files(part: Part) -> Part:
+def through_files(part: BackupPart) -> BackupPart:
     contents = {name: b"".join(chunks) for name, chunks in part.files("shared").items()}
-    return Part.from_files("shared", contents)
+    return BackupPart.from_files("shared", contents)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_arrays_that_are_not_contiguous_come_back_equal():
 
 
 def test_nested_values_come_back_equal():
-    part = Part()
+    part = BackupPart()
     part["value"] = {"a": [1, 2.5, None, True, "x"], "b": (math.inf, -0.0), "c": {}}
     part["best"] = np.float32(0.1)
     restored = through_files(part)
@@ -54,18 +54,18 @@ def test_nested_values_come_back_equal():
 
 
 def test_nan_comes_back():
-    part = Part()
+    part = BackupPart()
     part["loss"] = [math.nan]
     assert math.isnan(through_files(part)["loss"][0])
 
 
 def test_refuses_what_would_have_to_be_unpickled():
     with pytest.raises(TypeError, match="Received: set at callbacks/seen"):
-        Part()["callbacks"] = {"seen": {1, 2}}
+        BackupPart()["callbacks"] = {"seen": {1, 2}}
 
 
 def test_refuses_arrays_of_text():
-    part = Part()
+    part = BackupPart()
     part["names"] = np.array(["a"])
     with pytest.raises(TypeError, match="arrays of numbers"):
         through_files(part)

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.callbacks.backup.part import Part, read_part
+from tfparallel.callbacks.backup.part import BackupPart, read_part
 from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 from tfparallel.callbacks.backup.tensor_file import load_tensors
 
 
-def parts() -> dict[str, Part]:
+def parts() -> dict[str, BackupPart]:
     """The parts of a small backup."""
     internal = random.Random(0).getstate()
     host = {
         "python": [internal[0], np.array(internal[1], np.uint32), None],
         "numpy": np.random.RandomState(0).get_state(legacy=False),
     }
-    shared, worker = Part(), Part()
+    shared, worker = BackupPart(), BackupPart()
     shared["num_workers"] = 1
     shared["progress"] = {"epoch": 1, "batch": 2, "logs": {"loss": 0.5}}
     shared["stop_training"] = False
@@ -60,7 +60,7 @@ def save(storage: Storage, about: Any = None, change: Callable = lambda name, co
     return number
 
 
-def read(storage: Storage, number: int) -> dict[str, Part]:
+def read(storage: Storage, number: int) -> dict[str, BackupPart]:
     num_workers = storage.manifest(number).about["num_workers"]
     names = ["shared", *(f"worker-{rank}" for rank in range(num_workers))]
     return {name: read_part(storage, number, name) for name in names}

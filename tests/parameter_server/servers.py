@@ -3,8 +3,8 @@
 import os
 
 from tfparallel.coordination.cluster import read_tf_config
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
-from tfparallel.pipeline import remote_stages
+from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.pipeline.remote_stages import StageCluster
 
 
@@ -17,4 +17,4 @@ def serve() -> None:
     if "ps" in config.cluster:
         ParameterServerCluster(resolver).serve(Timeouts(chief_s=chief_s))
     else:
-        StageCluster(resolver).serve(remote_stages.Timeouts(chief_s=chief_s))
+        StageCluster(resolver).serve(Timeouts(chief_s=chief_s))

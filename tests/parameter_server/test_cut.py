@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfparallel.parameter_server.cut import num_parts, rows_of_parts, split_rows
+from tfparallel.parameter_server.cut import cut_rows, num_parts, rows_of_parts
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_rejects_a_partitioner_of_another_dim():
 def test_gradients_are_cut_like_the_variable():
     parts = rows_of_parts(5, 2)
     dense = tf.reshape(tf.range(10.0), [5, 2])
-    assert [part.shape[0] for part in split_rows(dense, parts)] == [2, 3]
+    assert [part.shape[0] for part in cut_rows(dense, parts)] == [2, 3]
     slices = tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([4, 0, 2]), (5, 1))
-    first, second = split_rows(slices, parts)
+    first, second = cut_rows(slices, parts)
     assert first.indices.numpy().tolist() == [0] and first.values.numpy().tolist() == [[2.0]]
     assert second.indices.numpy().tolist() == [2, 0]
     assert second.dense_shape.numpy().tolist() == [3, 1]

@@ -28,8 +28,9 @@ from tests.helpers import (
 )
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import context
-from tfparallel.pipeline.remote_stages import StageLost, Timeouts
+from tfparallel.pipeline.remote_stages import StageLost
 
 CASES: dict[str, Callable] = {}
 _STAGE_S = 4.0  # much longer than any process of a test is kept from answering

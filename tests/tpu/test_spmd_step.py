@@ -134,3 +134,28 @@ def test_slicing_a_batch_is_one_xla_program_of_static_shapes():
 
     program = own_rows.experimental_get_compiler_ir(tf.zeros([4, 6]))(stage="hlo")
     assert not [word for word in ("infeed", "outfeed", "callback", "<=") if word in program]
+
+
+class ByRow(OwnLoss):
+    """Its tape adds up a loss that has a value for each row."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.losses.sparse_categorical_crossentropy(
+                y, self(x, training=True), from_logits=True
+            )
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+def test_a_loss_by_row_is_summed_over_all_rows(strategy):
+    options = {"rows": 24, "batch_size": 12, "compile_options": dict}
+    options["optimizer"] = lambda: keras.optimizers.SGD(0.01)
+
+    def build():
+        return ByRow([keras.Input((6,)), keras.layers.Dense(3)])
+
+    reference, candidate = (train(each, build=build, **options) for each in (None, strategy))
+    assert_same_training(reference.results(), candidate.results())

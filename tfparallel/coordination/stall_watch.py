@@ -22,7 +22,7 @@ class StalledError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """Where a rank is: reductions `begun` and `ended`, and `beat`, how often it has told so."""
 
     begun: int
@@ -105,9 +105,9 @@ class StallWatch:
                 missing[rank] = f"runs, but has come to reduction {now.begun} only"
         return missing
 
-    def _progress(self, rank: int) -> Progress | None:
+    def _progress(self, rank: int) -> RankProgress | None:
         try:
-            return Progress(*json.loads(self._store.get(_key(rank), timeout_s=0.0)))
+            return RankProgress(*json.loads(self._store.get(_key(rank), timeout_s=0.0)))
         except TimeoutError:
             return None
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.coordination.probe import is_answering
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import ReplicaContext, TrainerCall
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.parameter_server.compressed_gradient import (
@@ -30,7 +31,7 @@ from tfparallel.parameter_server.keras_functions import (
 from tfparallel.parameter_server.partitioned_variables import AsyncPartitionedVariable
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
 from tfparallel.parameter_server.worker_state import WorkerStates

@@ -37,7 +37,7 @@ def num_parts(partitioner: Callable | None, shape: tf.TensorShape, dtype: tf.DTy
     return counts[0]
 
 
-def split_rows(value: tf.Tensor | tf.IndexedSlices, parts: Sequence[tuple[int, int]]) -> list:
+def cut_rows(value: tf.Tensor | tf.IndexedSlices, parts: Sequence[tuple[int, int]]) -> list:
     """`value`, of a variable's shape, cut like the variable; rows of slices count from the part."""
     if not isinstance(value, tf.IndexedSlices):
         return [value[start:end] for start, end in parts]

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import in_stateless_scope
+from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.parameter_server.server_variables import RowsOnServers
 
 
@@ -24,8 +25,12 @@ def hook_embedding(layer: Any) -> None:
     """Makes `layer` gather on the servers, if it is an `Embedding`. Twice changes nothing."""
     is_stock = isinstance(layer, keras.layers.Embedding)
     if is_stock and type(layer).call is keras.layers.Embedding.call and "call" not in vars(layer):
-        call = layer.call
-        vars(layer)["call"] = functools.wraps(call)(functools.partial(_call, layer, call))
+        hook_once(
+            layer,
+            "call",
+            wrapped(layer, "call", functools.partial(_call, layer)),
+            why="An Embedding's rows are gathered on the server of its table.",
+        )
 
 
 def _call(layer: Any, call: Callable, inputs: Any) -> Any:

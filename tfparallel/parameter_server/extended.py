@@ -14,7 +14,7 @@ from tfparallel.internals import (
     record,
     values_util,
 )
-from tfparallel.parameter_server.cut import num_parts, rows_of_parts, split_rows
+from tfparallel.parameter_server.cut import cut_rows, num_parts, rows_of_parts
 from tfparallel.parameter_server.embedding_hooks import hook_embedding
 from tfparallel.parameter_server.least_loaded import BalancedBytes
 from tfparallel.parameter_server.partitioned_variables import (
@@ -31,6 +31,7 @@ from tfparallel.parameter_server.server_variables import (
 )
 from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.variables import (
     CentralVariable,
     MetricVariable,
@@ -38,10 +39,9 @@ from tfparallel.replicas.variables import (
     is_statistics,
     mark_owner,
 )
-from tfparallel.strategies.central_storage import CentralStorageExtended
 
 
-class ParameterServerExtended(CentralStorageExtended):
+class ParameterServerExtended(CentralExtended):
     """Central storage whose one place is several servers."""
 
     _partitioned_class: type = CentralPartitionedVariable
@@ -55,7 +55,7 @@ class ParameterServerExtended(CentralStorageExtended):
         self._cluster, self._partitioner = cluster, partitioner
         self._placement = BalancedBytes(cluster.num_ps)
         self._place_next, self._updates = threading.local(), threading.local()
-        super().__init__(container_strategy, [cluster.chief_device], cluster.ps_devices[0])
+        super().__init__(container_strategy, [cluster.chief_device])
 
     def _description(self) -> str:
         return f"num_workers={self._cluster.num_workers}, num_ps={self._cluster.num_ps}"
@@ -203,7 +203,7 @@ def _of_parts(variable: Any, argument: Any) -> list:
     )
     if not is_gradient:
         return [argument] * len(variable.parts)
-    return split_rows(argument, variable.rows)
+    return cut_rows(argument, variable.rows)
 
 
 def _size_bytes(initial_value: Any) -> int:

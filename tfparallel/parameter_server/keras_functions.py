@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
-from tfparallel.parameter_server.worker_pool import Arguments, Step, WorkerPool
+from tfparallel.parameter_server.worker_pool import Arguments, QueuedStep, WorkerPool
 
 MakeStep = Callable[[Callable, Arguments], RemoteStep]
 
@@ -72,7 +72,7 @@ class Batches:
         self,
         source: Any,
         num_batches: int | None = None,
-        submit: Callable[[Any], Step] | None = None,
+        submit: Callable[[Any], QueuedStep] | None = None,
         num_ahead: int = 0,
     ):
         self._source, self.num_batches = source, num_batches
@@ -113,8 +113,10 @@ class BatchIterator:
         return batch
 
 
-def _submitted_ahead(source: Iterator, submit: Callable[[Any], Step], num_ahead: int) -> Iterator:
-    under_way: collections.deque[Step] = collections.deque()
+def _submitted_ahead(
+    source: Iterator, submit: Callable[[Any], QueuedStep], num_ahead: int
+) -> Iterator:
+    under_way: collections.deque[QueuedStep] = collections.deque()
     for arguments in source:
         under_way.append(submit(arguments))
         if len(under_way) > num_ahead:
@@ -138,10 +140,10 @@ class StepFunction:
         self.pool, self._make_step = pool, make_step
         self._model, self._step_function = model, step_function
         self._steps: dict[str, RemoteStep] = {}
-        self._under_way: collections.deque[Step] = collections.deque()
+        self._under_way: collections.deque[QueuedStep] = collections.deque()
         self._newest: Any = None
 
-    def submit(self, arguments: Arguments) -> Step:
+    def submit(self, arguments: Arguments) -> QueuedStep:
         """Hands one step to the pool."""
         key = f"{type(arguments).__name__} {arguments.specs}"
         if key not in self._steps:
@@ -184,7 +186,7 @@ class PredictFunction(StepFunction):
 
     def __call__(self, data: Any) -> Any:
         outputs = [
-            self.pool.wait(part if isinstance(part, Step) else self.submit(Fed(part)))
+            self.pool.wait(part if isinstance(part, QueuedStep) else self.submit(Fed(part)))
             for part in data
         ]
         if len(outputs) == 1:

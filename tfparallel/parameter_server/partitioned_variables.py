@@ -39,7 +39,7 @@ from tfparallel.internals import (
     variable_accessed,
 )
 from tfparallel.parameter_server.async_variables import HandedIn
-from tfparallel.parameter_server.cut import split_rows
+from tfparallel.parameter_server.cut import cut_rows
 from tfparallel.parameter_server.server_variables import (
     RowsOnServers,
     TellsOfChanges,
@@ -316,7 +316,7 @@ class Partitioned(RowsOnServers):
         if not isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value, self.parts[0].dtype)
             value.shape.assert_is_compatible_with(self.shape)
-        for part, rows in zip(self.parts, split_rows(value, self.rows), strict=True):
+        for part, rows in zip(self.parts, cut_rows(value, self.rows), strict=True):
             getattr(part, name)(rows)
         return self
 

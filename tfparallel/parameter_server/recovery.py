@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
 from tfparallel.coordination.probe import is_listening, task_names
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.watch import answering
 from tfparallel.internals import context
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 
 START_AGAIN = "Start the job again; with the backup callback it resumes. (The chief is speaking.)"
 _POLL_S = 0.5

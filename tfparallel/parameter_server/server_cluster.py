@@ -1,39 +1,16 @@
 """The cluster of a parameter server strategy, and this task's place in it."""
 
-from dataclasses import dataclass
-
 import tensorflow as tf
 
 from tfparallel.coordination.connection import connect, device_name
 from tfparallel.coordination.serving import serve
+from tfparallel.coordination.timeouts import Timeouts
 
 _SETUP = (
     "A parameter server strategy needs one chief, at least one worker and at least one ps: start "
     "the script with `tfparallel launch --standalone --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG "
     "for every task."
 )
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long tasks wait for one another, in seconds.
-
-    Attributes:
-        start_s: the chief, for all tasks at the start; None waits for ever.
-        worker_s: async mode: the chief, for a step of one worker before the worker counts as
-            stopped; None never gives up on a worker that is alive. Longer than any step, tracing
-            included.
-        all_workers_s: the chief, for a worker without which training cannot go on to come back:
-            the first when all are gone; in sync mode every one.
-        ps_s: the chief, for a sign of life of a parameter server; in sync mode of a worker too.
-        chief_s: workers and parameter servers, for a chief that is gone to come back.
-    """
-
-    start_s: float | None = 600.0
-    worker_s: float | None = None
-    all_workers_s: float = 300.0
-    ps_s: float = 30.0
-    chief_s: float = 20.0
 
 
 class ParameterServerCluster:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.coordination.probe import task_names
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.watch import Watch
 from tfparallel.internals import (
     DistributedValues,
@@ -20,7 +21,7 @@ from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.shared_batches import Host, Hosts, shared_batches
 from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
 from tfparallel.parameter_server.steps_once import StepsOnce

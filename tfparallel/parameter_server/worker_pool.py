@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.staleness import StalenessBound
 
 
@@ -40,7 +41,7 @@ class Arguments(Protocol):
 
 
 @dataclass
-class Step:
+class QueuedStep:
     """One step on its way.
 
     Attributes:
@@ -81,8 +82,10 @@ class WorkerPool:
         self._cluster, self._devices, self._timeouts = cluster, devices, timeouts
         self._recovery = Recovery(cluster, timeouts)
         self._changed = threading.Condition()  # guards everything below
-        self._queue: collections.deque[Step] = collections.deque()
-        self._under_way: dict[int, tuple[Step, float]] = {}  # by worker, with the time it began
+        self._queue: collections.deque[QueuedStep] = collections.deque()
+        self._under_way: dict[
+            int, tuple[QueuedStep, float]
+        ] = {}  # by worker, with the time it began
         self._staleness = StalenessBound(max_staleness)
         self._numbers = itertools.count()
         self._error: BaseException | None = None
@@ -97,7 +100,7 @@ class WorkerPool:
 
     # ---- for the chief's own thread --------------------------------------------------------------
 
-    def submit(self, remote: RemoteStep, arguments: Arguments) -> Step:
+    def submit(self, remote: RemoteStep, arguments: Arguments) -> QueuedStep:
         """Queues a step; waits while two steps for each worker are queued already.
 
         Raises:
@@ -106,12 +109,12 @@ class WorkerPool:
         self._start()
         with self._changed:
             self._wait_until(lambda: len(self._queue) < len(self._devices))
-            step = Step(remote, arguments, next(self._numbers))
+            step = QueuedStep(remote, arguments, next(self._numbers))
             self._queue.append(step)
             self._changed.notify_all()
             return step
 
-    def wait(self, step: Step) -> Any:
+    def wait(self, step: QueuedStep) -> Any:
         """The outputs of `step`, when it is done."""
         with self._changed:
             self._wait_until(step.is_done.is_set)
@@ -171,7 +174,7 @@ class WorkerPool:
                 executor.clear_error()
                 self._fail(worker, step, error)
 
-    def _take(self, worker: int) -> Step:
+    def _take(self, worker: int) -> QueuedStep:
         with self._changed:
             while not (self._queue and self._staleness.may_start()):
                 self._changed.wait()
@@ -183,7 +186,7 @@ class WorkerPool:
             self._changed.notify_all()
             return step
 
-    def _run(self, worker: int, step: Step, executor: Any) -> None:
+    def _run(self, worker: int, step: QueuedStep, executor: Any) -> None:
         attempt, device = step.attempt, self._devices[worker]
         with self._recovery.of_worker(worker):
             arguments = step.arguments.on(worker, device)
@@ -217,17 +220,17 @@ class WorkerPool:
             self.steps_of_worker[worker] += 1
             self._end(worker, step)
 
-    def _owns(self, worker: int, step: Step, attempt: int) -> bool:
+    def _owns(self, worker: int, step: QueuedStep, attempt: int) -> bool:
         """Whether `step` is still this worker's to finish."""
         under_way = self._under_way.get(worker)
         return under_way is not None and under_way[0] is step and step.attempt == attempt
 
-    def _end(self, worker: int, step: Step) -> None:
+    def _end(self, worker: int, step: QueuedStep) -> None:
         del self._under_way[worker]
         step.is_done.set()
         self._changed.notify_all()
 
-    def _give_back(self, worker: int, step: Step) -> None:
+    def _give_back(self, worker: int, step: QueuedStep) -> None:
         """`step` left no trace: someone else takes it next."""
         with self._changed:
             under_way = self._under_way.get(worker)
@@ -237,7 +240,7 @@ class WorkerPool:
                 self._queue.appendleft(step)
             self._changed.notify_all()
 
-    def _fail(self, worker: int, step: Step, error: BaseException) -> None:
+    def _fail(self, worker: int, step: QueuedStep, error: BaseException) -> None:
         with self._changed:
             if worker in self._under_way and self._under_way[worker][0] is step:
                 self._staleness.forget(step.number)

@@ -60,7 +60,6 @@ class Options:
 class PipelineExtended(LocalExtended):
     """Microbatches as replicas, over variables that exist once."""
 
-    _user_cross_device_ops = None
     _xla_can_predict = False  # a stage is a function that XLA does not know
 
     def __init__(

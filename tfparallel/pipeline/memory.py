@@ -19,10 +19,10 @@ def _bytes_with_company(variable: Any) -> int:
     return copies * _bytes(variable) + sum(_bytes(slot) for slot in slots)
 
 
-def num_elements(variable: Any) -> int:
+def num_values(variable: Any) -> int:
     """How many numbers a variable holds."""
     return int(tf.TensorShape(variable.shape).num_elements() or 0)
 
 
 def _bytes(variable: Any) -> int:
-    return num_elements(variable) * tf.as_dtype(variable.dtype).size
+    return num_values(variable) * tf.as_dtype(variable.dtype).size

@@ -17,7 +17,8 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import track
 
-from tfparallel.pipeline.memory import num_elements
+from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
 
@@ -51,7 +52,7 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
     with tf.init_scope(), without_trace(model):
         calls = _calls_of(model, parts, inputs)
         if calls is None:
-            return [Cost(1.0 + sum(map(num_elements, _weights(part)))) for part in parts]
+            return [Cost(1.0 + sum(map(num_values, _weights(part)))) for part in parts]
         return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
 
 
@@ -132,21 +133,31 @@ def _noted_calls(
 
     models = {id(each): each for part in parts for each in (model, *part.models)}.values()
     graphs = [(functional_graph(each), each) for each in models]
-    shadows: list[tuple[Any, str, Callable]] = [
-        (graph, "_run_through_graph", functools.partial(run, graph, members(each)))
-        for graph, each in graphs
-        if graph is not None
-    ]
     layers = {id(part.operation): part.operation for part in parts if part.node is None}
-    shadows += [(layer, "call", functools.partial(note, layer)) for layer in layers.values()]
-    for instance, name, hook in shadows:
-        original = getattr(instance, name)
-        vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for graph, each in graphs:
+            if graph is not None:
+                noting = functools.partial(run, graph, members(each))
+                hooks.enter_context(
+                    shadowed(
+                        graph,
+                        "_run_through_graph",
+                        wrapped(graph, "_run_through_graph", noting),
+                        during="the measuring of layers",
+                        why="What the layers of a graph are called with is noted, to time them.",
+                    )
+                )
+        for layer in layers.values():
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    wrapped(layer, "call", functools.partial(note, layer)),
+                    during="the measuring of layers",
+                    why="What a subclassed model calls a layer with is noted, to time it.",
+                )
+            )
         yield
-    finally:
-        for instance, name, _ in shadows:
-            vars(instance).pop(name, None)
 
 
 def _measured(operation: Any, args: Any, kwargs: Any) -> tuple[Cost, list]:

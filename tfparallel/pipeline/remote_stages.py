@@ -14,7 +14,6 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -22,6 +21,7 @@ import tensorflow as tf
 from tfparallel.coordination.connection import connect, device_name
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
 from tfparallel.coordination.serving import serve
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.watch import Watch, answering
 from tfparallel.internals import let_idle_threads_sleep
 from tfparallel.segments.threads import has_one_thread
@@ -29,20 +29,7 @@ from tfparallel.segments.threads import has_one_thread
 _FIND_S = 5.0  # after an error: how long to look for a task that does not answer
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """How long the processes of a pipeline wait for one another, in seconds.
-
-    Attributes:
-        start_s: the chief, for all processes at the start; None waits for ever.
-        stage_s: the chief, for a process that does not answer (its stages may compute for as long
-            as they like); None waits for ever for one that is stopped.
-        chief_s: the others, for a chief that is gone to come back.
-    """
-
-    start_s: float | None = 600.0
-    stage_s: float | None = 15.0
-    chief_s: float = 20.0
+_watches: dict[str, Watch] = {}  # of this process, by what they watch
 
 
 class StageLost(RuntimeError):
@@ -157,4 +144,14 @@ class StageCluster:
         return self.tasks[task[0]][task[1]]
 
 
-_watches: dict[str, Watch] = {}  # of this process, by what they watch
+class ScopeAround(contextlib.ExitStack):
+    """A scope within another context; like a plain scope, it may be entered and never left."""
+
+    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
+        super().__init__()
+        self._scope, self._around = scope, around
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.enter_context(self._around)
+        return self.enter_context(self._scope)

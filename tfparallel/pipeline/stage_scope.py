@@ -1,13 +1,13 @@
 """Layers that the user puts on a stage, by constructing them within `with strategy.stage(i):`."""
 
 import contextlib
-import functools
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+
+from tfparallel.internals.new_operations import new_operations_told
 
 
 class Placement:
@@ -33,20 +33,13 @@ class Placement:
                 f"A stage must be a whole number from 0 to {self._num_stages - 1}. "
                 f"Received: stage({index!r})."
             )
-        thread, original = threading.get_ident(), keras.Operation.__init__
         stage_of = self._stage_of
 
-        @functools.wraps(original)
-        def construct(self: Any, name: str | None = None) -> None:  # Keras reads the signature
-            original(self, name)
-            if threading.get_ident() == thread:
-                stage_of[self] = index
+        def put_on_stage(operation: keras.Operation) -> None:
+            stage_of[operation] = index
 
-        keras.Operation.__init__ = construct
-        try:
+        with new_operations_told(put_on_stage):
             yield
-        finally:
-            keras.Operation.__init__ = original
 
     def places(self, parts: Sequence) -> bool:
         """Whether some of `parts` were constructed for a stage."""

@@ -3,28 +3,25 @@
 Operation by operation they would be most of what a microbatch adds to the step's graph.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.internals.hooks import shadowed, wrapped
 
-Shadow = Callable[[Any, str, Callable], None]  # of an instance's method, by a hook that takes it
 
-
-def shadow_losses(model: keras.Model, call: Callable, shadow: Shadow) -> Callable[[], None]:
-    """Lets `model`'s losses, and the metrics that Keras updates itself, go through `call`.
+@contextlib.contextmanager
+def staged_losses(model: keras.Model, call: Callable) -> Iterator[None]:
+    """Within it, `model`'s losses, and the metrics that Keras updates itself, go through `call`.
 
     Args:
         model: compiled, or not.
         call: takes a name, a function and its positional arguments, on the last stage.
-        shadow: puts a hook before a method of an instance.
-
-    Returns:
-        What puts the losses back.
     """
     graph = tf.compat.v1.get_default_graph()
 
@@ -35,14 +32,31 @@ def shadow_losses(model: keras.Model, call: Callable, shadow: Shadow) -> Callabl
         return call(name, function, arguments)
 
     tracker, metrics = getattr(model, "_loss_tracker", None), model._compile_metrics
-    for metric in [each for each in (tracker, metrics) if each is not None]:
-        shadow(metric, "update_state", functools.partial(_update, in_step, id(metric)))
     compile_loss: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
-    if not losses:
-        return lambda: None
-    compile_loss._flat_losses = _through(in_step, losses)
-    return functools.partial(setattr, compile_loss, "_flat_losses", losses)
+    with contextlib.ExitStack() as hooks:
+        for metric in [each for each in (tracker, metrics) if each is not None]:
+            update = functools.partial(_update, in_step, id(metric))
+            hooks.enter_context(
+                shadowed(
+                    metric,
+                    "update_state",
+                    wrapped(metric, "update_state", update),
+                    during="the tracing of a pipeline's step",
+                    why="What metrics compute is traced once for all microbatches.",
+                )
+            )
+        if losses:
+            hooks.enter_context(
+                shadowed(
+                    compile_loss,
+                    "_flat_losses",
+                    _through(in_step, losses),
+                    during="the tracing of a pipeline's step",
+                    why="What losses compute is traced once for all microbatches.",
+                )
+            )
+        yield
 
 
 def _through(in_step: Callable, losses: Sequence) -> list:

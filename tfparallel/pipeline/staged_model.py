@@ -18,12 +18,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
+from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.graph_groups import Item, group_items
 from tfparallel.pipeline.parts import Calls, Member, Part, functional_graph, is_opened, members
 from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.staged_losses import shadow_losses
+from tfparallel.pipeline.staged_losses import staged_losses
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.state_changes import StateChanges
 
@@ -52,35 +53,51 @@ def staged(
     """
     places = _Places(stages)
     calls = _Calls(executor, current_microbatch, deferred, changes, rematerialization)
-    shadows: list[tuple[dict, str]] = []
-
-    def shadow(instance: Any, name: str, hook: Callable) -> None:
-        original = getattr(instance, name)
-        vars(instance)[name] = functools.wraps(original)(functools.partial(hook, original))
-        shadows.append((vars(instance), name))
-
-    models = [model, *(each for part in stages.parts for each in part.models)]
-    for each in {id(each): each for each in models}.values():
-        graph = functional_graph(each)
-        if graph is not None:
-            shadow(graph, "_run_through_graph", _StagedGraph(graph, each, places, calls).run)
-        elif each is not model:
-            shadow(each, "call", functools.partial(_call_model, calls, places, each))
-    layers = {id(part.operation): part.operation for part in stages.parts if part.node is None}
-    for layer in layers.values():
-        shadow(layer, "call", functools.partial(_call_layer, calls, places, layer))
 
     def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
         options = {"is_shared": False, "is_result": True}
         return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, options)
 
-    put_back = shadow_losses(model, call_on_last, shadow)
-    try:
+    models = [model, *(each for part in stages.parts for each in part.models)]
+    layers = {id(part.operation): part.operation for part in stages.parts if part.node is None}
+    with contextlib.ExitStack() as hooks:
+        for each in {id(each): each for each in models}.values():
+            graph = functional_graph(each)
+            if graph is not None:
+                run = _StagedGraph(graph, each, places, calls).run
+                hooks.enter_context(
+                    shadowed(
+                        graph,
+                        "_run_through_graph",
+                        wrapped(graph, "_run_through_graph", run),
+                        during="the tracing of a pipeline's step",
+                        why="The layers of a graph run on their stages, those of one together.",
+                    )
+                )
+            elif each is not model:
+                call_model = functools.partial(_call_model, calls, places, each)
+                hooks.enter_context(
+                    shadowed(
+                        each,
+                        "call",
+                        wrapped(each, "call", call_model),
+                        during="the tracing of a pipeline's step",
+                        why="A nested subclassed model runs on its stage, if it has only one.",
+                    )
+                )
+        for layer in layers.values():
+            call_layer = functools.partial(_call_layer, calls, places, layer)
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    wrapped(layer, "call", call_layer),
+                    during="the tracing of a pipeline's step",
+                    why="A subclassed model's layer runs on its stage.",
+                )
+            )
+        hooks.enter_context(staged_losses(model, call_on_last))
         yield
-    finally:
-        put_back()
-        for attributes, name in shadows:
-            attributes.pop(name, None)
 
 
 class _Places:
@@ -276,7 +293,7 @@ class _StagedGraph:
     def __init__(self, graph: Any, model: keras.Model, places: _Places, calls: _Calls):
         self._graph, self._places, self._calls = graph, places, calls
         self._members = members(model)
-        self._groups: dict[Calls, list[_Group]] = {}
+        self._groups: dict[Calls, list[NodeGroup]] = {}
 
     def run(
         self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
@@ -306,7 +323,7 @@ class _StagedGraph:
         outputs = [tensors[id(x)] for x in self._graph.outputs]
         return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
 
-    def _grouped(self, around: Calls) -> list["_Group"]:
+    def _grouped(self, around: Calls) -> list["NodeGroup"]:
         items = [
             Item(
                 self._places.stages(member, around),
@@ -323,7 +340,7 @@ class _StagedGraph:
             needed = dict.fromkeys(key for i in chosen for key in items[i].takes)
             stages = {stage for i in chosen for stage in items[i].stages}
             groups.append(
-                _Group(
+                NodeGroup(
                     next(iter(stages)) if len(stages) == 1 else None,
                     [self._members[i] for i in chosen],
                     [key for key in needed if key not in made],
@@ -332,12 +349,12 @@ class _StagedGraph:
             )
         return groups
 
-    def _run_group(self, group: "_Group", operation_fn: Any, inputs: list) -> list:
+    def _run_group(self, group: "NodeGroup", operation_fn: Any, inputs: list) -> list:
         tensors = dict(zip(group.needed, inputs, strict=True))
         self._run_members(group, operation_fn, tensors)
         return [tensors[key] for key in group.produced]
 
-    def _run_members(self, group: "_Group", operation_fn: Any, tensors: dict[Any, Any]) -> None:
+    def _run_members(self, group: "NodeGroup", operation_fn: Any, tensors: dict[Any, Any]) -> None:
         around = self._calls.around
         for member in group.members:
             args, kwargs = member.node.arguments.fill_in(tensors)
@@ -355,7 +372,7 @@ class _StagedGraph:
 
 
 @dataclass(frozen=True)
-class _Group:
+class NodeGroup:
     """Nodes of a graph that run together.
 
     Attributes:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from tfparallel.pipeline.memory import num_elements, parameter_bytes
+from tfparallel.pipeline.memory import num_values, parameter_bytes
 from tfparallel.pipeline.parts import variables_by_part
 from tfparallel.pipeline.stages import Stages
 
@@ -104,7 +104,7 @@ def summarise(
                 stage,
                 short_name(device),
                 tuple(dict.fromkeys(stages.parts[i].name for i in at)),
-                sum(num_elements(variable) for variable in variables),
+                sum(num_values(variable) for variable in variables),
                 sum(shares[i] for i in at) if shares else None,
                 parameter_bytes(variables),
                 live[stage] * sum(activations[i] for i in at) if activations else None,

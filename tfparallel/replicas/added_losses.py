@@ -12,19 +12,24 @@ from typing import Any
 
 import keras
 
+from tfparallel.internals.hooks import shadowed
+
 
 @contextlib.contextmanager
 def added_losses_by_replica(model: keras.Model) -> Iterator[None]:
     """Within it, each thread has its own list of the losses that `model`'s layers add."""
-    layers = list(model._flatten_layers())
-    shared = [layer._losses for layer in layers]
-    for layer in layers:
-        vars(layer)["_losses"] = _ByThread()
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in model._flatten_layers():
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "_losses",
+                    _ByThread(),
+                    during="a step on replicas",
+                    why="Replicas share a layer, and each has its own losses that it added.",
+                )
+            )
         yield
-    finally:
-        for layer, losses in zip(layers, shared, strict=True):
-            vars(layer)["_losses"] = losses
 
 
 class _ByThread(MutableSequence):

@@ -66,7 +66,7 @@ from tfparallel.replicas.variables import (
 )
 
 if TYPE_CHECKING:
-    from tfparallel.checking.report import StepCheck
+    from tfparallel.replicas.checking.report import StepCheck
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
@@ -243,7 +243,7 @@ class KerasStrategy(tf.distribute.Strategy):
             ValueError: inside of a scope, for a model that is not this strategy's, and for one that
                 cannot be made a second time.
         """
-        from tfparallel.checking.check import check_step  # above us: it needs all of a strategy
+        from tfparallel.replicas.checking.check import check_step  # loads rich, for its report
 
         return check_step(self, model, batch, float64, build)
 
@@ -453,6 +453,8 @@ class LocalExtended(ReplicatedExtended):
     Collectives (NCCL) are kept for several physical GPUs, and wherever the user passed
     `cross_device_ops`.
     """
+
+    _user_cross_device_ops: tf.distribute.CrossDeviceOps | None = None
 
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         if self._user_cross_device_ops is not None:

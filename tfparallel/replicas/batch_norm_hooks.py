@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib
+from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.replicas.replica_step import all_reduce_gradients
 
 
@@ -33,7 +34,12 @@ def hook_batch_norm(layer: Any) -> None:
     if not isinstance(layer, stock) or not layer.synchronized or "_moments" in vars(layer):
         return
     if type(layer)._moments is stock._moments:
-        vars(layer)["_moments"] = functools.partial(_moments, layer, layer._moments)
+        hook_once(
+            layer,
+            "_moments",
+            wrapped(layer, "_moments", functools.partial(_moments, layer)),
+            why="Synchronised BatchNorm takes one all-reduce of float64 numbers, also with masks.",
+        )
 
 
 def _moments(layer: Any, moments: Callable, inputs: tf.Tensor, mask: Any) -> tuple:

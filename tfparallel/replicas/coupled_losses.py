@@ -17,7 +17,7 @@ from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
 
-def of_whole_batch(loss: Any) -> Callable:
+def loss_of_whole_batch(loss: Any) -> Callable:
     """`loss` rescaled so that its mean over replicas, weighted by rows, is that of the batch.
 
     Args:

@@ -20,7 +20,7 @@ def is_of_function(metric: Any) -> bool:
     return type(metric).update_state is MeanMetricWrapper.update_state
 
 
-def of_whole_batch(metric: Any) -> Callable:
+def metric_of_whole_batch(metric: Any) -> Callable:
     """`metric.update_state`, such that the mean over all replicas is that of one device.
 
     Args:

@@ -22,7 +22,6 @@ from tfparallel.internals import is_stock_step, values_util
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.replica_step import ReplicaStep
-from tfparallel.replicas.tape_hooks import sums_over_all_rows
 
 
 def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
@@ -48,7 +47,7 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
         with step.active():
             return step_function(part)
 
-    with model_hooks.hooked(model, extended, global_results), sums_over_all_rows():
+    with model_hooks.hooked(model, extended, global_results):
         outputs = strategy._run_on_replicas(replica_function)
     _average_statistics(extended, statistics, batch)
     return keras.tree.map_structure(

@@ -14,12 +14,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import in_stateless_scope
+from tfparallel.internals.hooks import shadowed
 from tfparallel.replicas.loss_kinds import declared_kind
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
-    Outcome,
     TakesTensorsError,
+    TrialOutcome,
     UntriableError,
     found_for,
     trial,
@@ -31,25 +32,33 @@ _known: Any = weakref.WeakKeyDictionary()  # kinds of the losses of a layer, by 
 @contextlib.contextmanager
 def weighted(model: keras.Model) -> Iterator[None]:
     """Within it, sums over rows that `model`'s layers add are weighted like means."""
-    put_back = []
-    for layer in model._flatten_layers():
-        if type(layer).__module__.startswith("keras.src."):
-            continue  # adds no loss but by its regularizers
-        calls = _Calls(layer)
-        for name, hook in (("call", calls.call), ("_get_own_losses", calls.own_losses)):
-            put_back.append((vars(layer), name, vars(layer).get(name)))
-            vars(layer)[name] = hook
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in model._flatten_layers():
+            if type(layer).__module__.startswith("keras.src."):
+                continue  # adds no loss but by its regularizers
+            calls = CallsOfLayer(layer)
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    calls.call,
+                    during="a step on replicas",
+                    why="Notes what a layer was called with, to try what it adds to the loss.",
+                )
+            )
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "_get_own_losses",
+                    calls.own_losses,
+                    during="a step on replicas",
+                    why="Sums over rows that a layer adds to the loss are weighted like means.",
+                )
+            )
         yield
-    finally:
-        for attributes, name, before in reversed(put_back):
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
 
 
-class _Calls:
+class CallsOfLayer:
     """What a layer was called with last, and what its losses are to those of all rows."""
 
     def __init__(self, layer: keras.Layer):
@@ -128,10 +137,10 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
             raise ValueError(f"{len(losses)} losses instead of {count}")
         return tf.reduce_sum(losses[index])
 
-    def outcome(_: Any, rows: Sequence, __: Any) -> Outcome:
+    def outcome(_: Any, rows: Sequence, __: Any) -> TrialOutcome:
         loss = loss_of(rows)
         is_random.append(bool(loss != loss_of(rows)))
-        return Outcome(loss, loss)
+        return TrialOutcome(loss, loss)
 
     with trial():
         kinds = found_for(outcome, None, specs, None).kinds

@@ -23,8 +23,8 @@ import tensorflow as tf
 from tfparallel.internals import get_keras_mask
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
-    Outcome,
     TakesTensorsError,
+    TrialOutcome,
     UntriableError,
     found_for,
     trial,
@@ -117,9 +117,9 @@ def kind_of_loss(loss: keras.Loss, y_true: Any, y_pred: Any, sample_weight: Any)
     if _is_of_rows(loss, y_pred):
         return "rows"
 
-    def outcome(*arguments: Any) -> Outcome:
+    def outcome(*arguments: Any) -> TrialOutcome:
         number, values = number_and_values(loss, *arguments)
-        return Outcome(values, number, get_keras_mask(values) is not None)
+        return TrialOutcome(values, number, get_keras_mask(values) is not None)
 
     return _tried(loss, outcome, (y_true, y_pred, sample_weight))
 
@@ -133,11 +133,11 @@ def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) ->
     if is_known and metric._fn_kwargs.get("axis", -1) == -1 and _have_columns(y_pred):
         return "rows"
 
-    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> Outcome:
+    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> TrialOutcome:
         del sample_weight  # Keras takes none for a number of the batch
         values = function(y_true, y_pred, **metric._fn_kwargs)
         number = values if len(values.shape) == 0 else float("nan")
-        return Outcome(values, number)
+        return TrialOutcome(values, number)
 
     kind = _tried(metric, outcome, (y_true, y_pred, sample_weight))
     return "rows" if kind == "masked" else kind

@@ -14,11 +14,14 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib, trainer_that_builds
+from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
 from tfparallel.replicas import coupled_metrics, layer_losses
 from tfparallel.replicas.added_losses import added_losses_by_replica
-from tfparallel.replicas.coupled_losses import of_whole_batch
+from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
+
+_BATCH = "_batch_to_build_with"  # of Keras's iterator over the data of a call
 
 
 def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
@@ -33,16 +36,20 @@ def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
         element_spec: of its batches.
     """
     iterator, model = call.epoch_iterator, call.model
-    vars(iterator)["_batch_to_build_with"] = batch_of_specs(element_spec)
-    stock = type(model)._maybe_symbolic_build
+    vars(iterator)[_BATCH] = batch_of_specs(element_spec)
+    hook_once(
+        model,
+        "_maybe_symbolic_build",
+        wrapped(model, "_maybe_symbolic_build", _build_of_specs),
+        why="A model is built from the shapes of its batches: no batch is read and thrown away.",
+    )
 
-    def build(iterator: Any = None, data_batch: Any = None) -> None:
-        batch = getattr(iterator, "_batch_to_build_with", None)
-        if batch is not None:
-            iterator, data_batch = None, batch
-        stock(model, iterator=iterator, data_batch=data_batch)
 
-    vars(model)["_maybe_symbolic_build"] = build
+def _build_of_specs(build: Callable, iterator: Any = None, data_batch: Any = None) -> None:
+    batch = getattr(iterator, _BATCH, None)
+    if batch is not None:
+        iterator, data_batch = None, batch
+    build(iterator=iterator, data_batch=data_batch)
 
 
 def build_from_step(frame: FrameType | None) -> None:
@@ -53,11 +60,16 @@ def build_from_step(frame: FrameType | None) -> None:
     building = trainer_that_builds(frame)
     if building is not None:
         model, method = building
-        vars(model)["_symbolic_build"] = functools.partial(_symbolic_build, model, method)
+        hook_next_call(
+            model,
+            "_symbolic_build",
+            functools.partial(_symbolic_build, model, method),
+            why="A model with a step of its own gets its variables from that step, traced once.",
+        )
 
 
 def _symbolic_build(model: Any, method: str, iterator: Any = None, data_batch: Any = None) -> None:
-    del vars(model)["_symbolic_build"], iterator
+    del iterator
     build(model, method, data_batch)
 
 
@@ -78,30 +90,55 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         extended: `strategy.extended`, which reads metrics.
         global_results: gets every result that a metric gave, the same on all replicas.
     """
-    shadows: list[tuple[dict, str]] = []
-
-    def shadow(instance: Any, name: str, function: Callable) -> None:
-        vars(instance)[name] = function
-        shadows.append((vars(instance), name))
 
     def in_cross_replica(result: Callable, metrics: Sequence) -> Callable:
         return _in_cross_replica(result, metrics, extended, global_results)
 
     metrics = model.metrics
-    shadow(model, "get_metrics_result", in_cross_replica(model.get_metrics_result, metrics))
-    for metric in metrics:
-        shadow(metric, "result", in_cross_replica(metric.result, [metric]))
-        if type(metric).update_state in (Mean.update_state, Sum.update_state):
-            shadow(metric, "update_state", _counting_a_batch_once(metric.update_state))
-    for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
-        if coupled_metrics.is_of_function(metric):
-            shadow(metric, "update_state", coupled_metrics.of_whole_batch(metric))
-    try:
-        with weighted_losses(model), added_losses_by_replica(model):
-            yield
-    finally:
-        for attributes, name in shadows:
-            del attributes[name]
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(
+            shadowed(
+                model,
+                "get_metrics_result",
+                in_cross_replica(model.get_metrics_result, metrics),
+                during="a step on replicas",
+                why="Metrics are read once for all replicas, and all at once.",
+            )
+        )
+        for metric in metrics:
+            hooks.enter_context(
+                shadowed(
+                    metric,
+                    "result",
+                    in_cross_replica(metric.result, [metric]),
+                    during="a step on replicas",
+                    why="A metric's result is that of all rows.",
+                )
+            )
+            if type(metric).update_state in (Mean.update_state, Sum.update_state):
+                hooks.enter_context(
+                    shadowed(
+                        metric,
+                        "update_state",
+                        _counting_a_batch_once(metric.update_state),
+                        during="a step on replicas",
+                        why="A mean of scalars counts a batch once, each replica by its rows.",
+                    )
+                )
+        for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
+            if coupled_metrics.is_of_function(metric):
+                hooks.enter_context(
+                    shadowed(
+                        metric,
+                        "update_state",
+                        coupled_metrics.metric_of_whole_batch(metric),
+                        during="a step on replicas",
+                        why="A metric of a function that couples rows gets the rows of all.",
+                    )
+                )
+        hooks.enter_context(weighted_losses(model))
+        hooks.enter_context(added_losses_by_replica(model))
+        yield
 
 
 @contextlib.contextmanager
@@ -109,18 +146,19 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
     """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
     compile_loss: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compile_loss, "_flat_losses", None)
-    if not losses:
-        with layer_losses.weighted(model):
-            yield
-        return
-    compile_loss._flat_losses = [
-        entry._replace(loss=of_whole_batch(entry.loss)) for entry in losses
-    ]
-    try:
-        with layer_losses.weighted(model):
-            yield
-    finally:
-        compile_loss._flat_losses = losses
+    with contextlib.ExitStack() as hooks:
+        if losses:
+            hooks.enter_context(
+                shadowed(
+                    compile_loss,
+                    "_flat_losses",
+                    [entry._replace(loss=loss_of_whole_batch(entry.loss)) for entry in losses],
+                    during="a step on replicas",
+                    why="Losses that are no means over rows are weighted as if they were.",
+                )
+            )
+        hooks.enter_context(layer_losses.weighted(model))
+        yield
 
 
 def _in_cross_replica(

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, distribute_lib
+from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
@@ -55,17 +56,25 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
     a Keras step), sums them over replicas, and does everything else on every replica alike.
     Elsewhere it does what it always did. Hooking twice changes nothing.
     """
-    attributes = vars(optimizer)
-    if "apply" in attributes:
-        return
-
-    def shadow(name: str, hook: Callable, *args: Any) -> None:
-        original = getattr(optimizer, name)
-        attributes[name] = functools.wraps(original)(functools.partial(hook, *args, original))
-
-    shadow("apply", _reduce_then_apply, optimizer, strategy)
-    shadow("scale_loss", _weigh_then_scale)
-    shadow("_all_reduce_sum_gradients", _unless_reduced)
+    reduce_then_apply = functools.partial(_reduce_then_apply, optimizer, strategy)
+    hook_once(
+        optimizer,
+        "apply",
+        wrapped(optimizer, "apply", reduce_then_apply),
+        why="Gradients of all replicas meet before the optimizer clips or checks them.",
+    )
+    hook_once(
+        optimizer,
+        "scale_loss",
+        wrapped(optimizer, "scale_loss", _weigh_then_scale),
+        why="The loss of Keras's own step is weighted by the replica's rows.",
+    )
+    hook_once(
+        optimizer,
+        "_all_reduce_sum_gradients",
+        wrapped(optimizer, "_all_reduce_sum_gradients", _unless_reduced),
+        why="Gradients that have met are not reduced a second time.",
+    )
 
 
 def _reduce_then_apply(

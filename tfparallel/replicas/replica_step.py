@@ -2,12 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib
+from tfparallel.internals.hooks import shadowed, wrapped
 
 _thread = threading.local()
 
@@ -28,6 +29,7 @@ class ReplicaStep:
         statistics: variables assigned from this replica's rows only, to be averaged.
         inputs: the replica's part of the batch, a nest of tensors.
         first_row: where `rows` begin among those of all replicas, None where that is not known.
+        summed_targets: of the last gradient of the step's own, as `tape_hooks` has changed them.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ReplicaStep:
     ):
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
+        self.summed_targets: list | None = None
 
     def weigh_gradient(self, gradient: Any) -> Any:
         """`gradient * weight`, unless the loss already carries the weight."""
@@ -70,9 +73,9 @@ class ReplicaStep:
     def active(self) -> Iterator[None]:
         """Makes this the step of the calling thread."""
         _thread.step = self
-        _weigh_backward_of_all_reduce(distribute_lib.get_replica_context(), self)
         try:
-            yield
+            with _weighing_backward_of_all_reduce(distribute_lib.get_replica_context(), self):
+                yield
         finally:
             _thread.step = None
 
@@ -93,13 +96,14 @@ def all_reduce_gradients(
     return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in received]
 
 
-def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
-    """Gradients that cross replicas are weighted when they do."""
+def _weighing_backward_of_all_reduce(
+    context: Any, step: ReplicaStep
+) -> contextlib.AbstractContextManager:
+    """Within it, gradients that cross replicas are weighted when they do."""
     if step.weights_loss:
-        return
-    all_reduce = context.all_reduce
+        return contextlib.nullcontext()
 
-    def weighted(reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def weighted(all_reduce: Callable, reduce_op: Any, value: Any, options: Any = None) -> Any:
         flat = tf.nest.flatten(value)
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
             return all_reduce(reduce_op, value, options)
@@ -113,4 +117,10 @@ def _weigh_backward_of_all_reduce(context: Any, step: ReplicaStep) -> None:
 
         return tf.nest.pack_sequence_as(value, forward(*flat))
 
-    context.all_reduce = weighted  # this context lives as long as this replica's step
+    return shadowed(
+        context,
+        "all_reduce",
+        wrapped(context, "all_reduce", weighted),
+        during="a replica's step",
+        why="Gradients that cross replicas are weighted when they do.",
+    )

@@ -50,7 +50,7 @@ _DRAWS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a function gave for some rows.
 
     Attributes:
@@ -71,7 +71,7 @@ class Found:
     Attributes:
         kinds: out of "rows" (values of a part are those of its rows), "mean" (the mean of parts
             weighted by rows is the number of all) and "sum". None: the rows are coupled.
-        is_masked: as of `Outcome`, in any trial.
+        is_masked: as of `TrialOutcome`, in any trial.
     """
 
     kinds: frozenset[str]
@@ -119,7 +119,7 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
     """Tries a function of the rows of a batch.
 
     Args:
-        function: of targets, predictions and weights, to an `Outcome`.
+        function: of targets, predictions and weights, to an `TrialOutcome`.
         targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
 
     Raises:
@@ -152,7 +152,7 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
     return found
 
 
-def _compared(whole: Outcome, first: Outcome, second: Outcome) -> Found:
+def _compared(whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome) -> Found:
     values, number = np.asarray(whole.values), np.asarray(whole.number)
     if not np.all(np.isfinite(values)):
         return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing

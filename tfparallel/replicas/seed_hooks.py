@@ -22,6 +22,7 @@ from tfparallel.internals import (
     global_seed_generator,
     global_state,
 )
+from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.replicas.checks import belongs_to
 
 _STRIDE = 0x9E3779B9  # 2**32 / golden ratio: seeds of different replicas differ in all their bits
@@ -34,9 +35,12 @@ def hook_seed_generator(
 
     Hooking twice changes nothing.
     """
-    if "next" not in vars(generator):
-        draw = functools.partial(_next_of_replica, strategy, generator.next)
-        vars(generator)["next"] = functools.wraps(generator.next)(draw)
+    hook_once(
+        generator,
+        "next",
+        wrapped(generator, "next", functools.partial(_next_of_replica, strategy)),
+        why="Each replica draws random numbers of its own, from the one seed that is stored.",
+    )
 
 
 def _next_of_replica(

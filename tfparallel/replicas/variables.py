@@ -41,6 +41,7 @@ from tfparallel.internals import (
     values_util,
 )
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.tape_hooks import told_of_gradient
 
 
 class ReadsAsNumber:
@@ -80,6 +81,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
         Raises:
             ValueError: outside of replicas, where other workers have rows of the same batch.
         """
+        told_of_gradient()
         if _replica_id() is not None or values_util.is_saving_non_distributed():
             return super().handle
         self.distribute_strategy.extended._check_outside_of_replicas(self.name)
@@ -137,6 +139,7 @@ class CentralVariable(ReplicatedVariable):
     @property
     def handle(self) -> tf.Tensor:
         """The resource of the only copy."""
+        told_of_gradient()
         return self._primary.handle
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.replicas.base import KerasStrategy, LocalExtended
+from tfparallel.data_parallel.mirrored import MirroredLocalExtended
+from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 
 
@@ -30,16 +31,3 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
     ):
         devices = check_devices(devices)
         super().__init__(MirroredLocalExtended(self, devices, cross_device_ops))
-
-
-class MirroredLocalExtended(LocalExtended):
-    """`MirroredExtended` that reduces before optimizers look, without collectives on CPU."""
-
-    def __init__(
-        self,
-        container_strategy: tf.distribute.Strategy,
-        devices: Sequence[str] | None,
-        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
-    ):
-        self._user_cross_device_ops = cross_device_ops
-        super().__init__(container_strategy, devices, cross_device_ops)

@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
+from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
-from tfparallel.strategies.mirrored import MirroredLocalExtended
 
 
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):

@@ -8,13 +8,14 @@ import tensorflow as tf
 from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.security import check_network
+from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.parameter_server.async_extended import AsyncParameterServerExtended
 from tfparallel.parameter_server.compressed_gradient import checked_compressor
 from tfparallel.parameter_server.extended import ParameterServerExtended
-from tfparallel.parameter_server.server_cluster import ParameterServerCluster, Timeouts
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.sync_extended import SyncParameterServerExtended
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.strategies.mirrored import MirroredLocalExtended
 
 
 class ParameterServerStrategy(KerasStrategy):

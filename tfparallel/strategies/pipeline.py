@@ -12,22 +12,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.coordination.cluster import read_tf_config
-from tfparallel.coordination.security import check_network
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import distribute_lib, is_stock_step
+from tfparallel.pipeline.devices import stage_devices
 from tfparallel.pipeline.extended import Options, PipelineExtended
-from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
+from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.plans.counts import check_choice, check_counts
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.refusals import check_schedule
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
-from tfparallel.pipeline.remote_stages import StageCluster, Timeouts
+from tfparallel.pipeline.remote_stages import ScopeAround
 from tfparallel.pipeline.stages import Partition, Stages
-from tfparallel.pipeline.summary import Summary, short_name, summarise
-from tfparallel.pipeline.swimlane import Swimlane, swimlane
+from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
 
 
 class PipelineStrategy(KerasStrategy):
@@ -94,19 +93,10 @@ class PipelineStrategy(KerasStrategy):
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
     ):
-        cluster = _find_cluster(devices, cluster_resolver)
-        if cluster is None:
-            devices = check_devices(devices) or _all_devices()
-        else:
-            check_network(cluster.tasks, insecure_network)
-            if not cluster.is_chief:
-                cluster.serve(timeouts or Timeouts())
-            cluster.connect(timeouts or Timeouts())
-            devices = cluster.devices()
+        devices, cluster = stage_devices(
+            devices, cluster_resolver, insecure_network, timeouts or Timeouts()
+        )
         if isinstance(schedule, str):
-            if num_microbatches is None:
-                num_microbatches = 4 * len(devices) * (chunks_per_device or 1)
-            check_counts(num_microbatches=num_microbatches)
             schedule = build_schedule(schedule, len(devices), num_microbatches, chunks_per_device)
         check_schedule(schedule, len(devices), num_microbatches)
         if memory_limit_bytes is not None:
@@ -119,7 +109,7 @@ class PipelineStrategy(KerasStrategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
         reports = self.extended._reports_lost_stages()
-        return super().scope() if reports is None else _Scope(super().scope(), reports)
+        return super().scope() if reports is None else ScopeAround(super().scope(), reports)
 
     @property
     def schedule(self) -> Schedule:
@@ -157,29 +147,7 @@ class PipelineStrategy(KerasStrategy):
             model: compiled under this strategy.
             batch: `(x, y)` or `(x, y, sample_weight)`, arrays or tensors.
         """
-        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
-        extended = self.extended
-        with self.scope():
-            x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-            model._symbolic_build(data_batch=(x, y, weight))
-            model.optimizer.build(model.trainable_variables)
-
-            @tf.function
-            def step(batch: Any) -> list[tf.Tensor]:
-                self.run(model.train_step, args=(batch,))
-                times.update(extended._times)
-                return [times[action] for action in times]
-
-            times: dict = {}
-            with python_as_it_was(model):
-                with extended._with_clock():
-                    traced = step.get_concrete_function(batch)
-                with variables_as_they_were(traced):
-                    step(batch)
-                    measured = step(batch)
-        times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
-        names = [short_name(device) for device in extended._stage_devices]
-        return swimlane(self.schedule, times_s, names)
+        return measure_step(self, model, batch)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -195,41 +163,3 @@ class PipelineStrategy(KerasStrategy):
             return args
         self.extended._note_batch(step_function.__self__, args[0])
         return self.extended._batch_for_step(args[0]), *args[1:]
-
-
-class _Scope(contextlib.ExitStack):
-    """A scope within another context; like a plain scope, it may be entered and never left."""
-
-    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
-        super().__init__()
-        self._scope, self._around = scope, around
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self.enter_context(self._around)
-        return self.enter_context(self._scope)
-
-
-def _find_cluster(
-    devices: Sequence[str] | None, resolver: tf.distribute.cluster_resolver.ClusterResolver | None
-) -> StageCluster | None:
-    """The cluster whose tasks have the stages; None if this process has them all.
-
-    Raises:
-        ValueError: for devices beside a cluster.
-    """
-    if resolver is not None and devices is not None:
-        raise ValueError(
-            "A pipeline is on devices of this process or on the tasks of a cluster. Received: "
-            f"devices={list(devices)!r} and a cluster_resolver. Leave one of them out."
-        )
-    if resolver is None and devices is None and (config := read_tf_config()) is not None:
-        resolver = config.cluster_resolver()
-    if resolver is None or sum(map(len, resolver.cluster_spec().as_dict().values())) < 2:
-        return None
-    return StageCluster(resolver)
-
-
-def _all_devices() -> list[str]:
-    gpus = tf.config.list_logical_devices("GPU")
-    return [device.name for device in gpus or tf.config.list_logical_devices("CPU")]

@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import TPUExtended, is_symbolic_build
-from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps
+from tfparallel.internals import is_symbolic_build
+from tfparallel.tpu.extended import KerasTPUExtended, connect_to_tpu
+from tfparallel.tpu.spmd_step import SpmdKerasSteps
 
 
 class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
@@ -50,32 +51,3 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         reduce = super().reduce
         return tf.nest.map_structure(lambda leaf: reduce(reduce_op, leaf, axis), value)
-
-
-class KerasTPUExtended(SpmdExtended, TPUExtended):
-    """`TPUExtended` with the hooks of our strategies that one XLA program allows."""
-
-
-def connect_to_tpu(tpu: str = "local") -> Any:
-    """Finds and initialises a TPU.
-
-    Args:
-        tpu: name or address of a TPU, or "local" for the TPU of this TPU VM.
-
-    Returns:
-        An initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
-
-    Raises:
-        RuntimeError: if there is none, saying what was looked for.
-    """
-    try:
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu)
-    except (ValueError, RuntimeError, tf.errors.OpError) as error:
-        looked_for = (
-            "the TPU of this TPU VM (tpu='local')" if tpu == "local" else f"a TPU at tpu={tpu!r}"
-        )
-        raise RuntimeError(
-            f"TPUStrategy looked for {looked_for} and found none; it needs a machine with a TPU "
-            "and `pip install 'tfparallel[tpu]'`."
-        ) from error
-    return resolver

@@ -5,6 +5,7 @@ replicas run the same compiled program, which asks for its replica's number: row
 outputs averaged inside of it. The mathematics are the same.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch import num_rows, split_rows
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
-from tfparallel.replicas.tape_hooks import sums_over_all_rows
+from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
 
 
@@ -44,8 +45,9 @@ class SpmdKerasSteps(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_states_of_rows(self, fn.__self__)
             model, step = fn.__self__, _step_on_replica(fn, is_split)
-            with model_hooks.weighted_losses(model), sums_over_all_rows():
+            with model_hooks.weighted_losses(model):
                 return super().run(step, args, kwargs, options)
+        checks.check_is_not_compiled(fn)
         if is_predict_step(fn) and not is_split:
             return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
         return super().run(fn, args, kwargs, options)
@@ -69,7 +71,10 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         if is_statistics(owner, kwargs):
             kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
             kwargs["aggregation"] = tf.VariableAggregation.MEAN
-        return super()._create_variable(next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if hasattr(type(variable), "handle"):
+            variable.__class__ = _telling_of_gradients(type(variable))  # type: ignore[arg-type]
+        return variable
 
     def _reduce_gradients(self, gradients: list) -> list:
         context = distribute_lib.get_replica_context()
@@ -97,6 +102,22 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         placed = tf.reshape(own, [count, *[1] * sent.shape.rank]) * sent[tf.newaxis]
         total = context.all_reduce(ReduceOp.SUM, tf.stop_gradient(placed))
         return tf.cast(tf.reshape(total, [count * rows, *tensor.shape[1:]]), tensor.dtype)
+
+
+class _TellsOfGradients:
+    """A variable of TensorFlow's that says when its handle is read, as ours do."""
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The resource of the calling replica's copy."""
+        told_of_gradient()
+        return super().handle  # type: ignore[misc]
+
+
+@functools.cache
+def _telling_of_gradients(kind: type) -> type:
+    """A class for those variables of class `kind` that are ours."""
+    return type(kind.__name__, (_TellsOfGradients, kind), {})
 
 
 def _step_on_replica(step_function: Any, is_split: bool) -> Callable:

@@ -48,6 +48,38 @@ def _functions_and_methods() -> dict[tuple[str, str, str], object]:
 def keras_and_tf_distribute_are_as_imported(run: Run):
     """No class or function has been replaced, nor have classes gained methods, after training."""
     run.train()
+    _assert_as_imported()
+
+
+@claim(core=True)
+def keras_and_tf_distribute_are_as_imported_in_a_step(run: Run):
+    """The same while a step is traced, of the user's own too, and layers are put on a stage."""
+    looked = []
+
+    class Looking(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True))
+                _assert_as_imported()
+                looked.append("step")
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"one": tf.ones([])}
+
+    def build():
+        layers = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(3, "softmax")]
+        return Looking(layers)
+
+    run.train(build=build)
+    assert looked
+    if hasattr(run.strategy, "stage"):
+        with run.strategy.stage(0):
+            keras.layers.Dense(3)
+            _assert_as_imported()
+
+
+def _assert_as_imported() -> None:
     now = _functions_and_methods()
     changed = [".".join(key) for key, value in _originals.items() if now.get(key) is not value]
     owners = {key[:2] for key in _originals if key[2]}

@@ -12,12 +12,12 @@ from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.fit_call import FitCall
 from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.search import find_backup
-from tfparallel.callbacks.backup.snapshot import Progress, Restoration, take_snapshot
+from tfparallel.callbacks.backup.snapshot import Restoration, TrainingProgress, take_snapshot
 from tfparallel.callbacks.backup.step_agreement import StepAgreement
 from tfparallel.callbacks.backup.storage import BackupError, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
-from tfparallel.callbacks.backup.writer import writer_for
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
+from tfparallel.coordination.writer import writer_for
 from tfparallel.version import __version__
 
 
@@ -86,7 +86,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._agreement = self._workers.agreement("write")
         self._writer = writer_for(self._storage.root)
         self._in_writer(self._writer.wait)
-        self._progress, self._restoration = Progress(), None
+        self._progress, self._restoration = TrainingProgress(), None
         self._unsaved_batches, self._last_save = 0, time.monotonic()
         self._steps = StepAgreement(self._workers)
         parts = find_backup(self._storage, self._workers)
@@ -140,7 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves if it is time to."""
         self._call.forget_logs()
-        self._progress = Progress(epoch + 1)
+        self._progress = TrainingProgress(epoch + 1)
         self._in_writer(self._writer.raise_error)
         if self._save_freq == "epoch":
             self._save()

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfparallel.callbacks.backup.part import Part
+from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.schema import FileRecord
 from tfparallel.callbacks.backup.storage import BackupError, Storage
 from tfparallel.callbacks.backup.workers import exchange
@@ -26,7 +26,7 @@ def write_backup(
     storage: Storage,
     agreement: Agreement | None,
     rank: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, BackupPart],
     about: Mapping[str, Any],
     keep: int,
 ) -> None:

@@ -5,6 +5,7 @@ stack. What is changed on them and on the model is undone once it has
 served.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -13,6 +14,7 @@ from typing import Any
 import keras
 
 from tfparallel.callbacks.backup.storage import BackupError
+from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
 from tfparallel.replicas.model_hooks import batch_of_specs
 from tfparallel.replicas.step_build import build
 
@@ -32,6 +34,7 @@ class FitCall:
         self.callbacks = callbacks
         self.epoch_iterator = epoch_iterator
         self.epochs = epochs
+        self._kept = contextlib.ExitStack()
 
     @classmethod
     def of_caller(cls, callback: keras.callbacks.Callback) -> "FitCall":
@@ -118,7 +121,6 @@ class FitCall:
         enumerate_steps = iterator._enumerate_iterator
 
         def remaining_steps() -> Iterator[tuple]:
-            del vars(iterator)["_enumerate_iterator"]
             iterator._steps_seen = steps_seen - num_steps
             steps = enumerate_steps()
             for _ in range(0, num_steps, iterator.steps_per_execution):
@@ -126,14 +128,26 @@ class FitCall:
             if not is_stopped:
                 yield from steps
 
-        vars(iterator)["_enumerate_iterator"] = remaining_steps
+        hook_next_call(
+            iterator,
+            "_enumerate_iterator",
+            remaining_steps,
+            why="The epoch that goes on after a restart begins behind the steps it has had.",
+        )
 
     def keep_logs(self, logs: dict[str, float]) -> None:
         """Makes `logs`, of the last step, those of an epoch of which no step is left."""
-        model = self.model
-        result_or_logs = model._get_metrics_result_or_logs
-        vars(model)["_get_metrics_result_or_logs"] = lambda own: result_or_logs(own or logs)
+        model, name = self.model, "_get_metrics_result_or_logs"
+        self._kept.enter_context(
+            shadowed(
+                model,
+                "_get_metrics_result_or_logs",
+                wrapped(model, name, lambda result_or_logs, own: result_or_logs(own or logs)),
+                during="the rest of an epoch of which no step is left",
+                why="Such an epoch has the logs of its last step.",
+            )
+        )
 
     def forget_logs(self) -> None:
         """Undoes `keep_logs`."""
-        vars(self.model).pop("_get_metrics_result_or_logs", None)
+        self._kept.close()

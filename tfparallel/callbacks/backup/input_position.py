@@ -28,9 +28,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.callbacks.backup.random_states import host_random_state, set_host_random_state
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
 from tfparallel.internals import unrepeatable_parts
+from tfparallel.replicas.random_states import host_random_state, set_host_random_state
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"

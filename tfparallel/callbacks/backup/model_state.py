@@ -74,52 +74,6 @@ def with_one_term(
     return merged
 
 
-def compression_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """What this worker's gradient compression remembers; empty where nothing is compressed."""
-    return {
-        prefix + name: array
-        for prefix, compression in _compressions_of(model).items()
-        for name, array in compression.state().items()
-    }
-
-
-def set_compression_state(
-    model: keras.Model, states: Sequence[dict[str, np.ndarray]], num_workers: int
-) -> None:
-    """Sets what `compression_state` returned: on this worker, or, if they were others, on all.
-
-    Raises:
-        BackupError: if gradients were compressed otherwise.
-    """
-    if not any(states):
-        return  # to begin, or to end, compressing is a change of the script that loses nothing else
-    for prefix, compression in _compressions_of(model).items():
-        try:
-            compression.set_state([_of_prefix(prefix, state) for state in states], num_workers)
-        except (KeyError, ValueError) as error:
-            raise BackupError(
-                "A backup restores a training whose gradients are compressed as they were. "
-                f"Received: {compression.compressor!r}, and a backup of another compressor "
-                f"({error}). Use another backup_dir, or the compression of the backup."
-            ) from error
-
-
-def _compressions_of(model: keras.Model) -> dict[str, Any]:
-    """What compresses the gradients of each optimizer, by how its arrays' names begin."""
-    extended = getattr(model.distribute_strategy, "extended", None)
-    compression_of = getattr(extended, "compression_of", lambda optimizer: None)
-    numbered = [(i, each) for i, each in enumerate(optimizers_of(model)) if each.built]
-    found = {f"optimizer_{i}/" if i else "": compression_of(each) for i, each in numbered}
-    return {prefix: each for prefix, each in found.items() if each is not None}
-
-
-def _of_prefix(prefix: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    if not prefix:
-        return {name: array for name, array in state.items() if not name.startswith("optimizer_")}
-    names = [name for name in state if name.startswith(prefix)]
-    return {name.removeprefix(prefix): state[name] for name in names}
-
-
 def _mirrored_variables(model: keras.Model) -> list[keras.Variable]:
     summed = {id(v) for v in _summed_variables(model)}
     of_optimizers = [v for optimizer in optimizers_of(model) for v in optimizer.variables]

@@ -12,7 +12,7 @@ from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 from tfparallel.callbacks.backup.tensor_file import dump_tensors, load_tensors
 
 
-class Part:
+class BackupPart:
     """Named values; each is a nest of dicts, lists, tuples, numbers, text, None and arrays.
 
     Keys of dicts are text. Arrays must not change any more: they are written later.
@@ -45,7 +45,7 @@ class Part:
         return {f"{name}.json": [text], f"{name}.safetensors": dump_tensors(self._tensors)}
 
     @classmethod
-    def from_files(cls, name: str, contents: Mapping[str, bytes]) -> "Part":
+    def from_files(cls, name: str, contents: Mapping[str, bytes]) -> "BackupPart":
         """The part that `files(name)` wrote.
 
         Raises:
@@ -61,7 +61,7 @@ class Part:
         return part
 
 
-def read_part(storage: Storage, number: int, name: str) -> Part:
+def read_part(storage: Storage, number: int, name: str) -> BackupPart:
     """A part of a backup, every byte and value of it checked.
 
     Raises:
@@ -70,7 +70,7 @@ def read_part(storage: Storage, number: int, name: str) -> Part:
     contents = storage.read(number, [f"{name}.json", f"{name}.safetensors"])
     schema = SharedPart if name == "shared" else WorkerPart
     try:
-        part = Part.from_files(name, contents)
+        part = BackupPart.from_files(name, contents)
         schema.model_validate(dict(part))
     except ValueError as error:  # pydantic's too
         path = storage.path(number)

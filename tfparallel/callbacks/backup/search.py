@@ -2,12 +2,12 @@
 
 import tensorflow as tf
 
-from tfparallel.callbacks.backup.part import Part, read_part
+from tfparallel.callbacks.backup.part import BackupPart, read_part
 from tfparallel.callbacks.backup.storage import BackupError, InvalidBackupError, Manifest, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
 
 
-def find_backup(storage: Storage, workers: Workers) -> dict[str, Part] | None:
+def find_backup(storage: Storage, workers: Workers) -> dict[str, BackupPart] | None:
     """The newest backup that is valid on all workers, or None if there never was one.
 
     Args:
@@ -47,7 +47,7 @@ def find_backup(storage: Storage, workers: Workers) -> dict[str, Part] | None:
 
 def _newest_valid(
     storage: Storage, workers: Workers, limit: int | None
-) -> tuple[tuple[int, Manifest, dict[str, Part]] | None, list[str]]:
+) -> tuple[tuple[int, Manifest, dict[str, BackupPart]] | None, list[str]]:
     """The newest whole backup, not above number `limit`; and what is wrong with newer ones."""
     problems: list[str] = []
     for number in reversed(storage.numbers()):
@@ -63,7 +63,7 @@ def _newest_valid(
 
 def _read_parts(
     storage: Storage, number: int, manifest: Manifest, workers: Workers
-) -> dict[str, Part]:
+) -> dict[str, BackupPart]:
     own = [f"worker-{workers.rank}"]
     if manifest.about["num_workers"] != workers.num_workers:
         own = [f"worker-{rank}" for rank in range(manifest.about["num_workers"])]

@@ -16,22 +16,22 @@ from tfparallel.callbacks.backup.callback_states import callback_states, set_cal
 from tfparallel.callbacks.backup.fit_call import FitCall
 from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.model_state import (
-    compression_state,
     mirrored_state,
     num_replicas_of,
     replica_state,
-    set_compression_state,
     set_mirrored_state,
     set_replica_state,
     with_one_term,
 )
-from tfparallel.callbacks.backup.part import Part
-from tfparallel.callbacks.backup.random_states import random_state, set_random_state
+from tfparallel.callbacks.backup.part import BackupPart
+from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.callbacks.backup.workers import Workers
+from tfparallel.replicas.compression_state import compression_state, set_compression_state
+from tfparallel.replicas.random_states import random_state, set_random_state
 
 
 @dataclasses.dataclass
-class Progress:
+class TrainingProgress:
     """How far a training has come.
 
     Attributes:
@@ -46,20 +46,20 @@ class Progress:
 
 
 def take_snapshot(
-    call: FitCall, position: InputPosition, progress: Progress, workers: Workers
-) -> dict[str, Part]:
+    call: FitCall, position: InputPosition, progress: TrainingProgress, workers: Workers
+) -> dict[str, BackupPart]:
     """Copies the state of a training; returns the parts that this worker writes, by name."""
     # Where steps run behind the caller's back, those that were handed out are waited for.
     getattr(call.model.distribute_strategy.extended, "_settle", _nothing)()
     parts = {}
     if workers.is_chief:
-        shared = parts["shared"] = Part()
+        shared = parts["shared"] = BackupPart()
         shared["num_workers"] = workers.num_workers
         shared["progress"] = dataclasses.asdict(progress)
         shared["stop_training"] = bool(call.model.stop_training)
         shared["model"] = mirrored_state(call.model)
         shared["callbacks"] = callback_states(call.callbacks.callbacks)
-    own = parts[f"worker-{workers.rank}"] = Part()
+    own = parts[f"worker-{workers.rank}"] = BackupPart()
     own["metrics"] = replica_state(call.model)
     own["compression"] = compression_state(call.model)
     own["random"] = random_state()
@@ -87,18 +87,24 @@ class Restoration:
         BackupError: if it is the backup of another model.
     """
 
-    def __init__(self, call: FitCall, parts: Mapping[str, Part], workers: Workers):
+    def __init__(self, call: FitCall, parts: Mapping[str, BackupPart], workers: Workers):
         self._call = call
         self._shared = parts["shared"]
-        self.progress = Progress(**self._shared["progress"])
+        self.progress = TrainingProgress(**self._shared["progress"])
         self._is_stopped = self._shared["stop_training"]
         own = [part for name, part in parts.items() if name != "shared"]
         self._own = own[workers.rank] if workers.rank < len(own) else own[0]
         self._metrics = self._metrics_for(own, workers)
         states = [part["compression"] for part in own]
-        set_compression_state(call.model, states, workers.num_workers)
+        try:
+            set_compression_state(call.model, states, workers.num_workers)
+        except ValueError as error:
+            raise BackupError(
+                f"A backup restores a training as it was. {error} Use another backup_dir, or the "
+                "compression of the backup."
+            ) from error
 
-    def _metrics_for(self, own: list[Part], workers: Workers) -> list:
+    def _metrics_for(self, own: list[BackupPart], workers: Workers) -> list:
         metrics = [part["metrics"] for part in own]
         num_replicas = num_replicas_of(replica_state(self._call.model))
         saved_by = self._shared["num_workers"]

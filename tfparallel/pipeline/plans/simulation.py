@@ -4,12 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tfparallel.pipeline.plans.action import Action
-
-if TYPE_CHECKING:
-    from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.orders import Orders
 
 Times = float | Sequence[float]  # one for all stages, or one per stage
 
@@ -32,7 +30,7 @@ class Timeline:
         events: one per action, in an order that respects all dependencies.
     """
 
-    schedule: "Schedule"
+    schedule: Orders
     events: tuple[Event, ...]
 
     @property
@@ -82,7 +80,7 @@ class Timeline:
 
 
 def simulate(
-    schedule: "Schedule",
+    schedule: Orders,
     forward_time: Times = 1.0,
     backward_time: Times = 2.0,
     backward_input_time: Times | None = None,

@@ -1,19 +1,15 @@
 """A schedule drawn as text, device by time slot, as the papers draw it."""
 
-from typing import TYPE_CHECKING
-
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.counts import check_counts
+from tfparallel.pipeline.plans.orders import Orders
 from tfparallel.pipeline.plans.simulation import simulate
-
-if TYPE_CHECKING:
-    from tfparallel.pipeline.plans.schedule import Schedule
 
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 
 
 def draw_table(
-    schedule: "Schedule",
+    schedule: Orders,
     *,
     forward_slots: int = 1,
     backward_slots: int = 1,
@@ -61,7 +57,7 @@ def draw_table(
     return "\n".join(f"{f'device {d}'.ljust(margin)}  {line}" for d, line in enumerate(lines))
 
 
-def _label(action: Action, schedule: "Schedule") -> str:
+def _label(action: Action, schedule: Orders) -> str:
     device = schedule.device_of[action.stage]
     stages = sorted(stage for stage, home in schedule.device_of.items() if home == device)
     chunk = chr(ord("a") + stages.index(action.stage)) if len(stages) > 1 else ""

@@ -34,3 +34,9 @@ def test_chunks_are_for_the_interleaved_schedule_only():
 def test_an_unknown_name_is_refused_with_a_hint():
     with pytest.raises(ValueError, match="one of 'gpipe', .*Received: '1F1b'. .*mean '1f1b'"):
         build_schedule("1F1b", 2, 4)
+
+
+def test_by_default_every_stage_has_four_microbatches():
+    assert build_schedule("1f1b", 3).num_microbatches == 12
+    assert build_schedule("interleaved_1f1b", 2).num_microbatches == 16  # of 2 devices, 4 stages
+    assert build_schedule("interleaved_1f1b", 2, chunks_per_device=3).num_microbatches == 24

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from tfparallel.callbacks.backup.model_state import compression_state, set_compression_state
-from tfparallel.callbacks.backup.random_states import random_state, set_random_state
-from tfparallel.checking.step import copies_of, value_of, variables_of
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.replicas.checking.step import copies_of, value_of, variables_of
+from tfparallel.replicas.compression_state import compression_state, set_compression_state
+from tfparallel.replicas.random_states import random_state, set_random_state
 
 _NAMES = "object_name_uids"  # how often Keras has given each name
 

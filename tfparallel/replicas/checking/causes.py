@@ -15,8 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.checking.step import Outcome, Step, variables_of
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals.hooks import shadowed
+from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
 
@@ -66,7 +67,7 @@ def _is_alone(layer: keras.layers.BatchNormalization) -> bool:
 
 def _indices_of_drawing_layers(pair: Any) -> set[int]:
     """Layers whose seeds a step on one device moves on, and RNNs around such a cell."""
-    pair.step_on_one_device(Step(pair.one_device))
+    pair.step_on_one_device(TracedStep(pair.one_device))
     start = dict(zip(map(id, variables_of(pair.one_device)), pair.state, strict=True))
 
     def draws(layer: keras.Layer) -> bool:
@@ -91,13 +92,18 @@ def _inference_mode(pair: Any, indices: Iterable[int]) -> Iterator[None]:
         for i, layer in enumerate(model._flatten_layers())
         if i in indices and "training" in inspect.signature(layer.call).parameters
     ]
-    for layer in layers:
-        vars(layer)["call"] = _untrained(layer.call)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as hooks:
         for layer in layers:
-            vars(layer).pop("call", None)
+            hooks.enter_context(
+                shadowed(
+                    layer,
+                    "call",
+                    _untrained(layer.call),
+                    during="a step of strategy.check",
+                    why="A layer computes as in inference, to see whether that is the difference.",
+                )
+            )
+        yield
 
 
 def _untrained(call: Callable) -> Callable:
@@ -128,7 +134,7 @@ def _uncompressed(strategy: Any) -> Iterator[Any]:
 
 def _seen_on_one_device(pair: Any) -> list[str]:
     found = []
-    step = Step(pair.one_device)
+    step = TracedStep(pair.one_device)
     first, second = pair.step_on_one_device(step), pair.step_on_one_device(step)
     if not _are_same(first, second):
         found.append(
@@ -148,7 +154,7 @@ def _seen_on_one_device(pair: Any) -> list[str]:
     return found
 
 
-def _are_same(one: Outcome, other: Outcome) -> bool:
+def _are_same(one: StepOutcome, other: StepOutcome) -> bool:
     pairs = zip(one.copies, other.copies, strict=True)
     return all(np.array_equal(a[0], b[0], equal_nan=True) for a, b in pairs)
 

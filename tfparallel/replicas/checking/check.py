@@ -7,14 +7,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.callbacks.backup.random_states import random_state
-from tfparallel.checking import causes
-from tfparallel.checking.rebuild import Build, rebuild
-from tfparallel.checking.report import Difference, StepCheck
-from tfparallel.checking.step import Outcome, Step, kind_of, values_of, variables_of
-from tfparallel.checking.traces import no_trace, put_back_seeds
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.replicas.checking import causes
+from tfparallel.replicas.checking.rebuild import Build, rebuild
+from tfparallel.replicas.checking.report import Difference, StepCheck
+from tfparallel.replicas.checking.step import (
+    StepOutcome,
+    TracedStep,
+    kind_of,
+    values_of,
+    variables_of,
+)
+from tfparallel.replicas.checking.traces import no_trace, put_back_seeds
 from tfparallel.replicas.checks import check_model
+from tfparallel.replicas.random_states import random_state
 
 _NUDGES = 3  # steps with weights moved in their last digit, to see what rounding does
 _MARGIN = 10  # rounding is up to this times what a nudge did
@@ -97,14 +103,16 @@ class Pair:
 
     def differences(self) -> tuple[Difference, ...]:
         """Between the two after a step, traced anew."""
-        step = Step(self.one_device)
+        step = TracedStep(self.one_device)
         expected = self.step_on_one_device(step)
         nudged = [self.step_on_one_device(step, self._nudged(seed)) for seed in range(_NUDGES)]
         put_back_seeds(self.random, self.strategy)
-        received = Step(self.distributed).run(self.state, self.batch)
+        received = TracedStep(self.distributed).run(self.state, self.batch)
         return tuple(self._compared(expected, nudged, received))
 
-    def step_on_one_device(self, step: Step, state: Sequence[np.ndarray] | None = None) -> Outcome:
+    def step_on_one_device(
+        self, step: TracedStep, state: Sequence[np.ndarray] | None = None
+    ) -> StepOutcome:
         """A step there, which draws the random numbers that the strategy's will draw.
 
         Args:
@@ -127,7 +135,9 @@ class Pair:
             for variable, value in zip(variables, self.state, strict=True)
         ]
 
-    def _compared(self, expected: Outcome, nudged: list[Outcome], received: Outcome) -> list:
+    def _compared(
+        self, expected: StepOutcome, nudged: list[StepOutcome], received: StepOutcome
+    ) -> list:
         found = []
         for i, variable in enumerate(variables_of(self.distributed)):
             kind = kind_of(variable, self.distributed)

@@ -7,7 +7,7 @@ from keras import layers
 
 import tfparallel
 from tests.helpers import momentum_sgd, tiny_compile_options, tiny_data, tiny_model
-from tfparallel.strategies.mirrored import MirroredLocalExtended
+from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 
 DEVICES = ["CPU:0", "CPU:1"]
 BATCH = tiny_data(13)

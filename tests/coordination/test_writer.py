@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from tfparallel.callbacks.backup.writer import Writer, writer_for
+from tfparallel.coordination.writer import Writer, writer_for
 
 
 def test_runs_beside_the_caller_and_one_at_a_time():

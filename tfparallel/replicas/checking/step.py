@@ -8,13 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.internals import BaseOptimizer
-
-
-def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
-    """The compiled optimizer and those that the model keeps as attributes, each once."""
-    found = [model.optimizer, *vars(model).values()]
-    return list({id(x): x for x in found if isinstance(x, BaseOptimizer)}.values())
+from tfparallel.replicas.model_optimizers import optimizers_of
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
@@ -52,7 +46,7 @@ def kind_of(variable: keras.Variable, model: keras.Model) -> str | None:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """What a step left.
 
     Attributes:
@@ -64,7 +58,7 @@ class Outcome:
     logs: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-class Step:
+class TracedStep:
     """The training step of `model` as `fit` runs it, traced anew; `model` keeps its own."""
 
     def __init__(self, model: keras.Model):
@@ -76,14 +70,14 @@ class Step:
         for name, value in kept.items():
             setattr(model, name, value)
 
-    def run(self, state: Sequence[np.ndarray], batch: Any) -> Outcome:
+    def run(self, state: Sequence[np.ndarray], batch: Any) -> StepOutcome:
         """The step from `state`, values of `variables_of`, on `batch`."""
         for variable, value in zip(variables_of(self.model), state, strict=True):
             variable.assign(value)
         self.model.reset_metrics()
         logs = self._function(iter([batch]))
         copies = [[value_of(c) for c in copies_of(v)] for v in variables_of(self.model)]
-        return Outcome(copies, dict(_flat_logs(logs)))
+        return StepOutcome(copies, dict(_flat_logs(logs)))
 
 
 def _flat_logs(logs: Any, prefix: str = "") -> list[tuple[str, np.ndarray]]:

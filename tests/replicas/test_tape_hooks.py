@@ -1,0 +1,122 @@
+"""`tape.gradient` of a loss with a value for each row, in a step of the user's own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers import train
+from tfparallel import CentralStorageStrategy, MirroredStrategy, PipelineStrategy
+
+_GRADIENT = tf.GradientTape.gradient
+
+
+def _data(rows):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 4)).astype("float32"), rng.normal(size=(rows, 2)).astype(
+        "float32"
+    )
+
+
+def _model_class(gradients_of):
+    class Own(keras.Model):
+        def train_step(self, data):
+            assert tf.GradientTape.gradient is _GRADIENT
+            x, y = data
+            gradients = gradients_of(lambda: (y, self(x, training=True)), self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"one": tf.ones([])}
+
+    return Own
+
+
+def _by_row(y, y_pred):
+    return keras.losses.mean_squared_error(y, y_pred)
+
+
+def by_row(forward, variables):
+    with tf.GradientTape() as tape:
+        loss = _by_row(*forward())
+    return tape.gradient(loss, variables)
+
+
+def mean(forward, variables):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(_by_row(*forward()))
+    return tape.gradient(loss, variables)
+
+
+def both_at_once(forward, variables):
+    """Two targets: one by row, one a mean over rows."""
+    with tf.GradientTape() as tape:
+        rows = _by_row(*forward())
+        total = tf.reduce_mean(tf.square(rows))
+    return tape.gradient([rows, total], variables)
+
+
+def persistent(forward, variables):
+    with tf.GradientTape(persistent=True) as tape:
+        rows = _by_row(*forward())
+        total = tf.reduce_mean(tf.square(rows))
+    pairs = zip(tape.gradient(rows, variables), tape.gradient(total, variables), strict=True)
+    twice = tape.gradient(rows, variables)
+    return [a + b + c for (a, b), c in zip(pairs, twice, strict=True)]
+
+
+def with_output_gradients(forward, variables):
+    with tf.GradientTape() as tape:
+        rows = _by_row(*forward())
+    return tape.gradient(rows, variables, output_gradients=0.5 * tf.ones_like(rows))
+
+
+def while_recording(forward, variables):
+    """Asked for within its `with`; and an outer tape of the user's looks on."""
+    with tf.GradientTape(), tf.GradientTape(persistent=True) as tape:
+        rows = _by_row(*forward())
+        return tape.gradient(rows, variables)
+
+
+def unconnected(forward, variables):
+    with tf.GradientTape() as tape:
+        rows = _by_row(*forward())
+    with tf.GradientTape() as other:
+        pass
+    zero = other.gradient(rows, variables, unconnected_gradients="zero")
+    return [a + b for a, b in zip(zero, tape.gradient(rows, variables), strict=True)]
+
+
+KINDS = [by_row, mean, both_at_once, persistent, with_output_gradients, while_recording]
+KINDS += [unconnected]
+
+
+def _train(strategy, gradients_of, run_eagerly=False):
+    def build():
+        x = keras.Input((4,))
+        return _model_class(gradients_of)(
+            x, keras.layers.Dense(2)(keras.layers.Dense(5, "tanh")(x))
+        )
+
+    options = {"compile_options": lambda: {"run_eagerly": run_eagerly}, "data": _data}
+    optimizer = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+    return train(strategy, build=build, optimizer=optimizer, **options).model.get_weights()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_gradients_are_those_of_one_device(kind):
+    expected = _train(None, kind)
+    for strategy in (
+        MirroredStrategy(["CPU:0", "CPU:1"]),
+        CentralStorageStrategy(["CPU:0", "CPU:1"]),
+        PipelineStrategy(["CPU:0", "CPU:1"], 3),
+    ):
+        for a, b in zip(expected, _train(strategy, kind), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6, err_msg=type(strategy).__name__)
+
+
+@pytest.mark.parametrize("kind", [by_row, both_at_once], ids=lambda kind: kind.__name__)
+def test_gradients_of_an_eager_step_are_those_of_one_device(kind):
+    expected = _train(None, kind)
+    for a, b in zip(
+        expected, _train(MirroredStrategy(["CPU:0", "CPU:1"]), kind, run_eagerly=True), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-6)

@@ -1,0 +1,1 @@
+"""Data parallel with the variables in one place."""

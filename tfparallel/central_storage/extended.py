@@ -1,0 +1,33 @@
+"""Which device keeps the variables of a central storage."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfparallel.internals import device_util
+from tfparallel.replicas.central import CentralExtended
+from tfparallel.replicas.variables import CentralVariable
+
+
+class CentralStorageExtended(CentralExtended):
+    """Replicated computation over variables on one device."""
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+    ):
+        super().__init__(container_strategy, compute_devices)
+        if parameter_device is None:
+            gpus = [device for device in self._devices if "GPU" in device]
+            parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
+        self._parameter_device = device_util.canonicalize(parameter_device)
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._parameter_device,) if variable_class is CentralVariable else self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Where the variables live."""
+        return (self._parameter_device,)

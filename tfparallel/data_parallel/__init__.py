@@ -1,0 +1,1 @@
+"""Data parallel: every replica has all variables, gradients meet before the optimizer."""

@@ -1,0 +1,258 @@
+"""One replica in each process that Horovod has started."""
+
+import contextlib
+import os
+import socket
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import tensorflow as tf
+
+from tfparallel.communication.horovod_collectives import (
+    HorovodAllReduce,
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    broadcast,
+    hvd,
+)
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.stall_watch import StalledError, StallWatch
+from tfparallel.coordination.tcp_store import StoreServer, TcpStore
+from tfparallel.internals import (
+    CollectiveAllReduceExtended,
+    ReduceOp,
+    ResourceVariable,
+    TrainerCall,
+)
+from tfparallel.replicas.compressed_gradients import CompressedGradients
+from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.replicas.replica_step import current_replica_step
+
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
+    """One local replica; everything that crosses ranks goes through Horovod."""
+
+    _host_has_all_to_all = True
+
+    def __init__(
+        self, strategy: Any, process_set: Any, adasum: bool, sparse_as_dense: bool, options: dict
+    ):
+        device = _device_of_rank(hvd.local_rank())
+        communication = tf.distribute.experimental.CommunicationOptions()
+        super().__init__(strategy, None, communication, devices=(device,))
+        self._process_set = process_set
+        with tf.init_scope():
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            self._order = ResourceVariable(0.0)
+            self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
+        self._reduced: list[str] = []  # paths of the variables whose gradients met last
+        self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
+        self._waits_for_last = True
+        self._num_workers, self._id_in_cluster = process_set.size(), process_set.rank()
+        self._is_chief = self._id_in_cluster == 0
+        common = {
+            "process_set": process_set,
+            "device": device,
+            "group_size": self._num_workers,
+            "options": communication,
+            "collective_keys": self._collective_keys,
+        }
+        self._host_cross_device_ops = HorovodAllReduce(devices=[self._host_device], **common)
+        self._cross_device_ops = HorovodAllReduce(devices=[device], **common)
+        self._gradient_all_reduce = HorovodAllReduce(
+            devices=[device], adasum=adasum, **options, **common
+        )
+        if self._num_workers > 1:
+            self._agreement = self._open_agreement()
+            self._agree_on_seed()
+
+    def _open_agreement(self) -> Agreement:
+        """Rank 0 keeps what ranks agree on, and tells the others where."""
+        address = ""
+        if self._is_chief:
+            host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+            server = StoreServer(host)
+            weakref.finalize(self, server.close)
+            address = f"{host} {server.port} {server.token}"
+        encoded = tf.io.decode_raw(tf.constant(address.ljust(512)), tf.uint8)
+        encoded = broadcast(encoded, self._process_set)
+        host, port, token = bytes(encoded.numpy()).decode().split()
+        rank = self._id_in_cluster
+        store = TcpStore(host, int(port), token, rank)
+        return Agreement(store, "horovod", rank, self._num_workers)
+
+    def _watch_for_stalls(self, timeout_s: float) -> None:
+        if self._num_workers == 1:
+            return
+        begun, ended, reduced = self._begun, self._ended, self._reduced
+        watch = StallWatch(
+            cast(TcpStore, self._agreement.store),
+            self._id_in_cluster,
+            self._num_workers,
+            lambda: (int(begun.numpy()), int(ended.numpy())),
+            lambda: f"gradients of {', '.join(reduced[:3])}{', ...' if reduced[3:] else ''}",
+            timeout_s,
+            _end_stalled_job,
+        )
+        weakref.finalize(self, watch.stop)
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Rank 0's initial value, once all ranks have said that they create the same variable."""
+        del replica_id, primary_var
+        initial_value = kwargs["initial_value"]
+        if self._num_workers == 1:
+            return initial_value
+        announced = self._announced(initial_value, kwargs)
+
+        def of_first_rank() -> tf.Tensor:
+            with tf.device(device):
+                return broadcast(announced(), self._process_set)
+
+        return of_first_rank
+
+    # ---- how a batch is split --------------------------------------------------------------------
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        dataset = super()._keras_dataset(dataset, call)
+        if self._num_workers > 1:
+            self._spread_state(call.model)
+        return dataset
+
+    def _spread_state(self, model: Any) -> None:
+        """Gives all ranks rank 0's weights and optimizer state where a rank has other ones.
+
+        They differ where one rank alone has restored a checkpoint.
+        """
+        variables = [v.value for v in model.variables]
+        optimizer = getattr(model, "optimizer", None)
+        variables += [v.value for v in optimizer.variables] if optimizer is not None else []
+        variables = list({id(v): v for v in variables}.values())
+        checksum = 0
+        for variable in variables:
+            checksum = zlib.crc32(variable.values[0].numpy().tobytes(), checksum)
+        checksums = self._agreement.exchange("compare weights", checksum)
+        if len(set(checksums)) == 1:
+            return
+        if self._is_chief:
+            tf.get_logger().warning(
+                "Ranks %s have other weights or optimizer state than rank 0: they get rank 0's.",
+                [rank for rank, each in enumerate(checksums) if each != checksums[0]],
+            )
+        for variable in variables:
+            variable.assign(broadcast(variable.read_value(), self._process_set))
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _sum_gradients(self, gradients: list) -> list:
+        if self._num_workers == 1:
+            return gradients
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        source = gradient_source()
+        self._reduced[:] = [v.path for v in source.variables] if source is not None else []
+        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(gradients)):
+            self._begun.assign_add(1)
+        sums = self._sum_across_ranks(gradients)
+        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(sums)):
+            self._ended.assign_add(1)
+        return sums
+
+    def _sum_across_ranks(self, gradients: list) -> list:
+        if self._compressor is not None:
+            with self._at_once_if(not self._compressor.has_branches):
+                return super()._sum_gradients(gradients)
+        step = current_replica_step()
+        if self._adasum and step is not None:  # it combines means over rows, not shares of them
+            gradients = [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in gradients]
+        pairs = [(gradient, gradient) for gradient in gradients]
+        sums = self._gradient_all_reduce.batch_reduce(ReduceOp.SUM, pairs)
+        return [self._local_results(each)[0] for each in sums]
+
+    # ---- across workers --------------------------------------------------------------------------
+
+    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_reduce_sum([tf.identity(tensor)], self._process_set)[0])
+        return sent[0]
+
+    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_gather(rows, self._process_set))
+        return sent[0]
+
+    def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(all_to_all(rows, self._process_set))
+        return sent[0]
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[list[tf.Tensor]]:
+        """Puts a collective, which the caller appends to the list, after the one before.
+
+        Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name,
+        nor those of branches. Gradients are: those of an iteration need the weights of the one
+        before.
+        """
+        collectives: list[tf.Tensor] = []
+        with tf.device(self._host_device):
+            if not self._waits_for_last:
+                yield collectives
+                return
+            with tf.control_dependencies([self._order.assign_add(1.0)]):
+                yield collectives
+            with tf.control_dependencies(collectives):
+                self._order.assign_add(1.0)
+
+    @contextlib.contextmanager
+    def _at_once_if(self, at_once: bool) -> Iterator[None]:
+        """Collectives traced in it reach Horovod when what they send is there, as gradients may.
+
+        Horovod has agreed on the next one then when the last is done.
+        """
+        self._waits_for_last = not at_once
+        try:
+            yield
+        finally:
+            self._waits_for_last = True
+
+
+def _tensors_of(gradients: list) -> list[tf.Tensor]:
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def _end_stalled_job(error: StalledError) -> None:
+    """Makes what waits in Horovod fail, so that `fit` raises, or else ends the process."""
+    tf.get_logger().error("%s", error)
+    shutdown = threading.Thread(target=hvd.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(_SHUTDOWN_TIMEOUT_S)
+    if shutdown.is_alive():
+        tf.get_logger().error("Horovod does not end either. This process exits with status 1.")
+        os._exit(1)
+
+
+def _device_of_rank(local_rank: int) -> str:
+    """The GPU of this rank, the only one that it shows to TensorFlow; or the CPU."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "/device:CPU:0"
+    if local_rank >= len(gpus):
+        raise ValueError(
+            f"Expected a GPU for each rank of this host. Received: {len(gpus)} GPUs, local rank "
+            f"{local_rank}. Start fewer ranks on {socket.gethostname()}."
+        )
+    try:
+        tf.config.set_visible_devices(gpus[local_rank], "GPU")
+    except RuntimeError:  # TensorFlow has started and has taken all of them
+        return f"/device:GPU:{local_rank}"
+    return "/device:GPU:0"

@@ -1,0 +1,211 @@
+"""Replicas on the devices of several workers, over TensorFlow's collectives or our ring."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.bucketed_all_reduce import is_sparse
+from tfparallel.communication.compression import (
+    Compressor,
+)
+from tfparallel.communication.ring import connect_ring
+from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.store import CoordinationStore
+from tfparallel.coordination.waiting import report_absent_peers
+from tfparallel.internals import (
+    CollectiveAllReduceExtended,
+    PerReplica,
+    ReduceOp,
+    ResourceVariable,
+    is_called_by_trainer,
+)
+from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
+
+CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
+
+
+class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
+    """`CollectiveAllReduceExtended` whose workers agree before a collective can hang."""
+
+    _server_started = False  # of the process: TensorFlow starts one server in it
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster_resolver: Any,
+        communication_options: Any,
+        compressor: Compressor | None,
+    ):
+        self._std_server_started = MultiWorkerExtended._server_started
+        tasks, addresses, rank = _workers(cluster_resolver)
+        report_absent_peers(rank, [each for i, each in enumerate(addresses) if i != rank])
+        super().__init__(container_strategy, cluster_resolver, communication_options)
+        MultiWorkerExtended._server_started = self._num_workers > 1
+        self._agreement = Agreement(
+            CoordinationStore(addresses, tasks),
+            str(self._collective_key_base),
+            self._id_in_cluster,
+            self._num_workers,
+        )
+        self._ring_all_reduce: RingAllReduce | None = None
+        if self._num_workers > 1:
+            self._agree_on_seed()
+            self._open_ring()
+        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
+            for launcher in cross_device_ops._launchers:
+                launcher._use_unique_instance_key = self._draws_keys_at_call_time
+        self._is_in_loop = False
+        transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
+        self._compress_gradients(compressor, transport)
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        devices, device_type = super()._initialize_local_devices(cluster_resolver, worker_device)
+        if device_type == "CPU":  # all logical ones: the stock strategy takes only the first
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            num_devices = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
+        return devices, device_type
+
+    def _open_ring(self) -> None:
+        """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
+
+        In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
+        """
+        address = self._cluster_spec.task_address(self._task_type, self._task_id)
+        host = address.rpartition(":")[0].strip("[]")
+        options = self._communication_options
+        try:
+            ring = connect_ring(
+                self._id_in_cluster,
+                self._num_workers,
+                host,
+                self._agreement.exchange,
+                options.timeout_seconds,
+            )
+        except OSError as error:
+            if self._is_chief:
+                tf.get_logger().warning(
+                    "Workers cannot reach one another at free ports (%s). Gradients go through "
+                    "TensorFlow's own collectives instead, which are slower on CPUs and make "
+                    "sparse gradients dense where steps_per_execution > 1.",
+                    error,
+                )
+            return
+        with tf.init_scope():
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            order = ResourceVariable(0.0)
+        common = {
+            "ring": ring,
+            "order": order,
+            "device": self._host_device,
+            "options": options,
+            "collective_keys": self._collective_keys,
+        }
+        self._ring_all_reduce = RingAllReduce(
+            devices=self._devices, group_size=self._num_replicas_in_sync, **common
+        )
+        automatic = options.implementation == CommunicationImplementation.AUTO
+        if self._local_device_type == "CPU" and automatic:
+            self._cross_device_ops = self._ring_all_reduce
+            self._host_cross_device_ops = RingAllReduce(
+                devices=[self._worker_device], group_size=self._num_workers, **common
+            )
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Rank 0's initial value, once all ranks have said that they create the same variable."""
+        if replica_id == 0 and self._num_workers > 1:
+            kwargs["initial_value"] = self._announced(kwargs["initial_value"], kwargs)
+        return super()._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
+
+    # ---- across workers --------------------------------------------------------------------------
+
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        return "gpu" in device.lower() and self._compressor is None
+
+    @property
+    def _host_device(self) -> str:
+        return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
+
+    def _in_multi_worker_mode(self) -> bool:
+        """Whether what `run` returns is this worker's only.
+
+        Keras then joins it with the other workers'; what its steps return here is of all workers.
+        """
+        return self._num_workers > 1 and not is_called_by_trainer(sys._getframe(1))
+
+    def _draws_keys_at_call_time(self) -> bool:
+        """Whether a collective's key is drawn when it runs; else it is fixed when tracing.
+
+        Keys drawn at call time do not mind that shapes differ from call to call, or that one worker
+        traces more often than another. But they cannot enter the `tf.while_loop` that Keras makes
+        of `steps_per_execution`.
+        """
+        return not self._is_in_loop
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._is_in_loop = model.steps_per_execution > 1
+        try:
+            yield
+        finally:
+            self._is_in_loop = False
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+    ) -> list:
+        """As the stock one; the rows of sparse gradients also vary where keys are fixed.
+
+        A key that is fixed allows one shape only, so that they go through our ring there.
+        """
+        pairs = list(value_destination_pairs)
+        sparse = [i for i, (value, _) in enumerate(pairs) if is_sparse(value)]
+        if not (self._is_in_loop and self._num_workers > 1 and sparse):
+            return super()._batch_reduce_to(reduce_op, pairs, options)
+        if self._ring_all_reduce is None:
+            for i in sparse:
+                parts = self._local_results(pairs[i][0])
+                dense = PerReplica([tf.convert_to_tensor(part) for part in parts])
+                pairs[i] = (dense, dense)
+            return super()._batch_reduce_to(reduce_op, pairs, options)
+        through_ring = [pairs[i] for i in sparse]
+        others = [pair for i, pair in enumerate(pairs) if i not in sparse]
+        results = dict(
+            zip(sparse, self._ring_all_reduce.batch_reduce(reduce_op, through_ring), strict=True)
+        )
+        rest = iter(super()._batch_reduce_to(reduce_op, others, options) if others else [])
+        return [results[i] if i in results else next(rest) for i in range(len(pairs))]
+
+    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        with tf.device(self._host_device):
+            tensor = tf.identity(tensor)
+            reduced = self._host_cross_device_ops.reduce(ReduceOp.SUM, tensor, self._host_device)
+        return self._local_results(reduced)[0]
+
+    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        reduction: Any = self._host_cross_device_ops
+        if isinstance(reduction, RingAllReduce):
+            with tf.device(self._host_device):
+                return reduction._gather_rows(rows)
+        return self._host_cross_device_ops._launchers[0].all_gather(rows, axis=0)
+
+
+def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int]:
+    """The tasks that train, their addresses, and which of them this process is."""
+    cluster = resolver.cluster_spec().as_dict() if resolver is not None else {}
+    tasks = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, ())))]
+    me = (resolver.task_type, resolver.task_id) if tasks else None
+    addresses = [cluster[job][i] for job, i in tasks]
+    return tasks, addresses, tasks.index(me) if me in tasks else 0

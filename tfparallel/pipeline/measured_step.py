@@ -1,0 +1,37 @@
+"""When each pass of one training step starts and ends, of a step that leaves no trace."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
+from tfparallel.pipeline.summary import short_name
+from tfparallel.pipeline.swimlane import Swimlane, swimlane
+
+
+def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any) -> Swimlane:
+    """Runs two steps, and measures the second; see `PipelineStrategy.profile`."""
+    batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+    extended = strategy.extended
+    with strategy.scope():
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+        model._symbolic_build(data_batch=(x, y, weight))
+        model.optimizer.build(model.trainable_variables)
+
+        @tf.function
+        def step(batch: Any) -> list[tf.Tensor]:
+            strategy.run(model.train_step, args=(batch,))
+            times.update(extended._times)
+            return [times[action] for action in times]
+
+        times: dict = {}
+        with python_as_it_was(model):
+            with extended._with_clock():
+                traced = step.get_concrete_function(batch)
+            with variables_as_they_were(traced):
+                step(batch)
+                measured = step(batch)
+    times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
+    names = [short_name(device) for device in extended._stage_devices]
+    return swimlane(extended._schedule, times_s, names)
