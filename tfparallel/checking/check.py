@@ -14,6 +14,7 @@ from tfparallel.checking.report import Difference, StepCheck
 from tfparallel.checking.step import Outcome, Step, kind_of, values_of, variables_of
 from tfparallel.checking.traces import no_trace, put_back_seeds
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals.keras_trainer import build_if_needed
 from tfparallel.replicas.checks import check_model
 
 _NUDGES = 3  # steps with weights moved in their last digit, to see what rounding does
@@ -36,7 +37,7 @@ def check_step(
             "its compile() in the strategy's scope."
         )
     batch = _as_tensors(batch, keras.config.floatx())
-    model._maybe_symbolic_build(data_batch=batch)
+    build_if_needed(model, batch)
     with no_trace(model, strategy):
         one_device = rebuild(model, build, batch, None)
         pair = Pair(strategy, one_device, model, batch)

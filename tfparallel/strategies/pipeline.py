@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.security import check_network
 from tfparallel.internals import distribute_lib, is_stock_step
+from tfparallel.internals.keras_trainer import build_from_shapes
 from tfparallel.pipeline.extended import Options, PipelineExtended
 from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
 from tfparallel.pipeline.plans.counts import check_choice, check_counts
@@ -161,7 +162,7 @@ class PipelineStrategy(KerasStrategy):
         extended = self.extended
         with self.scope():
             x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-            model._symbolic_build(data_batch=(x, y, weight))
+            build_from_shapes(model, (x, y, weight))
             model.optimizer.build(model.trainable_variables)
 
             @tf.function
