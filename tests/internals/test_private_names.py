@@ -17,6 +17,8 @@ INTERNALS = PACKAGE / "internals"
 PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 HOOKS = {"hook_next_call", "hook_once", "shadowed", "wrapped"}
 OF_ATTRIBUTES = {"delattr", "getattr", "hasattr", "setattr"}
+# Ours too, on `self`; on anything else Keras's.
+OF_VARIABLES = {"_value"}
 # Of a class of Horovod's that we extend.
 OF_HOROVOD = {"_host_messages"}
 
@@ -77,7 +79,8 @@ def foreign_names(trees: list[tuple[Path, ast.AST]]) -> list[str]:
         for path, tree in trees
         if INTERNALS not in path.parents
         for line, name, of_self in _used(tree)
-        if name not in ours and not (of_self and name in inherited)
+        if name not in ours or (name in OF_VARIABLES and not of_self)
+        if not (of_self and name in inherited)
         if not name.startswith("_tfparallel")  # a mark of ours on what is others'
     ]
 

@@ -28,6 +28,7 @@ __all__ = [
     "add_loss_again",
     "added_losses",
     "apply_without_replicas",
+    "behind",
     "clear_added_losses",
     "compile_loss_of",
     "compiled_metrics_of",
@@ -83,6 +84,14 @@ def own_state(layer: keras.Layer) -> list[keras.Variable]:
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     """The layer's own, not those of layers in it."""
     return layer._seed_generators
+
+
+def behind(variable: keras.Variable) -> Any:
+    """The variable of TensorFlow behind one of Keras; None as long as it is not created.
+
+    The public `value` may be a tensor, cast to the dtype that a layer computes in.
+    """
+    return variable._value
 
 
 def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.coordination.probe import is_answering
 from tfparallel.internals import ReplicaContext, TrainerCall
-from tfparallel.internals.keras_layers import trained_by
+from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.parameter_server.compressed_gradient import (
     CompressionMemory,
@@ -120,7 +120,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         ]
         tensors = [tensor for each in handed_in for tensor in each.tensors]
         devices = [
-            updated[i]._value.values[0].device
+            behind(updated[i]).values[0].device
             for i, each in zip(present, handed_in, strict=True)
             for _ in each.tensors
         ]

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfparallel.internals import in_stateless_scope
 from tfparallel.internals.hooks import hook_once, wrapped
-from tfparallel.internals.keras_layers import embedding_table
+from tfparallel.internals.keras_layers import behind, embedding_table
 from tfparallel.parameter_server.server_variables import RowsOnServers
 
 
@@ -37,7 +37,7 @@ def hook_embedding(layer: Any) -> None:
 def _call(layer: Any, call: Callable, inputs: Any) -> Any:
     """`Embedding.call`; what is no plain lookup goes the usual way."""
     created = embedding_table(layer)
-    table = created._value
+    table = behind(created)
     if (
         in_stateless_scope()
         or layer.embeddings is not created  # quantised, or with LoRA

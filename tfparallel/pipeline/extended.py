@@ -22,7 +22,7 @@ from tfparallel.internals import (
     values_util,
 )
 from tfparallel.internals.distribute import only_copy_of
-from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
@@ -174,8 +174,8 @@ class PipelineExtended(LocalExtended):
             stages = divide(model, self._partition, self._placement, self._budget, inputs)
             homes = stages.homes()
             for variable in model.variables:
-                if isinstance(variable._value, StageVariable) and id(variable) in homes:
-                    variable._value.move_to(self._device_of_stage(homes[id(variable)]))
+                if isinstance(behind(variable), StageVariable) and id(variable) in homes:
+                    behind(variable).move_to(self._device_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
 

@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import changed_variables, global_state, own_eager_seeds
-from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_layers import behind, layers_of
 
 _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metric)
 
@@ -51,7 +51,7 @@ class _ValuesApart(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        return variable._value if value is None else value
+        return behind(variable) if value is None else value
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.internals.keras_layers import layers_of, own_variables
+from tfparallel.internals.keras_layers import behind, layers_of, own_variables
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StateChanges:
         if not self._changes.get(microbatch):
             return []
         layers = _flat_layers(layers)
-        own = {id(variable._value) for layer in layers for variable in layer.variables}
+        own = {id(behind(variable)) for layer in layers for variable in layer.variables}
         ids = frozenset(map(id, layers))
         return [
             change
@@ -242,7 +242,7 @@ class StateChanges:
     def _name(self, variable: Any) -> str:
         for layer in layers_of(self._model):
             for own in own_variables(layer):
-                if own._value is variable:
+                if behind(own) is variable:
                     return f"variable '{own.name}' of layer '{layer.name}'"
         return f"variable '{variable.name}'"
 

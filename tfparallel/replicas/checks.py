@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.internals import DistributedVariable
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.replicas.model_optimizers import optimizers_of
 
@@ -188,7 +188,7 @@ def _index(name: str) -> int:
 
 def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Whether `variable` was created in the scope of `strategy`, or has not been created yet."""
-    value = variable._value
+    value = behind(variable)
     if value is None:
         return True
     return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy

@@ -40,7 +40,7 @@ from tfparallel.internals import (
     distribute_lib,
     values_util,
 )
-from tfparallel.internals.keras_layers import layers_of, own_state
+from tfparallel.internals.keras_layers import behind, layers_of, own_state
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 
@@ -184,9 +184,9 @@ def mark_statistics(model: keras.Model) -> None:
     """
     for layer in layers_of(model):
         for variable in own_state(layer):
-            if isinstance(variable._value, ReplicatedVariable):
+            if isinstance(behind(variable), ReplicatedVariable):
                 kwargs = {"trainable": False, "dtype": variable.dtype}
-                variable._value._is_statistics = is_statistics(layer, kwargs)
+                behind(variable)._is_statistics = is_statistics(layer, kwargs)
 
 
 def _replica_id() -> int | None:
