@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.tpu.test_spmd_step import CpuStrategy
 
 FEATURES, TARGETS = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
 
@@ -23,9 +24,37 @@ def build(strategy, model_class=keras.Sequential, **options):
     return model
 
 
-@pytest.mark.parametrize("strategy", ["MirroredStrategy", "PipelineStrategy"])
-def test_a_train_step_that_is_a_tf_function_is_refused(strategy):
-    model = build(getattr(tfparallel, strategy)(["CPU:0", "CPU:1"]), CompiledStep)
+class RunsTwiceAsDeep(tfparallel.PipelineStrategy):
+    """Its `run` is called by Keras, and calls that of its base."""
+
+    def run(self, *args, **kwargs):
+        return super().run(*args, **kwargs)
+
+
+LOCAL = {
+    "one_device": lambda: tfparallel.OneDeviceStrategy("CPU:0"),
+    "mirrored": lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "mirrored_of_one": lambda: tfparallel.MirroredStrategy(["CPU:0"]),
+    "central_storage": lambda: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"]),
+    "multi_worker": lambda: tfparallel.MultiWorkerMirroredStrategy(),
+    "pipeline": lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"]),
+    "pipeline_of_one_microbatch": lambda: tfparallel.PipelineStrategy(["CPU:0"], 1),
+    "one_call_deeper": lambda: RunsTwiceAsDeep(["CPU:0", "CPU:1"]),
+    "spmd": lambda: CpuStrategy(),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_a_train_step_that_is_a_tf_function_is_refused(name, method):
+    model = build(LOCAL[name](), CompiledStep)
+    with pytest.raises(ValueError, match="Remove the decorator"):
+        getattr(model, method)(FEATURES, TARGETS)
+
+
+def test_a_train_step_made_a_tf_function_on_the_model_is_refused():
+    model = build(LOCAL["mirrored"]())
+    model.train_step = tf.function(model.train_step)
     with pytest.raises(ValueError, match="Remove the decorator"):
         model.fit(FEATURES, TARGETS, verbose=0)
 

@@ -77,12 +77,13 @@ def while_recording(forward, variables):
 
 
 def unconnected(forward, variables):
+    """Another tape, which has not seen the loss, is asked first."""
     with tf.GradientTape() as tape:
         rows = _by_row(*forward())
     with tf.GradientTape() as other:
         pass
-    zero = other.gradient(rows, variables, unconnected_gradients="zero")
-    return [a + b for a, b in zip(zero, tape.gradient(rows, variables), strict=True)]
+    assert other.gradient(rows, variables) == [None] * len(variables)
+    return tape.gradient(rows, variables)
 
 
 KINDS = [by_row, mean, both_at_once, persistent, with_output_gradients, while_recording]

@@ -1,7 +1,6 @@
 """Replicas on the devices of several workers, over TensorFlow's collectives or our ring."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from tfparallel.internals import (
     ResourceVariable,
     is_called_by_trainer,
 )
+from tfparallel.internals.distribute import draw_keys_at_call_time, launchers_of
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
@@ -57,8 +57,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._agree_on_seed()
             self._open_ring()
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
-            for launcher in cross_device_ops._launchers:
-                launcher._use_unique_instance_key = self._draws_keys_at_call_time
+            for launcher in launchers_of(cross_device_ops):
+                draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
         self._is_in_loop = False
         transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
         self._compress_gradients(compressor, transport)
@@ -144,7 +144,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
 
         Keras then joins it with the other workers'; what its steps return here is of all workers.
         """
-        return self._num_workers > 1 and not is_called_by_trainer(sys._getframe(1))
+        return self._num_workers > 1 and not is_called_by_trainer()
 
     def _draws_keys_at_call_time(self) -> bool:
         """Whether a collective's key is drawn when it runs; else it is fixed when tracing.
@@ -199,7 +199,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         if isinstance(reduction, RingAllReduce):
             with tf.device(self._host_device):
                 return reduction._gather_rows(rows)
-        return self._host_cross_device_ops._launchers[0].all_gather(rows, axis=0)
+        return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
 
 
 def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int]:

@@ -8,7 +8,7 @@ the user or by another hook, is kept and comes back:
     hook_next_call    until it has been called
 
 Each call says `why`, and `during` what; `docs/hooks.md` is made of that, by
-`python -m tfparallel.internals.hook_table`.
+`python docs/hook_table.py`.
 """
 
 import contextlib

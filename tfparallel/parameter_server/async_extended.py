@@ -12,6 +12,7 @@ from tfparallel.communication.compression import CompressionReport, Compressor
 from tfparallel.coordination.probe import is_answering
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import ReplicaContext, TrainerCall
+from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
 from tfparallel.parameter_server.compressed_gradient import (
     CompressionMemory,
@@ -112,7 +113,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         if effects is None:
             return super()._apply_reduced(apply, gradients, variables)
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
-        updated = list(optimizer._trainable_variables if variables is None else variables)
+        updated = list(trained_by(optimizer) if variables is None else variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         scale = getattr(optimizer, "dynamic_scale", None)
         handed_in = [
@@ -120,7 +121,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         ]
         tensors = [tensor for each in handed_in for tensor in each.tensors]
         devices = [
-            updated[i]._value.values[0].device
+            behind(updated[i]).values[0].device
             for i, each in zip(present, handed_in, strict=True)
             for _ in each.tensors
         ]

@@ -30,6 +30,7 @@ from tfparallel.communication.compression import (
 )
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task
+from tfparallel.internals.keras_layers import trained_by
 from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Slot, WorkerStates
 
@@ -148,7 +149,7 @@ class GradientsHandedIn:
         self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
     ) -> Payload:
         compressor, dtype = self._compressor, gradient.dtype
-        position = [id(v) for v in optimizer._trainable_variables].index(id(variable))
+        position = [id(v) for v in trained_by(optimizer)].index(id(variable))
         state, slots = self._state(optimizer, position, gradient.shape)
         value = tf.cast(gradient, tf.float32)
         is_unscaled = scale is not None and "residual" in state
@@ -247,7 +248,7 @@ class CompressionMemory:
 
     def _check(self, name: str, array: np.ndarray) -> None:
         position, key = name.split("/")
-        variables = self.optimizer._trainable_variables
+        variables = trained_by(self.optimizer)
         shape = tuple(variables[int(position)].shape) if int(position) < len(variables) else None
         known = self.compressor.initial_state(shape, 0) if shape else {}
         if key not in known or tuple(known[key].shape) != array.shape:

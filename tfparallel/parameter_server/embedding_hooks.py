@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.internals import in_stateless_scope
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.internals.keras_layers import behind, embedding_table
 from tfparallel.parameter_server.server_variables import RowsOnServers
 
 
@@ -35,10 +36,11 @@ def hook_embedding(layer: Any) -> None:
 
 def _call(layer: Any, call: Callable, inputs: Any) -> Any:
     """`Embedding.call`; what is no plain lookup goes the usual way."""
-    table = layer._embeddings._value
+    created = embedding_table(layer)
+    table = behind(created)
     if (
         in_stateless_scope()
-        or layer.embeddings is not layer._embeddings  # quantised, or with LoRA
+        or layer.embeddings is not created  # quantised, or with LoRA
         or not isinstance(table, RowsOnServers)
         or not table.trainable
         or not isinstance(inputs, tf.Tensor)

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable, run_independently
+from tfparallel.internals.graphs import run_after
 
 
 class Fence:
@@ -73,7 +74,7 @@ class Fence:
                     )
                 run_independently(graph, [lock.op, check])  # not after what they shall precede
                 for operation in guarded:
-                    operation._add_control_input(check)
+                    run_after(operation, check)
                 with tf.control_dependencies(guarded):
                     tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 

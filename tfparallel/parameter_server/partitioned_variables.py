@@ -20,11 +20,9 @@ weights nor slots move. One that looks at the whole (`Adafactor`, `Lamb`, `Muon`
 """
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import keras
@@ -38,6 +36,7 @@ from tfparallel.internals import (
     record,
     variable_accessed,
 )
+from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.parameter_server.async_variables import HandedIn
 from tfparallel.parameter_server.cut import cut_rows
 from tfparallel.parameter_server.server_variables import (
@@ -68,16 +67,6 @@ def is_elementwise(optimizer: Any) -> bool:
     """Whether an update of some rows needs nothing of the others; unknown classes may."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return type(inner) in _ELEMENTWISE
-
-
-def _is_exporting() -> bool:
-    """Whether Keras traces a function for `Model.export`: files hold tables in one piece."""
-    frame: FrameType | None = None if tf.executing_eagerly() else sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("keras.src.export."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextlib.contextmanager
@@ -221,7 +210,7 @@ class Partitioned(RowsOnServers):
     def value(self) -> tf.Tensor:
         part = self._current()
         if part is None:
-            return self._exported().read_value() if _is_exporting() else self.whole()
+            return self._exported().read_value() if is_exporting() else self.whole()
         return part.read_value()
 
     read_value = value
@@ -243,7 +232,7 @@ class Partitioned(RowsOnServers):
         part = self._current()
         if part is not None:
             return part.sparse_read(indices, name=name)
-        if _is_exporting():
+        if is_exporting():
             return self._exported().sparse_read(indices, name=name)
         indices = tf.convert_to_tensor(indices)
         if self.trainable and _loops_around()[0]:

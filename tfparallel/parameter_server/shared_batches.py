@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import ArrayDataAdapter, TrainerCall
+from tfparallel.internals.datasets import arrays_of
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.remote_calls import remote_calls
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers, Rows
@@ -109,10 +110,10 @@ class SharedArrays:
         hosts: Hosts,
         generation: Generation,
     ):
-        num_rows, size = adapter._num_samples, adapter._batch_size
+        _, num_rows, size, is_shuffled = arrays_of(adapter)
         self._hosts, self.recipe = hosts, GatherRows(hosts, batch_rows)
         self._rows = [  # that each worker has: in order, or all
-            None if adapter._shuffle else rows_of_replicas(num_rows, size, hosts, host.replicas)
+            None if is_shuffled else rows_of_replicas(num_rows, size, hosts, host.replicas)
             for _, host in hosts
         ]
         self._arrays = ArraysOnWorkers(adapter, generation, self._rows)

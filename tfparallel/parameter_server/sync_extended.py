@@ -16,6 +16,7 @@ from tfparallel.internals import (
     TrainerCall,
     surround_epochs,
 )
+from tfparallel.internals.distribute import gather
 from tfparallel.parameter_server.extended import ParameterServerExtended
 from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
@@ -139,7 +140,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
     ) -> Any:
         if not isinstance(value, DistributedValues):
             return value
-        return ReductionToOneDevice()._gather(value, destinations=destinations, axis=axis)
+        return gather(ReductionToOneDevice(), value, destinations, axis)
 
 
 _watches: dict[str, Watch] = {}  # of this process, by what they watch

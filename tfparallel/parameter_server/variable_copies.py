@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable
+from tfparallel.internals.graphs import dtype_behind
 from tfparallel.parameter_server.fence import Fence
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
@@ -16,7 +17,7 @@ def changed_by(graph: Any) -> list[tf.Tensor]:
     handles = {
         id(inner): outer
         for outer, inner in graph.captures
-        if outer.dtype == tf.resource and _dtype_of(outer) is not None
+        if outer.dtype == tf.resource and dtype_behind(outer) is not None
     }
     changed = {
         id(tensor)
@@ -82,12 +83,4 @@ def _restore(handle: tf.Tensor, copy: tf.Variable) -> None:
 
 
 def _read(handle: tf.Tensor) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of(handle))
-
-
-def _dtype_of(handle: tf.Tensor) -> tf.DType | None:
-    """Of the variable behind a resource; None for resources that are no variables."""
-    data = getattr(handle, "_handle_data", None)
-    if data is None or not data.is_set or len(data.shape_and_type) != 1:
-        return None
-    return tf.as_dtype(data.shape_and_type[0].dtype)
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype_behind(handle))

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import ArrayDataAdapter
+from tfparallel.internals.datasets import arrays_of
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.dataset_reader import DatasetReader
 from tfparallel.parameter_server.remote_step import specs_of
@@ -63,14 +64,13 @@ class ArraysOnWorkers:
         rows: Sequence[np.ndarray | None] | None = None,
     ):
         self._generation, self._rows = generation, rows
-        arrays = keras.tree.lists_to_tuples(adapter._inputs)
+        own = arrays_of(adapter)
+        arrays = keras.tree.lists_to_tuples(own.arrays)
         self._arrays = keras.tree.map_structure(_as_array, arrays)
         self.specs = specs_of(keras.tree.map_structure(_spec_like, self._arrays))
         # Shuffled as Keras shuffles the arrays: the same operations draw from the same seeds.
-        numbers = np.arange(adapter._num_samples)
-        batches = ArrayDataAdapter(
-            numbers, batch_size=adapter._batch_size, shuffle=adapter._shuffle
-        )
+        numbers = np.arange(own.num_rows)
+        batches = ArrayDataAdapter(numbers, batch_size=own.batch_size, shuffle=own.is_shuffled)
         self.row_numbers = batches.get_tf_dataset()
         self._shipped: dict[int, tuple[int, Any]] = {}
 
@@ -78,7 +78,7 @@ class ArraysOnWorkers:
     def can_take(adapter: Any) -> bool:
         """Whether all arrays are dense, of numbers."""
         return isinstance(adapter, ArrayDataAdapter) and all(
-            _is_dense(array) for array in keras.tree.flatten(adapter._inputs)
+            _is_dense(array) for array in keras.tree.flatten(arrays_of(adapter).arrays)
         )
 
     def on(self, worker: int, device: str) -> Any:

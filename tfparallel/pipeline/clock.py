@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from tfparallel.internals import run_independently
+from tfparallel.internals.graphs import run_after
 from tfparallel.pipeline.plans.action import Action
 
 
@@ -34,7 +35,7 @@ def add_clock(
         needed -= set(operations)
         needed |= {end_of[each] for each in needed if each in end_of}  # read before what follows
         start = _time_after(needed, graph, hosts[action.stage])
-        operations[0]._add_control_input(start.op)
+        run_after(operations[0], start.op)
         run_independently(graph, [start.op, ends[action].op])
         with graph.as_default(), tf.device(hosts[action.stage]):
             times[action] = tf.stack([start, ends[action]])

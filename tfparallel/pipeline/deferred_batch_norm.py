@@ -20,6 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.internals.keras_layers import behind
+
 
 class DeferredBatchNorm:
     """The BatchNorm layers of one model in one step.
@@ -116,7 +118,7 @@ def _assign_once(
 
 
 def _averages(layer: Any) -> tuple[Any, Any]:
-    return layer.moving_mean._value, layer.moving_variance._value
+    return behind(layer.moving_mean), behind(layer.moving_variance)
 
 
 def _grouped(values: Sequence[tuple]) -> Mapping[int, list[tf.Tensor]]:

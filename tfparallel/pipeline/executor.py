@@ -28,6 +28,7 @@ from tfparallel.internals import (
     unique_number,
     variable_accessed,
 )
+from tfparallel.internals.graphs import place, run_after
 from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
@@ -190,7 +191,7 @@ class Executor:
         while stack:
             operation = stack.pop()
             if operation.type in ("AddN", "AddV2") and operation not in self._action_of:
-                operation._set_device(device)
+                place(operation, device)
                 stack += [tensor.op for tensor in operation.inputs]
 
     def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
@@ -244,7 +245,7 @@ class Executor:
         if _has_cycle(graph, self._edges(schedule)):
             schedule = schedule.all_forward_first()
         for before, after in self._edges(schedule):
-            after._add_control_input(before)
+            run_after(after, before)
         self._hide_from_clustering(graph)
         if _has_cycle(graph):
             raise ValueError(
@@ -299,7 +300,7 @@ class Executor:
                 end = tf.raw_ops.DestroyTemporaryVariable(ref=reference, var_name=name)
             run_independently(graph, [reference.op, end.op])
             for operation in operations:
-                operation._add_control_input(end.op)
+                run_after(operation, end.op)
 
     def backward_order(self, stage: int) -> list[int]:
         """The microbatches in the order in which their gradients on `stage` come to be there."""
@@ -333,7 +334,7 @@ class Executor:
             )
         stage = self._action_of[operation].stage
         for each in between:
-            each._set_device(self.device_of(stage))
+            place(each, self.device_of(stage))
         return stage
 
     def _add(self, in_round: int, action: Action, operation: tf.Operation) -> None:
@@ -357,7 +358,7 @@ def _place_shapes(graph: tf.Graph) -> None:
     """
     for operation in graph.get_operations():
         if operation.type == "Shape" and (device := operation.inputs[0].device):
-            operation._set_device(device)
+            place(operation, device)
 
 
 def _has_cycle(graph: tf.Graph, edges: Iterable = ()) -> bool:

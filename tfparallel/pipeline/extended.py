@@ -21,6 +21,8 @@ from tfparallel.internals import (
     surround_epochs,
     values_util,
 )
+from tfparallel.internals.distribute import only_copy_of
+from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
@@ -108,7 +110,7 @@ class PipelineExtended(LocalExtended):
         if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
             return super()._create_variable(next_creator, **kwargs)
-        self._creation.device = leader._primary.device  # an optimizer slot, with its variable
+        self._creation.device = only_copy_of(leader).device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
         return variable
@@ -180,8 +182,8 @@ class PipelineExtended(LocalExtended):
             stages = divide(model, self._partition, self._placement, self._budget, inputs)
             homes = stages.homes()
             for variable in model.variables:
-                if isinstance(variable._value, StageVariable) and id(variable) in homes:
-                    variable._value.move_to(self._device_of_stage(homes[id(variable)]))
+                if isinstance(behind(variable), StageVariable) and id(variable) in homes:
+                    behind(variable).move_to(self._device_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
 
@@ -268,7 +270,7 @@ class PipelineExtended(LocalExtended):
     def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
         if self._options.batch_norm != "deferred":
             return []
-        all_layers = model._flatten_layers()
+        all_layers = layers_of(model)
         found = [x for x in all_layers if isinstance(x, keras.layers.BatchNormalization)]
         names = [layer.name for layer in found if getattr(layer, "renorm", False)]
         if names or (found and tf.executing_eagerly()):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import ArrayDataAdapter, TrainerCall
+from tfparallel.internals.datasets import arrays_of
 from tfparallel.pipeline.profile import ROWS, zeros_like_spec
 
 
@@ -31,9 +32,10 @@ class FirstBatches:
         adapter: Any = call.data_adapter
         if not isinstance(adapter, ArrayDataAdapter) or call.model in self._inputs:
             return
-        rows = min(adapter.batch_size, adapter._num_samples)
+        arrays, num_rows, *_ = arrays_of(adapter)
+        rows = min(adapter.batch_size, num_rows)
         rows = -(-rows // self._num_microbatches)
-        x = keras.utils.unpack_x_y_sample_weight(adapter._inputs)[0]
+        x = keras.utils.unpack_x_y_sample_weight(arrays)[0]
         if all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in keras.tree.flatten(x)):
             first = keras.tree.map_structure(lambda leaf: tf.constant(leaf[:rows]), x)
             self._inputs[call.model] = first

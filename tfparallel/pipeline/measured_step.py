@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.internals.keras_trainer import build_from_shapes
 from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
 from tfparallel.pipeline.summary import short_name
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
@@ -16,7 +17,7 @@ def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: An
     extended = strategy.extended
     with strategy.scope():
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-        model._symbolic_build(data_batch=(x, y, weight))
+        build_from_shapes(model, (x, y, weight))
         model.optimizer.build(model.trainable_variables)
 
         @tf.function

@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals.keras_layers import behind
+
 _GRADIENTS = 2  # a microbatch's, and the sum
 
 
@@ -15,7 +17,7 @@ def parameter_bytes(variables: Iterable) -> int:
 
 def _bytes_with_company(variable: Any) -> int:
     copies = 1 + _GRADIENTS * bool(variable.trainable)
-    slots = getattr(variable._value, "_followers", ())
+    slots = getattr(behind(variable), "_followers", ())
     return copies * _bytes(variable) + sum(_bytes(slot) for slot in slots)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import changed_variables, global_state, own_eager_seeds
+from tfparallel.internals.keras_layers import behind, layers_of
 
 _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metric)
 
@@ -50,7 +51,7 @@ class _ValuesApart(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        return variable._value if value is None else value
+        return behind(variable) if value is None else value
 
 
 @contextlib.contextmanager
@@ -58,7 +59,7 @@ def python_as_it_was(model: keras.Model) -> Iterator[list[tf.Variable]]:
     """Puts all back but variables; gives the `tf.Variable`s that `model` and its layers hold."""
     copies = _Copies()
     copies.add(vars(global_state.GLOBAL_STATE_TRACKER))
-    copies.add(model._flatten_layers())
+    copies.add(layers_of(model))
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with own_eager_seeds():

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfparallel.internals import Functional
+from tfparallel.internals.keras_layers import direct_layers, functional_of, nodes_by_depth
 
 Calls = tuple[int, ...]  # `Member.call`s of the graphs around, outermost first
 
@@ -77,7 +78,7 @@ class Member(NamedTuple):
 def functional_graph(model: keras.Model) -> Any:
     """The functional model whose graph `model` runs, or None for a subclassed model."""
     if isinstance(model, keras.Sequential):
-        return model._functional
+        return functional_of(model)
     overrides_call = type(model).call is not Functional.call
     return model if isinstance(model, Functional) and not overrides_call else None
 
@@ -107,7 +108,7 @@ def members(model: keras.Model) -> list[Member]:
     """What `model` runs, in the order in which it does."""
     graph = functional_graph(model)
     if graph is None:
-        layers = model._flatten_layers(include_self=False, recursive=False)
+        layers = direct_layers(model)
         return [Member(x) for x in layers if not isinstance(x, keras.layers.InputLayer)]
     nodes = graph_nodes(graph)
     calls = _shared_calls(nodes)
@@ -116,8 +117,8 @@ def members(model: keras.Model) -> list[Member]:
 
 def graph_nodes(graph: Any) -> list:
     """The nodes of a functional model, in the order in which Keras runs them."""
-    depths = sorted(graph._nodes_by_depth, reverse=True)
-    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
+    by_depth = nodes_by_depth(graph)
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
     return [node for node in nodes if node.operation and not node.is_input]
 
 

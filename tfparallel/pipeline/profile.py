@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import outputs_structure
 from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
@@ -124,7 +125,7 @@ def _noted_calls(
             around.pop()
             tensors.update(zip(map(id, member.node.outputs), keras.tree.flatten(outputs)))
         outputs = [tensors[id(x)] for x in graph.outputs]
-        return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+        return keras.tree.pack_sequence_as(outputs_structure(graph), outputs)
 
     def note(layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if (key := (around[-1], id(layer))) in calls:

@@ -2,6 +2,7 @@
 
 import keras
 
+from tfparallel.internals.keras_layers import layers_of
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.validation import validate
 
@@ -31,9 +32,7 @@ def check_batch_norm(model: keras.Model) -> None:
     Raises:
         ValueError: naming its layers.
     """
-    layers = [
-        layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)
-    ]
+    layers = [layer.name for layer in layers_of(model) if getattr(layer, "synchronized", False)]
     if layers:
         raise ValueError(
             "BatchNormalization(synchronized=True) needs all rows of a batch at once, which the "

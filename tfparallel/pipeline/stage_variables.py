@@ -1,12 +1,12 @@
 """Variables of a pipeline: one copy each, on the device of its stage once that is known."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals import device_util, values_util
+from tfparallel.internals.distribute import become_copy_of, only_copy_of
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.variables import CentralVariable
 
@@ -19,7 +19,7 @@ class StageVariable(CentralVariable):
     def move_to(self, device: str) -> None:
         """Moves the variable, and the optimizer slots that follow it, to `device`."""
         for variable in (self, *self._followers):
-            old = variable._primary
+            old = only_copy_of(variable)
             if device_util.canonicalize(old.device) == device_util.canonicalize(device):
                 continue
             with tf.init_scope(), tf.device(device):
@@ -31,9 +31,7 @@ class StageVariable(CentralVariable):
                     synchronization=old.synchronization,
                     aggregation=old.aggregation,
                 )
-            new._distributed_container = weakref.ref(variable)
-            new._unique_id = old._unique_id  # what Keras's optimizers know a variable by
-            variable._values = (new,)
+            become_copy_of(variable, new, old)
 
 
 class LayerVariable(StageVariable):

@@ -13,6 +13,12 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import (
+    compile_loss_of,
+    compiled_metrics_of,
+    flat_losses,
+    loss_tracker_of,
+)
 
 
 @contextlib.contextmanager
@@ -31,9 +37,8 @@ def staged_losses(model: keras.Model, call: Callable) -> Iterator[None]:
             return function(*arguments)
         return call(name, function, arguments)
 
-    tracker, metrics = getattr(model, "_loss_tracker", None), model._compile_metrics
-    compile_loss: Any = getattr(model, "_compile_loss", None)
-    losses = getattr(compile_loss, "_flat_losses", None)
+    tracker, metrics = loss_tracker_of(model), compiled_metrics_of(model)
+    losses = flat_losses(model)
     with contextlib.ExitStack() as hooks:
         for metric in [each for each in (tracker, metrics) if each is not None]:
             update = functools.partial(_update, in_step, id(metric))
@@ -49,7 +54,7 @@ def staged_losses(model: keras.Model, call: Callable) -> Iterator[None]:
         if losses:
             hooks.enter_context(
                 shadowed(
-                    compile_loss,
+                    compile_loss_of(model),
                     "_flat_losses",
                     _through(in_step, losses),
                     during="the tracing of a pipeline's step",

@@ -19,6 +19,14 @@ import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
 from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import (
+    add_loss_again,
+    added_losses,
+    drop_added_losses,
+    layers_of,
+    operation_of_node,
+    outputs_structure,
+)
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.graph_groups import Item, group_items
@@ -278,7 +286,7 @@ class _Result:
         for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
         for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):
-            layer._losses.append(loss)
+            add_loss_again(layer, loss)
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
@@ -321,7 +329,7 @@ class _StagedGraph:
             )
             tensors.update(zip(group.produced, outputs, strict=True))
         outputs = [tensors[id(x)] for x in self._graph.outputs]
-        return keras.tree.pack_sequence_as(self._graph._outputs_struct, outputs)
+        return keras.tree.pack_sequence_as(outputs_structure(self._graph), outputs)
 
     def _grouped(self, around: Calls) -> list["NodeGroup"]:
         items = [
@@ -358,7 +366,7 @@ class _StagedGraph:
         around = self._calls.around
         for member in group.members:
             args, kwargs = member.node.arguments.fill_in(tensors)
-            operation = self._graph._get_operation_for_node(member.node)
+            operation = operation_of_node(self._graph, member.node)
             operation = operation if operation_fn is None else operation_fn(operation)
             with self._calls.entered(member.within(around)), self._named(member, around):
                 outputs = keras.tree.flatten(operation(*args, **kwargs))
@@ -461,19 +469,13 @@ def _call_nest(
 
 def _losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[Any, list[tuple]]:
     """What `function` returns, and the losses that `layers` have added meanwhile, by layer."""
-    own = [
-        layer
-        for each in layers
-        if isinstance(each, keras.Layer)
-        for layer in each._flatten_layers()
-    ]
+    own = [layer for each in layers if isinstance(each, keras.Layer) for layer in layers_of(each)]
     own = list({id(layer): layer for layer in own}.values())
-    before = [len(layer._losses) for layer in own]
+    before = [len(added_losses(layer)) for layer in own]
     outputs = function(inputs)
     losses = []
     for layer, count in zip(own, before, strict=True):
-        losses += [(layer, loss) for loss in layer._losses[count:]]
-        del layer._losses[count:]
+        losses += [(layer, loss) for loss in drop_added_losses(layer, count)]
     return outputs, losses
 
 

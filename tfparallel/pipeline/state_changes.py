@@ -36,6 +36,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.internals.keras_layers import behind, layers_of, own_variables
+
 
 @dataclass(frozen=True)
 class Change:
@@ -146,7 +148,7 @@ class StateChanges:
         if not self._changes.get(microbatch):
             return []
         layers = _flat_layers(layers)
-        own = {id(variable._value) for layer in layers for variable in layer.variables}
+        own = {id(behind(variable)) for layer in layers for variable in layer.variables}
         ids = frozenset(map(id, layers))
         return [
             change
@@ -238,16 +240,16 @@ class StateChanges:
         return tf.add_n(weighted)
 
     def _name(self, variable: Any) -> str:
-        for layer in self._model._flatten_layers():
-            for own in layer._trainable_variables + layer._non_trainable_variables:
-                if own._value is variable:
+        for layer in layers_of(self._model):
+            for own in own_variables(layer):
+                if behind(own) is variable:
                     return f"variable '{own.name}' of layer '{layer.name}'"
         return f"variable '{variable.name}'"
 
 
 def _flat_layers(operations: Iterable) -> list[keras.Layer]:
     layers = [each for each in operations if isinstance(each, keras.Layer)]
-    return [own for each in layers for own in each._flatten_layers()]
+    return [own for each in layers for own in layers_of(each)]
 
 
 def _are_alike(values: Sequence[tf.Tensor]) -> bool:

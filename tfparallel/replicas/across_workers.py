@@ -21,6 +21,7 @@ from tfparallel.internals import (
     context,
     owner_of_new_variable,
 )
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.base import ReplicatedExtended
 from tfparallel.replicas.variables import MetricVariable, prefetched_metrics
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
@@ -170,7 +171,7 @@ class WorkersExtended(ReplicatedExtended):
     @contextlib.contextmanager
     def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
         """Reads all metric variables in one all-reduce instead of one for each."""
-        variables = [v._value for metric in metrics for v in metric.variables]
+        variables = [behind(v) for metric in metrics for v in metric.variables]
         variables = [v for v in variables if isinstance(v, MetricVariable)]
         if self._num_workers == 1 or not variables:
             yield

@@ -13,13 +13,14 @@ from typing import Any
 import keras
 
 from tfparallel.internals.hooks import shadowed
+from tfparallel.internals.keras_layers import layers_of
 
 
 @contextlib.contextmanager
 def added_losses_by_replica(model: keras.Model) -> Iterator[None]:
     """Within it, each thread has its own list of the losses that `model`'s layers add."""
     with contextlib.ExitStack() as hooks:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             hooks.enter_context(
                 shadowed(
                     layer,

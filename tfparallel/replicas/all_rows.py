@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib, in_symbolic_scope
+from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import check_is_no_trial
 from tfparallel.replicas.step_build import BuildContext
@@ -31,7 +32,7 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
         RuntimeError: outside of a step that runs on replicas.
         ValueError: for a tensor without rows.
     """
-    if strategy.extended._num_replicas_in_sync == 1 or in_symbolic_scope():
+    if num_replicas(strategy) == 1 or in_symbolic_scope():
         return tensors
     check_is_no_trial()
     context = distribute_lib.get_replica_context()

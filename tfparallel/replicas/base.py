@@ -14,7 +14,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from tfparallel.internals import (
     distribute_lib,
     distribute_utils,
     is_called_by_trainer,
+    is_compiled_step,
     is_keras_step,
     is_loss_scaling,
     is_predict_step,
@@ -44,8 +44,10 @@ from tfparallel.internals import (
     numpy_dataset,
     owner_of_new_variable,
     record,
+    trainer_that_builds,
     with_body,
 )
+from tfparallel.internals.distribute import gather, num_replicas
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks
 from tfparallel.replicas.all_rows import all_rows
@@ -128,7 +130,7 @@ class KerasStrategy(tf.distribute.Strategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
-        build_from_step(sys._getframe(1))
+        build_from_step(trainer_that_builds())
         checks.check_scopes(self)
         return super().scope()
 
@@ -145,12 +147,12 @@ class KerasStrategy(tf.distribute.Strategy):
             args = self._arguments_of_step(fn, args)
         elif is_predict_step(fn):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
-        elif is_called_by_trainer(sys._getframe(1)):
+        elif is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
         if self.extended._divides_data and (is_step or is_predict_step(fn)):
             model = fn.__self__ if is_step else model_of_predict_step(fn)
             checks.check_states_of_rows(self, model)
-        if self.extended._num_replicas_in_sync > 1:
+        if num_replicas(self) > 1:
             if is_step:
                 with self.extended._step_of(fn.__self__):
                     return run_keras_step(self, fn, *args)
@@ -190,7 +192,7 @@ class KerasStrategy(tf.distribute.Strategy):
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""
-        if is_symbolic_build(sys._getframe(1)):  # Keras only wants the shapes of one replica
+        if is_symbolic_build():  # Keras only wants the shapes of one replica
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(reduce_op, leaf, axis), value)
 
@@ -253,7 +255,7 @@ class KerasStrategy(tf.distribute.Strategy):
 
         A Keras loss outside of `run` is not divided either: one device computes it, of all rows.
         """
-        outside = distribute_lib.in_cross_replica_context() and is_loss_scaling(sys._getframe(1))
+        outside = distribute_lib.in_cross_replica_context() and is_loss_scaling()
         return 1 if outside or current_replica_step() else super().num_replicas_in_sync
 
 
@@ -488,7 +490,7 @@ class LocalExtended(ReplicatedExtended):
     ) -> Any:
         if not isinstance(value, DistributedValues):
             return value
-        return self._local_reduction()._gather(value, destinations, axis, options)
+        return gather(self._local_reduction(), value, destinations, axis, options)
 
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any

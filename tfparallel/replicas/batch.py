@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import PerReplica, distribute_utils
+from tfparallel.internals.distribute import first_replica_of_process, num_replicas_of
 
 Rows = Any  # a number of rows: an int where it is known when tracing, else a scalar int32 tensor
 
@@ -89,13 +90,13 @@ class Batch:
             self.first_rows = [None] * num_local
             return
         if not isinstance(data, OnHosts):
-            first = extended._get_replica_id_in_sync_group(0)
+            first = first_replica_of_process(extended)
             data = [OnHost(extended._host_device, range(first, first + num_local), data)]
         for on_host in data:
             with tf.device(on_host.device):
-                parts, rows, total = on_host.cut(extended._num_replicas_in_sync)
+                parts, rows, total = on_host.cut(num_replicas_of(extended))
                 self._append(parts, rows, total)
-                bounds = split_rows(total, extended._num_replicas_in_sync, on_host.replicas)
+                bounds = split_rows(total, num_replicas_of(extended), on_host.replicas)
                 self.first_rows += [start for start, _ in bounds]
 
     def _append(self, parts: list, rows: list, total: Rows) -> None:

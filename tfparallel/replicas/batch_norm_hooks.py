@@ -24,7 +24,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib
+from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.internals.keras_layers import has_stock_moments, reduction_axes
 from tfparallel.replicas.replica_step import all_reduce_gradients
 
 
@@ -33,7 +35,7 @@ def hook_batch_norm(layer: Any) -> None:
     stock = keras.layers.BatchNormalization
     if not isinstance(layer, stock) or not layer.synchronized or "_moments" in vars(layer):
         return
-    if type(layer)._moments is stock._moments:
+    if has_stock_moments(layer):
         hook_once(
             layer,
             "_moments",
@@ -52,7 +54,7 @@ def _moments(layer: Any, moments: Callable, inputs: tf.Tensor, mask: Any) -> tup
         mask: `[rows, ...]`, of inputs whose channels come last; or None.
     """
     context = distribute_lib.get_replica_context()
-    if context is None or context.strategy.extended._num_replicas_in_sync == 1:
+    if context is None or num_replicas(context.strategy) == 1:
         return moments(inputs, mask)
     along_channels = [1] * inputs.shape.rank
     along_channels[layer.axis] = -1
@@ -62,11 +64,11 @@ def _moments(layer: Any, moments: Callable, inputs: tf.Tensor, mask: Any) -> tup
 
     def own_sums(x: tf.Tensor) -> tf.Tensor:
         """`[3, channels]`: this replica's part of `W`, `S` and `Q`."""
-        total = tf.reduce_sum(kept(x), layer._reduction_axes)
+        total = tf.reduce_sum(kept(x), reduction_axes(layer))
         count = _count_by_channel(mask, x, total)
         mean = tf.math.divide_no_nan(total, tf.cast(count, x.dtype))
         deviations = kept(tf.math.squared_difference(x, tf.reshape(mean, along_channels)))
-        squares = tf.cast(tf.reduce_sum(deviations, layer._reduction_axes), tf.float64)
+        squares = tf.cast(tf.reduce_sum(deviations, reduction_axes(layer)), tf.float64)
         mean = tf.cast(mean, tf.float64)
         return tf.stack([tf.fill(mean.shape, count), count * mean, squares + count * mean * mean])
 

@@ -9,6 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import DistributedVariable
+from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_layers import behind, layers_of
+from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.replicas.device_names import device_names
 from tfparallel.replicas.model_optimizers import optimizers_of
 
@@ -31,7 +34,7 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             f"'{model.name}' built under {_name(strategy)}, used inside the scope of another "
             f"strategy, {_name(current)}. {_THREE_LINES}"
         )
-    if model._distribute_strategy is not strategy:
+    if strategy_of(model) is not strategy:
         raise ValueError(
             f"Expected a model built under this {_name(strategy)}. Received: model "
             f"'{model.name}' built outside of its scope. {_THREE_LINES}"
@@ -84,7 +87,7 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
             f"{', '.join(parameter_devices)}, computation on {devices[0]}. Take one device for "
             "both, or compile the model with jit_compile=False."
         )
-    if strategy.extended._num_replicas_in_sync == 1:
+    if num_replicas(strategy) == 1:
         if (tf.DeviceSpec.from_string(devices[0]).device_index or 0) > 0:
             raise ValueError(
                 "jit_compile=True needs the first device of its kind, for which XLA compiles. "
@@ -112,7 +115,7 @@ def check_states_of_rows(strategy: tf.distribute.Strategy, model: keras.Model) -
     Raises:
         ValueError: naming the layers.
     """
-    found = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN) and x.stateful]
+    found = [x for x in layers_of(model) if isinstance(x, keras.layers.RNN) and x.stateful]
     if found:
         raise ValueError(
             "stateful=True keeps a state for each row of the batch, from one batch to the next, "
@@ -237,7 +240,7 @@ def _index(name: str) -> int:
 
 def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Whether `variable` was created in the scope of `strategy`, or has not been created yet."""
-    value = variable._value
+    value = behind(variable)
     if value is None:
         return True
     return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import Mean, MeanMetricWrapper
+from tfparallel.internals.keras_layers import function_of_metric
 from tfparallel.replicas.coupled_losses import rows_of_all
 from tfparallel.replicas.loss_kinds import kind_of_metric
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
@@ -36,7 +37,8 @@ def metric_of_whole_batch(metric: Any) -> Callable:
         elif kind == "coupled":  # a mean stays the same if each replica counts all
             update_state(*rows_of_all(step, y_true, y_pred, sample_weight))
         else:
-            number = metric._fn(y_true, y_pred, **metric._fn_kwargs)
+            function, options = function_of_metric(metric)
+            number = function(y_true, y_pred, **options)
             _count_once(metric, number, kind, step)
 
     return on_replica

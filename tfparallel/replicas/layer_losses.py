@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfparallel.internals import in_stateless_scope
 from tfparallel.internals.hooks import shadowed
+from tfparallel.internals.keras_layers import kept_losses, layers_of, own_losses, stock_own_losses
 from tfparallel.replicas.loss_kinds import declared_kind
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import (
@@ -33,7 +34,7 @@ _known: Any = weakref.WeakKeyDictionary()  # kinds of the losses of a layer, by 
 def weighted(model: keras.Model) -> Iterator[None]:
     """Within it, sums over rows that `model`'s layers add are weighted like means."""
     with contextlib.ExitStack() as hooks:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             if type(layer).__module__.startswith("keras.src."):
                 continue  # adds no loss but by its regularizers
             calls = CallsOfLayer(layer)
@@ -62,7 +63,7 @@ class CallsOfLayer:
     """What a layer was called with last, and what its losses are to those of all rows."""
 
     def __init__(self, layer: keras.Layer):
-        self._layer, self._call, self._own_losses = layer, layer.call, layer._get_own_losses
+        self._layer, self._call, self._own_losses = layer, layer.call, own_losses(layer)
         self._arguments: tuple = ()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,12 +158,6 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
 
 def _losses_of(layer: keras.Layer, call: Callable) -> list:
     """The losses that `layer` itself adds in `call`, which is to leave no trace at it."""
-    layers = layer._flatten_layers()
-    before = [(each, list(each._losses), set(each._loss_ids)) for each in layers]
-    try:
+    with kept_losses(layer):
         call()
-        return type(layer)._get_own_losses(layer)
-    finally:
-        for each, losses, loss_ids in before:
-            each._losses[:] = losses
-            each._loss_ids = loss_ids
+        return stock_own_losses(layer)

@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask
+from tfparallel.internals.keras_layers import function_of_metric, options_of_loss
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
     TakesTensorsError,
@@ -126,16 +127,16 @@ def kind_of_loss(loss: keras.Loss, y_true: Any, y_pred: Any, sample_weight: Any)
 
 def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
     """The kind of the function of a `MeanMetricWrapper`; "masked" rows are "rows" for it."""
-    function = metric._fn
+    function, options = function_of_metric(metric)
     if (kind := declared_kind(function)) is not None:
         return kind
     is_known = _is_known(function) or function.__module__.startswith("keras.src.metrics")
-    if is_known and metric._fn_kwargs.get("axis", -1) == -1 and _have_columns(y_pred):
+    if is_known and options.get("axis", -1) == -1 and _have_columns(y_pred):
         return "rows"
 
     def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> TrialOutcome:
         del sample_weight  # Keras takes none for a number of the batch
-        values = function(y_true, y_pred, **metric._fn_kwargs)
+        values = function(y_true, y_pred, **options)
         number = values if len(values.shape) == 0 else float("nan")
         return TrialOutcome(values, number)
 
@@ -144,7 +145,7 @@ def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) ->
 
 
 def _is_of_rows(loss: Any, y_pred: Any) -> bool:
-    function, options = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
+    function, options = getattr(loss, "fn", None), options_of_loss(loss)
     return (
         type(loss).call is keras.losses.MeanSquaredError.call
         and type(loss).__call__ is keras.Loss.__call__

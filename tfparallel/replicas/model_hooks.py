@@ -7,14 +7,14 @@ shadowed only while the step runs on the replicas.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib, trainer_that_builds
+from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib
 from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
+from tfparallel.internals.keras_layers import compile_loss_of, compiled_metrics_of, flat_losses
 from tfparallel.replicas import coupled_metrics, layer_losses
 from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.coupled_losses import loss_of_whole_batch
@@ -52,12 +52,11 @@ def _build_of_specs(build: Callable, iterator: Any = None, data_batch: Any = Non
     build(iterator=iterator, data_batch=data_batch)
 
 
-def build_from_step(frame: FrameType | None) -> None:
-    """Lets the model that `frame` begins to build, if it does, be built from the step it will run.
+def build_from_step(building: tuple[Any, str] | None) -> None:
+    """Lets the model that Keras begins to build, if it does, be built from the step it will run.
 
     That is `step_build.build` for a step of the user's, and Keras's own way for Keras's step.
     """
-    building = trainer_that_builds(frame)
     if building is not None:
         model, method = building
         hook_next_call(
@@ -125,7 +124,7 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
                         why="A mean of scalars counts a batch once, each replica by its rows.",
                     )
                 )
-        for metric in [*metrics, *getattr(model._compile_metrics, "metrics", ())]:
+        for metric in [*metrics, *getattr(compiled_metrics_of(model), "metrics", ())]:
             if coupled_metrics.is_of_function(metric):
                 hooks.enter_context(
                     shadowed(
@@ -144,13 +143,12 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
 @contextlib.contextmanager
 def weighted_losses(model: keras.Model) -> Iterator[None]:
     """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
-    compile_loss: Any = getattr(model, "_compile_loss", None)
-    losses = getattr(compile_loss, "_flat_losses", None)
+    losses = flat_losses(model)
     with contextlib.ExitStack() as hooks:
         if losses:
             hooks.enter_context(
                 shadowed(
-                    compile_loss,
+                    compile_loss_of(model),
                     "_flat_losses",
                     [entry._replace(loss=loss_of_whole_batch(entry.loss)) for entry in losses],
                     during="a step on replicas",

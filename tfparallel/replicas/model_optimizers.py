@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from tfparallel.internals import BaseOptimizer
+from tfparallel.internals.keras_layers import layers_of
 
 
 def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
@@ -24,6 +25,6 @@ def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
                 look_at(item)
 
     look_at(getattr(model, "optimizer", None))
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         look_at(list(vars(layer).values()))
     return list(found.values())

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
@@ -36,7 +37,7 @@ class GradientSource:
 
     def all_variables(self) -> list:
         """All that the optimizer trains, if it knows already."""
-        return list(self.optimizer._trainable_variables) or self.variables
+        return list(trained_by(self.optimizer)) or self.variables
 
     def loss_scale(self) -> tf.Tensor:
         """What the loss was multiplied with by a `LossScaleOptimizer`; constant factors are 1."""
@@ -91,7 +92,7 @@ def _reduce_then_apply(
         # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
         # gradient for all of them here, as any other optimizer has.
         _build(optimizer, trainable_variables)
-        return optimizer._common_apply(grads, trainable_variables)
+        return apply_without_replicas(optimizer, grads, trainable_variables)
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
     grads, step = list(grads), current_replica_step()
@@ -100,7 +101,7 @@ def _reduce_then_apply(
         present = [step.weigh_gradient(g) for g in present]
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
-    variables = trainable_variables or optimizer._trainable_variables
+    variables = trainable_variables or trained_by(optimizer)
     present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
     _thread.source = GradientSource(optimizer, present_variables)
     try:

@@ -13,10 +13,10 @@ import numpy as np
 
 from tfparallel.internals import (
     GLOBAL_SEED_GENERATOR,
-    context,
     global_seed_generator,
     global_state,
 )
+from tfparallel.internals.eager import operation_seeds, set_operation_seeds
 
 
 def host_random_state() -> dict[str, Any]:
@@ -32,11 +32,11 @@ def set_host_random_state(state: dict[str, Any]) -> None:
 
 def random_state() -> dict[str, Any]:
     """The state of all global generators."""
-    operation_seeds = getattr(context.context(), "_rng", None)
+    seeds = operation_seeds()
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     return {
         "host": host_random_state(),
-        "tensorflow": None if operation_seeds is None else _state_of(operation_seeds),
+        "tensorflow": None if seeds is None else _state_of(seeds),
         "keras": None if generator is None else keras.ops.convert_to_numpy(generator.state),
     }
 
@@ -52,9 +52,9 @@ def set_random_state(state: dict[str, Any], strategy: Any) -> None:
         with strategy.scope():
             global_seed_generator().state.assign(state["keras"])
     if state["tensorflow"] is not None:
-        operation_seeds = random.Random()
-        _set_state_of(operation_seeds, state["tensorflow"])
-        context.context()._rng = operation_seeds
+        seeds = random.Random()
+        _set_state_of(seeds, state["tensorflow"])
+        set_operation_seeds(seeds)
     set_host_random_state(state["host"])  # last: creating a generator draws from it
 
 

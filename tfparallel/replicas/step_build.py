@@ -27,6 +27,9 @@ from tfparallel.internals import (
     distribute_lib,
     is_stock_step,
 )
+from tfparallel.internals.distribute import first_replica_of_process
+from tfparallel.internals.keras_layers import clear_added_losses
+from tfparallel.internals.keras_trainer import build_as_keras_does, strategy_of
 from tfparallel.replicas import checks
 from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.model_optimizers import optimizers_of
@@ -44,7 +47,7 @@ class BuildContext(ReplicaContext):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
-        super().__init__(strategy, strategy.extended._get_replica_id_in_sync_group(0))
+        super().__init__(strategy, first_replica_of_process(strategy.extended))
         self.graph = graph
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -73,7 +76,7 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
     checks.check_is_not_compiled(step)
     if is_stock_step(step):
-        type(model)._symbolic_build(model, data_batch=data_batch)
+        build_as_keras_does(model, data_batch)
         return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
     before = known.get(step.__name__)
@@ -89,7 +92,7 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
 
 
 def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
-    strategy = model._distribute_strategy
+    strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
         graph = FuncGraph("build")
         stack.enter_context(graph.as_default())
@@ -100,7 +103,7 @@ def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
             stack.enter_context(BuildContext(strategy, graph))
             stack.enter_context(ReplicaStep(1, tf.ones(()), True, []).active())
         step(data)
-    model._clear_losses()
+    clear_added_losses(model)
 
 
 def _placeholders(batch: Any) -> Any:

@@ -40,6 +40,7 @@ from tfparallel.internals import (
     distribute_lib,
     values_util,
 )
+from tfparallel.internals.keras_layers import behind, layers_of, own_state
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 
@@ -200,11 +201,11 @@ def mark_statistics(model: keras.Model) -> None:
 
     Their owner is not known when Keras creates them late, building a model from its first batch.
     """
-    for layer in model._flatten_layers():
-        for variable in layer._non_trainable_variables:
-            if isinstance(variable._value, ReplicatedVariable):
+    for layer in layers_of(model):
+        for variable in own_state(layer):
+            if isinstance(behind(variable), ReplicatedVariable):
                 kwargs = {"trainable": False, "dtype": variable.dtype}
-                variable._value._is_statistics = is_statistics(layer, kwargs)
+                behind(variable)._is_statistics = is_statistics(layer, kwargs)
 
 
 def _replica_id() -> int | None:

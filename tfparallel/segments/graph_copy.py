@@ -17,6 +17,7 @@ from tfparallel.internals import (
     record,
     unique_number,
 )
+from tfparallel.internals.graphs import add_function, functions_of
 from tfparallel.segments.threads import has_one_thread
 
 
@@ -37,8 +38,8 @@ class GraphCopy:
         """The copies of `tensors`, with all operations that they depend on."""
         tensors = list(tensors)
         graph = tf.compat.v1.get_default_graph()
-        for function in self._source._functions.values():
-            graph._add_function_recursive(function)
+        for function in functions_of(self._source):
+            add_function(graph, function)
         missing = [tensor for tensor in tensors if id(tensor) not in self._tensors]
         for operation in depended_on(missing, lambda x: id(x) in self._tensors):
             self._copy(operation, graph)
@@ -109,7 +110,7 @@ class GraphFunction:
         self._function = _around(name, body, inputs, None)
         self._remote = self._in_order = RemoteFunction(self._function)
         self._devices = {op.device for op in graph.get_operations()} - {""}
-        if has_one_thread() and not graph._functions:
+        if has_one_thread() and not functions_of(graph):
             self._in_order = RemoteFunction(_around(name, body, inputs, _IN_ORDER))
 
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, gradients_in_graph
+from tfparallel.internals.graphs import is_stateful
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
 from tfparallel.segments.stash import Stash
 
@@ -288,7 +289,7 @@ def _kept(
         if id(tensor) in without or operation.type == "Const":
             continue
         is_argument = operation.type == "Placeholder"
-        if is_argument or operation._is_stateful or not recomputes(operation):
+        if is_argument or is_stateful(operation) or not recomputes(operation):
             kept[id(tensor)] = tensor
             continue
         new = [x for x in operation.inputs if id(x) not in seen]

@@ -4,7 +4,6 @@ A TPU runs one XLA program of static shapes on all cores, so the input stays Ten
 every batch must have the same number of rows, a multiple of the number of replicas.
 """
 
-import sys
 from typing import Any
 
 import tensorflow as tf
@@ -47,7 +46,7 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests."""
-        if is_symbolic_build(sys._getframe(1)):
+        if is_symbolic_build():
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         reduce = super().reduce
         return tf.nest.map_structure(lambda leaf: reduce(reduce_op, leaf, axis), value)

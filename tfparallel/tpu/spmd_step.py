@@ -16,11 +16,14 @@ from tfparallel.internals import (
     PerReplica,
     ReduceOp,
     distribute_lib,
+    is_called_by_trainer,
+    is_compiled_step,
     is_keras_step,
     is_predict_step,
     is_stock_step,
     owner_of_new_variable,
 )
+from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.base import hook_owner
@@ -47,7 +50,8 @@ class SpmdKerasSteps(tf.distribute.Strategy):
             model, step = fn.__self__, _step_on_replica(fn, is_split)
             with model_hooks.weighted_losses(model):
                 return super().run(step, args, kwargs, options)
-        checks.check_is_not_compiled(fn)
+        if is_compiled_step(fn) or is_called_by_trainer():
+            checks.check_is_not_compiled(fn)
         if is_predict_step(fn) and not is_split:
             return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
         return super().run(fn, args, kwargs, options)
@@ -142,13 +146,13 @@ def _own_rows(data: Any) -> tuple[Any, Any, Any]:
     have a known number of rows, a multiple of the number of replicas.
     """
     context = distribute_lib.get_replica_context()
-    num_replicas = context.strategy.extended._num_replicas_in_sync
+    count = num_replicas(context.strategy)
     replica, total = context.replica_id_in_sync_group, num_rows(data)
-    if isinstance(total, int) and total % num_replicas == 0:
-        rows = total // num_replicas
+    if isinstance(total, int) and total % count == 0:
+        rows = total // count
         start = replica * rows
     else:
-        ((start, end),) = split_rows(tf.convert_to_tensor(total), num_replicas, [replica])
+        ((start, end),) = split_rows(tf.convert_to_tensor(total), count, [replica])
         rows = end - start
 
     def part(leaf: Any) -> Any:
@@ -164,7 +168,7 @@ def _rows_of_all(data: Any) -> tuple[Any, Any]:
     """How many rows this replica has, and all together; no communication where they are known."""
     context, rows = distribute_lib.get_replica_context(), num_rows(data)
     if isinstance(rows, int):  # one program for all replicas: it is the same number for each
-        return rows, rows * context.strategy.extended._num_replicas_in_sync
+        return rows, rows * num_replicas(context.strategy)
     return rows, context.all_reduce(ReduceOp.SUM, rows)
 
 

@@ -6,7 +6,6 @@ served.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -15,6 +14,15 @@ import keras
 
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
+from tfparallel.internals.keras_trainer import (
+    dataset_of_iterator,
+    fit_that_tells,
+    is_fit_under,
+    set_first_epoch,
+    set_steps_seen,
+    steps_of_epoch,
+    strategy_of,
+)
 from tfparallel.replicas.model_hooks import batch_of_specs
 from tfparallel.replicas.step_build import build
 
@@ -43,16 +51,9 @@ class FitCall:
         Raises:
             BackupError: if it was not `fit` that did.
         """
-        model, callback_list = callback.model, None
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, keras.callbacks.CallbackList):
-                callback_list = caller
-            elif caller is model and "epoch_iterator" in frame.f_locals:
-                fit = frame.f_locals
-                return cls(model, callback_list, fit["epoch_iterator"], fit["epochs"])
-            frame = frame.f_back
+        fit = fit_that_tells(callback.model)
+        if fit is not None:
+            return cls(callback.model, *fit)
         raise BackupError(
             "BackupAndRestore is a callback of Model.fit, whose input it continues. Received: a "
             "training that is not Keras's fit. Use tf.train.CheckpointManager in a loop of your "
@@ -62,16 +63,12 @@ class FitCall:
     @property
     def strategy_name(self) -> str:
         """The class of the model's strategy, or "none"."""
-        strategy = self.model._distribute_strategy
+        strategy = strategy_of(self.model)
         return "none" if strategy is None else type(strategy).__name__
 
     def runs_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` was called by this call of `fit`, which thus has not ended."""
-        while frame is not None:
-            if frame.f_locals.get("epoch_iterator") is self.epoch_iterator:
-                return True
-            frame = frame.f_back
-        return False
+        return is_fit_under(frame, self.epoch_iterator)
 
     def told_last(self, callback: keras.callbacks.Callback) -> bool:
         """Whether `callback` is the last of the list; if not, it is now, and is told once more.
@@ -97,17 +94,17 @@ class FitCall:
 
         Under a strategy Keras has done so already.
         """
-        if self.model._distribute_strategy is None:
-            spec = self.epoch_iterator._distributed_dataset.element_spec
+        if strategy_of(self.model) is None:
+            spec = dataset_of_iterator(self.epoch_iterator).element_spec
             build(self.model, "fit", batch_of_specs(spec))
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""
-        self.model._initial_epoch = epoch
+        set_first_epoch(self.model, epoch)
 
     def forget_start(self) -> None:
         """Lets later calls of `fit` start where they are told to."""
-        self.model._initial_epoch = None
+        set_first_epoch(self.model, None)
 
     def leave_out_steps(self, num_steps: int, steps_seen: int, is_stopped: bool) -> None:
         """Makes the first epoch begin after its first `num_steps` steps.
@@ -118,11 +115,10 @@ class FitCall:
             is_stopped: a callback has ended the epoch: no step is left.
         """
         iterator = self.epoch_iterator
-        enumerate_steps = iterator._enumerate_iterator
 
         def remaining_steps() -> Iterator[tuple]:
-            iterator._steps_seen = steps_seen - num_steps
-            steps = enumerate_steps()
+            set_steps_seen(iterator, steps_seen - num_steps)
+            steps = steps_of_epoch(iterator)
             for _ in range(0, num_steps, iterator.steps_per_execution):
                 next(steps)
             if not is_stopped:

@@ -30,6 +30,16 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
 from tfparallel.internals import unrepeatable_parts
+from tfparallel.internals.datasets import set_state_of_iterator, state_of_iterator
+from tfparallel.internals.keras_trainer import (
+    dataset_of_iterator,
+    iterator_of_epochs,
+    set_dataset_of_iterator,
+    set_iterator_of_epochs,
+    set_steps_of_epoch,
+    set_steps_seen,
+    steps_of_iterator,
+)
 from tfparallel.replicas.random_states import host_random_state, set_host_random_state
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
@@ -47,8 +57,8 @@ class InputPosition:
 
     def __init__(self, epoch_iterator: Any, num_workers: int = 1):
         self._epoch_iterator = epoch_iterator
-        self._dataset = epoch_iterator._distributed_dataset
-        epoch_iterator._distributed_dataset = self
+        self._dataset = dataset_of_iterator(epoch_iterator)
+        set_dataset_of_iterator(epoch_iterator, self)
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
@@ -88,7 +98,8 @@ class InputPosition:
         """
         iterator = self._epoch_iterator
         spans_epochs = iterator.steps_per_epoch is not None
-        goes_on = is_mid_epoch or (spans_epochs and iterator._current_iterator is not None)
+        goes_on = is_mid_epoch or (spans_epochs and iterator_of_epochs(iterator) is not None)
+        steps_seen, num_batches = steps_of_iterator(iterator)
         checkpoint = None
         num_to_drop = 0
         if self._has_checkpoints is None:
@@ -101,8 +112,8 @@ class InputPosition:
         return {
             "taken": list(self._taken),
             "goes_on": goes_on,  # whether the last iterator still has batches to give
-            "steps_seen": iterator._steps_seen,
-            "num_batches": iterator._num_batches,
+            "steps_seen": steps_seen,
+            "num_batches": num_batches,
             "random": self._random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
@@ -132,7 +143,7 @@ class InputPosition:
         if not isinstance(iterator, tf.data.Iterator):
             return None
         try:
-            states = tf.unstack(iterator._serialize_to_tensors()["_STATE"])
+            states = tf.unstack(state_of_iterator(iterator))
         except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
             tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
             return None
@@ -154,12 +165,12 @@ class InputPosition:
             self._taken = list(earlier)
         else:
             self._read_again(earlier, all_batches=not state["has_checkpoint"])
-        iterator._steps_seen = state["steps_seen"]
-        iterator._num_batches = state["num_batches"]
+        set_steps_seen(iterator, state["steps_seen"])
+        set_steps_of_epoch(iterator, state["num_batches"])
         if state["goes_on"] and iterator.steps_per_epoch is None:
             self._to_resume = state
         elif state["goes_on"]:
-            iterator._current_iterator = self._iterator_at(state)
+            set_iterator_of_epochs(iterator, self._iterator_at(state))
         else:
             self._log_cost()
 
@@ -181,7 +192,7 @@ class InputPosition:
             pass  # it begins where it should
         elif _can_restore(iterator, state):
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
-            _position(iterator)._restore_from_tensors({"_STATE": tf.stack(parts)})
+            set_state_of_iterator(_position(iterator), tf.stack(parts))
             self._beginning = state["checkpoint"]
             _drop(iterator, state.get("num_to_drop", 0))
         else:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals import SyncOnReadVariable
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 
@@ -50,7 +51,7 @@ def set_replica_state(model: keras.Model, state: list[list[np.ndarray]]) -> None
             copy.assign(term)
 
 
-def num_replicas_of(state: list[list[np.ndarray]]) -> int:
+def num_terms(state: list[list[np.ndarray]]) -> int:
     """How many replicas of a process a `replica_state` has the terms of."""
     return len(state[0]) if state else 0
 
@@ -81,7 +82,7 @@ def _mirrored_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _summed_variables(model: keras.Model) -> list[keras.Variable]:
-    of_layers = [v for v in model.variables if isinstance(v._value, SyncOnReadVariable)]
+    of_layers = [v for v in model.variables if isinstance(behind(v), SyncOnReadVariable)]
     return _unique([*model.metrics_variables, *of_layers])
 
 
@@ -90,9 +91,9 @@ def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 
 
 def _copies(variable: keras.Variable) -> Sequence[Any]:
-    if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
-        return (variable._value,)
-    return getattr(variable._value, "values", (variable._value,))
+    if hasattr(behind(variable), "parts"):  # one variable, on several parameter servers
+        return (behind(variable),)
+    return getattr(behind(variable), "values", (behind(variable),))
 
 
 def _snapshot(variable: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ from tfparallel.callbacks.backup.fit_call import FitCall
 from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.model_state import (
     mirrored_state,
-    num_replicas_of,
+    num_terms,
     replica_state,
     set_mirrored_state,
     set_replica_state,
@@ -106,15 +106,15 @@ class Restoration:
 
     def _metrics_for(self, own: list[BackupPart], workers: Workers) -> list:
         metrics = [part["metrics"] for part in own]
-        num_replicas = num_replicas_of(replica_state(self._call.model))
+        num_replicas = num_terms(replica_state(self._call.model))
         saved_by = self._shared["num_workers"]
-        if workers.num_workers == saved_by and num_replicas == num_replicas_of(metrics[0]):
+        if workers.num_workers == saved_by and num_replicas == num_terms(metrics[0]):
             return metrics[0]
         tf.get_logger().warning(
             "The backup is of %d workers with %d replicas each, this training of %d with %d. "
             "Weights, optimizer, callbacks, metrics, epoch and batch are carried over. Not carried "
             "over: random numbers that differ by replica, and how sums over replicas round.",
-            *(saved_by, num_replicas_of(metrics[0]), workers.num_workers, num_replicas),
+            *(saved_by, num_terms(metrics[0]), workers.num_workers, num_replicas),
         )
         return with_one_term(metrics, num_replicas, is_first=workers.is_chief)
 

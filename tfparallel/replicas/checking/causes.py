@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 from tfparallel.internals.hooks import shadowed
+from tfparallel.internals.keras_layers import compile_loss_of, layers_of, seed_generators_of
 from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
@@ -49,7 +50,7 @@ def _training_only(pair: Any) -> dict[int, str]:
     """Layers that compute in training what differs by replica by design: why, by their index."""
     drawing = _indices_of_drawing_layers(pair)
     found = {}
-    for i, layer in enumerate(pair.distributed._flatten_layers()):
+    for i, layer in enumerate(layers_of(pair.distributed)):
         name = f"{type(layer).__name__} '{layer.name}'"
         if i in drawing:
             found[i] = f"{name} draws random numbers, and each replica draws its own."
@@ -72,14 +73,16 @@ def _indices_of_drawing_layers(pair: Any) -> set[int]:
 
     def draws(layer: keras.Layer) -> bool:
         states = [
-            generator.state for generator in layer._seed_generators if id(generator.state) in start
+            generator.state
+            for generator in seed_generators_of(layer)
+            if id(generator.state) in start
         ]
         return any(not np.array_equal(start[id(state)], state.numpy()) for state in states)
 
     def has_drawing_cell(layer: keras.Layer) -> bool:
-        return isinstance(layer, keras.layers.RNN) and any(map(draws, layer._flatten_layers()))
+        return isinstance(layer, keras.layers.RNN) and any(map(draws, layers_of(layer)))
 
-    layers = enumerate(pair.one_device._flatten_layers())
+    layers = enumerate(layers_of(pair.one_device))
     return {i for i, layer in layers if draws(layer) or has_drawing_cell(layer)}
 
 
@@ -89,7 +92,7 @@ def _inference_mode(pair: Any, indices: Iterable[int]) -> Iterator[None]:
     layers = [
         layer
         for model in (pair.one_device, pair.distributed)
-        for i, layer in enumerate(model._flatten_layers())
+        for i, layer in enumerate(layers_of(model))
         if i in indices and "training" in inspect.signature(layer.call).parameters
     ]
     with contextlib.ExitStack() as hooks:
@@ -169,7 +172,8 @@ def _draws_from_global_generator(pair: Any) -> bool:
 
 def _couples_rows(model: keras.Model, batch: Any) -> bool:
     """Whether the compiled loss of the batch is neither the sum nor the mean of its halves'."""
-    if model._compile_loss is None:
+    compute = compile_loss_of(model)
+    if compute is None:
         return False
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     y_pred = model(x, training=False)
@@ -182,7 +186,7 @@ def _couples_rows(model: keras.Model, batch: Any) -> bool:
         rows = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[start:end], (y, y_pred, weight)
         )
-        return float(tf.reduce_sum(model._compile_loss(*rows)))
+        return float(tf.reduce_sum(compute(*rows)))
 
     half = num_rows // 2
     first, second, whole = loss(0, half), loss(half, num_rows), loss(0, num_rows)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
+from tfparallel.internals.keras_trainer import build_if_needed
 from tfparallel.replicas.checking import causes
 from tfparallel.replicas.checking.rebuild import Build, rebuild
 from tfparallel.replicas.checking.report import Difference, StepCheck
@@ -42,7 +43,7 @@ def check_step(
             "its compile() in the strategy's scope."
         )
     batch = _as_tensors(batch, keras.config.floatx())
-    model._maybe_symbolic_build(data_batch=batch)
+    build_if_needed(model, batch)
     with no_trace(model, strategy):
         one_device = rebuild(model, build, batch, None)
         pair = Pair(strategy, one_device, model, batch)

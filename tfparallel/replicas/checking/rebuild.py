@@ -8,6 +8,8 @@ from typing import Any
 import keras
 
 from tfparallel.internals import BaseOptimizer
+from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_trainer import build_from_shapes, compile_arguments
 
 Build = Callable[[], keras.Model]
 
@@ -25,7 +27,7 @@ def rebuild(model: keras.Model, build: Build | None, batch: Any, dtype: str | No
     with _default_dtype(dtype):
         try:
             new = _from_config(model, dtype) if build is None else build()
-            new._symbolic_build(data_batch=batch)
+            build_from_shapes(new, batch)
         except Exception as error:
             way_out = (
                 "Pass `build=`, a function that returns the model, compiled, or give its classes "
@@ -63,7 +65,7 @@ def _from_config(model: keras.Model, dtype: str | None) -> keras.Model:
         config = _with_dtype(config, dtype)
     custom_objects = _custom_objects(model)
     new = keras.saving.deserialize_keras_object(config, custom_objects, safe_mode=False)
-    pairs = zip(model._flatten_layers(), new._flatten_layers(), strict=False)
+    pairs = zip(layers_of(model), layers_of(new), strict=False)
     for own, layer in pairs:  # a model comes before its layers
         layer.trainable = own.trainable
     if type(model).compile is not keras.Model.compile:
@@ -92,7 +94,7 @@ def _compile_arguments(model: keras.Model, dtype: str | None) -> dict[str, Any]:
 
     Losses have no state, but may have a dtype.
     """
-    arguments = dict(model._compile_config.config)
+    arguments = compile_arguments(model)
     for name in ("optimizer", "metrics", "weighted_metrics"):
         arguments[name] = keras.tree.map_structure(_again, arguments[name])
     if dtype is not None:
@@ -115,7 +117,7 @@ def _again(made: Any) -> Any:
 
 def _custom_objects(model: keras.Model) -> dict[str, Any]:
     """Classes and functions that the layers of `model` are made of, also those in functions."""
-    layers = model._flatten_layers()
+    layers = layers_of(model)
     attributes = [value for layer in layers for value in vars(layer).values()]
     functions = [x for x in attributes if isinstance(x, types.FunctionType)]
     classes = [type(x) for x in (*layers, *attributes)]

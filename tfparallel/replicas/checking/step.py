@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 
@@ -21,9 +22,9 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 
 def copies_of(variable: keras.Variable) -> Sequence[Any]:
     """The variables of TensorFlow that `variable` is in this process."""
-    if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
-        return (variable._value,)
-    return getattr(variable._value, "values", (variable._value,))
+    if hasattr(behind(variable), "parts"):  # one variable, on several parameter servers
+        return (behind(variable),)
+    return getattr(behind(variable), "values", (behind(variable),))
 
 
 def value_of(copy: Any) -> np.ndarray:

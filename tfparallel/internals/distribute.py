@@ -1,0 +1,130 @@
+"""`tf.distribute`: the classes that we extend, and what strategies know of their replicas."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
+# distribution and replica threads of `tf.distribute` are kept as they are.
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_ops,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    mirrored_strategy,
+    numpy_dataset,
+    reduce_util,
+    tpu_strategy,
+    values,
+    values_util,
+)
+
+# How a variable that is in parts is saved as one.
+from tensorflow.python.training.saving.saveable_object import SaveableObject, SaveSpec
+
+from tfparallel.internals.hooks import hook_once
+
+MirroredExtended = mirrored_strategy.MirroredExtended
+CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+TPUExtended = tpu_strategy.TPUExtended
+CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
+ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
+DistributedValues = values.DistributedValues
+DistributedVariable = values.DistributedVariable
+Mirrored = values.Mirrored
+MirroredVariable = values.MirroredVariable
+SyncOnReadVariable = values.SyncOnReadVariable
+PerReplica = values.PerReplica
+ReduceOp = reduce_util.ReduceOp
+ReplicaContext = distribute_lib.ReplicaContext
+
+__all__ = [
+    "CollectiveAllReduce",
+    "CollectiveAllReduceExtended",
+    "DistributedValues",
+    "DistributedVariable",
+    "Mirrored",
+    "MirroredExtended",
+    "MirroredVariable",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "SaveSpec",
+    "SaveableObject",
+    "SyncOnReadVariable",
+    "TPUExtended",
+    "become_copy_of",
+    "device_util",
+    "draw_keys_at_call_time",
+    "distribute_lib",
+    "distribute_utils",
+    "first_replica_of_process",
+    "gather",
+    "launchers_of",
+    "num_replicas",
+    "num_replicas_of",
+    "only_copy_of",
+    "numpy_dataset",
+    "values_util",
+]
+
+
+def num_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Of all processes. The public property says 1 in a Keras step, which is for one device."""
+    return num_replicas_of(strategy.extended)
+
+
+def num_replicas_of(extended: Any) -> int:
+    """The same of `strategy.extended`."""
+    return extended._num_replicas_in_sync
+
+
+def first_replica_of_process(extended: Any) -> int:
+    """The number among all of the first replica in this process, in the strategy's order."""
+    return extended._get_replica_id_in_sync_group(0)
+
+
+def gather(operations: Any, value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
+    """`value` of all replicas one behind the other, by the operations of one process.
+
+    The public `gather` of a strategy asks `extended`, which is who calls this.
+    """
+    return operations._gather(value, destinations, axis, options)
+
+
+def launchers_of(operations: Any) -> Sequence[Any]:
+    """What launches collectives, for each local replica.
+
+    They can gather, which TensorFlow does not offer, and decide when a collective's key is drawn.
+    """
+    return operations._launchers
+
+
+def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:
+    """Asks `draws` whether a collective's key is drawn when it runs; else tracing fixes it."""
+    hook_once(
+        launcher,
+        "_use_unique_instance_key",
+        functools.partial(draws),
+        why="Several workers trace alike, so that a key may be fixed when tracing.",
+    )
+
+
+def become_copy_of(variable: Any, new: Any, old: Any) -> None:
+    """Makes `new` the only copy of `variable`, in the place of `old`.
+
+    Optimizers of Keras know a variable by its number, and copies know what they are copies of.
+    """
+    new._distributed_container = weakref.ref(variable)
+    new._unique_id = old._unique_id
+    variable._values = (new,)
+
+
+def only_copy_of(variable: Any) -> Any:
+    """The variable of TensorFlow that `variable` has once."""
+    return variable._primary

@@ -1,0 +1,189 @@
+"""Graphs of TensorFlow under construction: functions, order, devices, gradients between graphs."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+# The attributes of a function.
+from tensorflow.core.framework import attr_value_pb2
+
+# Functions of graphs. A stage's passes are functions of ours, as those of `tf.function` are inlined
+# once for every microbatch; numbers make their names unique.
+from tensorflow.python.eager.polymorphic_function import atomic_function
+
+# Which of a function's inputs it only reads.
+from tensorflow.python.framework import auto_control_deps_utils, ops
+
+# The graph of a `tf.function` that is being traced.
+from tensorflow.python.framework.func_graph import FuncGraph
+
+# The gradient of one graph built in another; what is known of a variable behind its handle.
+from tensorflow.python.ops import gradients_util, handle_data_util
+
+__all__ = [
+    "FuncGraph",
+    "RemoteFunction",
+    "add_function",
+    "changed_variables",
+    "dtype_behind",
+    "function_of_graph",
+    "functions_of",
+    "gradients_in_graph",
+    "is_stateful",
+    "place",
+    "run_after",
+    "run_independently",
+    "unique_number",
+    "with_body",
+]
+
+
+def run_after(operation: tf.Operation, before: tf.Operation) -> None:
+    """Has `operation`, which exists, wait for `before`; they are of one graph."""
+    operation._add_control_input(before)
+
+
+def place(operation: tf.Operation, device: str) -> None:
+    """Puts `operation`, which exists, on `device`."""
+    operation._set_device(device)
+
+
+def is_stateful(operation: tf.Operation) -> bool:
+    """Whether `operation` may give another result when it runs again."""
+    return operation._is_stateful
+
+
+def functions_of(graph: Any) -> list:
+    """The functions that are known to `graph`."""
+    return list(graph._functions.values())
+
+
+def add_function(graph: Any, function: Any) -> None:
+    """Makes a function, and all that it calls, known to `graph`."""
+    graph._add_function_recursive(function)
+
+
+def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
+    """Of the variable behind a resource; None for resources that are no variables."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def with_body(function: Any, body: Callable) -> Any:
+    """`function`, a `tf.function`, with all its options, around the Python function `body`."""
+    return function._clone(python_function=body)
+
+
+def run_independently(graph: FuncGraph, operations: Iterable) -> None:
+    """Lets stateful `operations` of a function under construction run in any order.
+
+    TensorFlow would make operations without a resource follow one another as they were traced. Who
+    builds a function's control dependencies is known only to the frame that traces it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        manager = frame.f_locals.get("deps_control_manager")
+        if frame.f_locals.get("func_graph") is graph and manager is not None:
+            for operation in operations:
+                manager.run_independently(operation)
+            return
+        frame = frame.f_back
+
+
+def changed_variables(graph: FuncGraph) -> list[tuple[tf.Tensor, tf.DType]]:
+    """Handle and type of each variable that a function takes from outside and may assign."""
+    outside = {id(inner): outer for outer, inner in graph.captures if inner.dtype == tf.resource}
+    read_only = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph))
+    inputs = [x for i, x in enumerate(graph.inputs) if id(x) in outside and i not in read_only]
+    handles = [outside[id(x)] for x in inputs]
+    kinds = [handle._handle_data.shape_and_type for handle in handles]
+    pairs = zip(handles, kinds, strict=True)
+    return [(x, tf.as_dtype(kind[0].dtype)) for x, kind in pairs if kind]  # a table has none
+
+
+def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGraph) -> list:
+    """Gradients of `ys` with respect to `xs`, both of `source`, in the graph under construction."""
+    with tf.device(None):
+        return gradients_util._GradientsHelper(ys, xs, grad_ys=dys, src_graph=source)
+
+
+def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
+    """`graph` as a function; no call of it is inlined."""
+    attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
+    return atomic_function.from_func_graph(name, graph, attributes)
+
+
+class RemoteFunction:
+    """A function, to be called on devices by their names.
+
+    `RemoteCall` and not `PartitionedCall`: a function called by the latter shares its caller's
+    cancellation, so that an error in it cancels the caller before the caller has heard of it, and
+    the caller reports "RecvAsync is cancelled" instead of the error.
+
+    A pipeline calls a function for every microbatch: what its calls share is worked out once.
+    """
+
+    def __init__(self, function: atomic_function.AtomicFunction):
+        self._function = function
+        self._dtypes = [output.dtype for output in function.function_type.flat_outputs]
+        self._name = function.name.decode()
+        graph = function.graph
+        # As TensorFlow does for its own calls: those that only read a variable need no order.
+        indices = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
+        read_only = [1 + index for index in indices]  # behind the name of the device
+        name = attr_value_pb2.NameAttrList(name=function.name)
+        integers = attr_value_pb2.AttrValue.ListValue(i=read_only)
+        self._attributes = {
+            "f": attr_value_pb2.AttrValue(func=name),
+            "Tin": _type_list([tensor.dtype for tensor in graph.inputs]),
+            "Tout": _type_list(self._dtypes),
+            auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR: attr_value_pb2.AttrValue(
+                list=integers
+            ),
+        }
+
+    def __call__(self, device: str, arguments: Sequence) -> list:
+        """Adds a call on `device`, a full name, to the graph under construction."""
+        graph = ops.get_default_graph()
+        graph._add_function_recursive(self._function)
+        arguments = [x if isinstance(x, tf.Tensor) else tf.convert_to_tensor(x) for x in arguments]
+        with tf.device(device):
+            operation = graph._create_op_internal(
+                "RemoteCall",
+                [_device_name_in(graph, device), *arguments],
+                self._dtypes,
+                name=self._name,
+                attrs=self._attributes,
+            )
+        for output, like in zip(operation.outputs, self._function.graph.outputs, strict=True):
+            if like.shape.rank is not None:
+                output.set_shape(like.shape)
+            if like.dtype in (tf.resource, tf.variant):
+                handle_data_util.copy_handle_data(like, output)
+        return list(operation.outputs)
+
+
+def _device_name_in(graph: ops.Graph, device: str) -> tf.Tensor:
+    """A constant of `graph` on the device that it names."""
+    names = getattr(graph, "_tfparallel_device_names", None)
+    if names is None:
+        names = graph._tfparallel_device_names = {}
+    if device not in names:
+        with graph.as_default(), tf.device(device), tf.control_dependencies(None):
+            names[device] = tf.constant(device)
+    return names[device]
+
+
+def _type_list(dtypes: Iterable) -> attr_value_pb2.AttrValue:
+    types = [dtype.as_datatype_enum for dtype in dtypes]
+    return attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(type=types))
+
+
+def unique_number() -> int:
+    """A number that no other function's name ends with."""
+    return ops.uid()

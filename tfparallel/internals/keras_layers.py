@@ -1,0 +1,228 @@
+"""What models, layers, losses, metrics and optimizers of Keras keep to themselves."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses; and
+# that of metrics of functions, which may be of a whole batch.
+from keras.src.metrics import reduction_metrics
+
+# The class of functional models, whose graph of layers a pipeline cuts into stages.
+from keras.src.models.functional import Functional
+
+# The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
+MeanMetricWrapper = reduction_metrics.MeanMetricWrapper
+
+__all__ = [
+    "BaseOptimizer",
+    "Functional",
+    "Mean",
+    "MeanMetricWrapper",
+    "Sum",
+    "add_loss_again",
+    "added_losses",
+    "apply_without_replicas",
+    "behind",
+    "clear_added_losses",
+    "compile_loss_of",
+    "compiled_metrics_of",
+    "direct_layers",
+    "drop_added_losses",
+    "embedding_table",
+    "flat_losses",
+    "function_of_metric",
+    "functional_of",
+    "has_stock_moments",
+    "kept_losses",
+    "layers_of",
+    "loss_tracker_of",
+    "nodes_by_depth",
+    "operation_of_node",
+    "options_of_loss",
+    "outputs_structure",
+    "own_losses",
+    "own_state",
+    "own_variables",
+    "reduction_axes",
+    "seed_generators_of",
+    "stock_own_losses",
+    "trained_by",
+]
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def layers_of(layer: keras.Layer) -> list[keras.Layer]:
+    """A model or layer and all layers in it, also those in attributes of layers, each once.
+
+    The public `layers` of a model has its direct ones only.
+    """
+    return list(layer._flatten_layers())
+
+
+def direct_layers(model: keras.Model) -> list[keras.Layer]:
+    """The layers that `model` itself has, subclassed models' attributes too."""
+    return list(model._flatten_layers(include_self=False, recursive=False))
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """The layer's own, not those of layers in it; trainable or not as they were created."""
+    return layer._trainable_variables + layer._non_trainable_variables
+
+
+def own_state(layer: keras.Layer) -> list[keras.Variable]:
+    """Those of `own_variables` that were created not trainable."""
+    return layer._non_trainable_variables
+
+
+def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """The layer's own, not those of layers in it."""
+    return layer._seed_generators
+
+
+def behind(variable: keras.Variable) -> Any:
+    """The variable of TensorFlow behind one of Keras; None as long as it is not created.
+
+    The public `value` may be a tensor, cast to the dtype that a layer computes in.
+    """
+    return variable._value
+
+
+def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
+    """The table as it was created; the public property adds what quantisation and LoRA change."""
+    return layer._embeddings
+
+
+def has_stock_moments(layer: keras.layers.BatchNormalization) -> bool:
+    """Whether the class of a BatchNorm computes mean and variance as Keras does."""
+    return type(layer)._moments is keras.layers.BatchNormalization._moments
+
+
+def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """What a BatchNorm takes mean and variance over."""
+    return layer._reduction_axes
+
+
+# ---- losses that layers add ----------------------------------------------------------------------
+
+
+def added_losses(layer: keras.Layer) -> Any:
+    """The list itself of what `layer` has added in its calls (`add_loss`, activities)."""
+    return layer._losses
+
+
+def add_loss_again(layer: keras.Layer, loss: Any) -> None:
+    """Adds what was taken out of `added_losses`."""
+    layer._losses.append(loss)
+
+
+def drop_added_losses(layer: keras.Layer, start: int) -> list:
+    """Takes those behind the first `start` out of `added_losses`."""
+    losses = list(layer._losses[start:])
+    del layer._losses[start:]
+    return losses
+
+
+def own_losses(layer: keras.Layer) -> Callable[[], list]:
+    """The method that gives `added_losses` to the loss of the model."""
+    return layer._get_own_losses
+
+
+def stock_own_losses(layer: keras.Layer) -> list:
+    """What its class says the layer has added, whatever was put before that method."""
+    return type(layer)._get_own_losses(layer)
+
+
+@contextlib.contextmanager
+def kept_losses(layer: keras.Layer) -> Iterator[None]:
+    """Puts back what `layer`, and layers in it, have added."""
+    before = [(x, list(x._losses), set(x._loss_ids)) for x in layer._flatten_layers()]
+    try:
+        yield
+    finally:
+        for each, losses, loss_ids in before:
+            each._losses[:] = losses
+            each._loss_ids = loss_ids
+
+
+def clear_added_losses(model: keras.Model) -> None:
+    """Forgets what layers have added, as Keras does before each step."""
+    model._clear_losses()
+
+
+# ---- what a model was compiled with --------------------------------------------------------------
+
+
+def compile_loss_of(model: keras.Model) -> Any:
+    """The object that computes the compiled losses from `(y, y_pred, sample_weight)`, or None."""
+    return getattr(model, "_compile_loss", None)
+
+
+def flat_losses(model: keras.Model) -> list:
+    """The compiled losses, one entry for each output, with `loss`; empty before the model is built.
+
+    Where they are: the attribute `_flat_losses` of `compile_loss_of(model)`.
+    """
+    return getattr(compile_loss_of(model), "_flat_losses", None) or []
+
+
+def compiled_metrics_of(model: keras.Model) -> Any:
+    """The object that updates the compiled metrics, with `metrics`; or None."""
+    return model._compile_metrics
+
+
+def loss_tracker_of(model: keras.Model) -> keras.Metric | None:
+    """The metric "loss"."""
+    return getattr(model, "_loss_tracker", None)
+
+
+def function_of_metric(metric: Any) -> tuple[Callable, dict[str, Any]]:
+    """The function of a `MeanMetricWrapper`, and what it is called with besides `y`."""
+    return metric._fn, metric._fn_kwargs
+
+
+def options_of_loss(loss: Any) -> dict[str, Any]:
+    """What the function of a Keras loss is called with besides `y`."""
+    return getattr(loss, "_fn_kwargs", {})
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def trained_by(optimizer: BaseOptimizer) -> list[keras.Variable]:
+    """What `optimizer` was built for, in its order; empty before."""
+    return optimizer._trainable_variables
+
+
+def apply_without_replicas(optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
+    """What a `LossScaleOptimizer` does with one gradient for all replicas."""
+    return optimizer._common_apply(grads, trainable_variables)
+
+
+# ---- graphs of functional models -----------------------------------------------------------------
+
+
+def functional_of(model: keras.Sequential) -> Functional:
+    """The functional model that a built `Sequential` runs."""
+    return model._functional
+
+
+def nodes_by_depth(graph: Functional) -> dict[int, list]:
+    """The calls of layers in it; those of the greatest depth run first."""
+    return graph._nodes_by_depth
+
+
+def operation_of_node(graph: Functional, node: Any) -> Callable:
+    """What Keras calls for `node`, which another model may share."""
+    return graph._get_operation_for_node(node)
+
+
+def outputs_structure(graph: Functional) -> Any:
+    """The nest of its outputs, as it was given."""
+    return graph._outputs_struct

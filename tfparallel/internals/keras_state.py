@@ -1,0 +1,68 @@
+"""What Keras keeps for each thread: who creates a variable, masks, scopes, the global seed."""
+
+import sys
+from types import FrameType
+from typing import Any
+
+# Keras keeps the name scopes that are open, with the object that opened each, in its global state.
+# It is how a variable under creation finds the layer, metric or optimizer that owns it.
+from keras.src.backend.common import global_state
+
+# A layer's mask travels as an attribute of its output, which a `tf.function` in between would lose.
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+# Whether Keras has layers compute with values of its own in the place of their variables.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+# Whether Keras computes shapes only.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+# The class of Keras's variables, to recognise one that is created late.
+from keras.src.backend.tensorflow import core as keras_core
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# The seed generator of `keras.random.normal(shape)`, which Keras keeps for each thread.
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
+__all__ = [
+    "GLOBAL_SEED_GENERATOR",
+    "get_keras_mask",
+    "global_seed_generator",
+    "global_state",
+    "in_stateless_scope",
+    "in_symbolic_scope",
+    "layer_of_late_variable",
+    "owner_of_new_variable",
+    "set_keras_mask",
+]
+
+_SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
+_DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
+
+
+def owner_of_new_variable() -> object:
+    """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return stack[-1].caller if stack else None
+
+
+def layer_of_late_variable() -> object:
+    """The layer of a variable that Keras creates late; None for any other variable.
+
+    Building a model from its first batch, Keras creates all variables at once, outside of their
+    layers, which hold them already:
+    `Model._symbolic_build -> ... -> Variable._deferred_initialize -> ... -> the strategy`.
+    """
+    variable: Any = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SYMBOLIC_BUILD:
+        if frame.f_code is _DEFERRED_INITIALIZE:
+            variable = frame.f_locals["self"]
+        frame = frame.f_back
+    if variable is None or frame is None:
+        return None
+    for layer in frame.f_locals["self"]._flatten_layers():
+        own = layer._trainable_variables + layer._non_trainable_variables
+        if any(each is variable for each in own):
+            return layer
+    return None

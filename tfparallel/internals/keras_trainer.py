@@ -1,0 +1,298 @@
+"""The trainer of Keras: which of its calls run, what they run, and what they are made of."""
+
+import contextlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+# The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# The functions that divide losses by the number of replicas.
+from keras.src.losses import loss as keras_loss
+
+# Tells a `tf.data.Dataset` of the user from one that Keras made of arrays, with options of its own.
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+# What a method that is a `tf.function` is bound to, in the place of its object.
+from tensorflow.python.eager.polymorphic_function import tf_method_target
+
+from tfparallel.internals.hooks import hook_once
+
+_METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+
+
+class TrainerCall(NamedTuple):
+    """The call of `Model.fit`, `evaluate` or `predict` that is preparing its data."""
+
+    method: str
+    model: keras_trainer.TensorFlowTrainer
+    callbacks: object
+    is_dataset_of_user: bool  # a `tf.data.Dataset`, with the options its author chose
+    num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
+    is_length_known: bool  # of the data itself
+    data_adapter: object  # Keras's view of the data
+    epoch_iterator: object  # what the call iterates over, made right now
+
+
+def calling_trainer() -> TrainerCall | None:
+    """The call of a Keras trainer that hands its dataset to the strategy, if that is the caller.
+
+    Keras hands over the dataset but not the model. The model's checks and the callbacks' files need
+    it before the first step, so it is read from the stack, which is always
+    `fit -> TFEpochIterator.__init__ -> strategy.experimental_distribute_dataset -> here`.
+    """
+    frame = _caller_of_caller()
+    if frame is None or frame.f_code is not keras_trainer.TFEpochIterator.__init__.__code__:
+        return None
+    iterator = frame.f_locals["self"]
+    while (frame := frame.f_back) is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, keras_trainer.TensorFlowTrainer):
+            return TrainerCall(
+                frame.f_code.co_name,
+                model,
+                frame.f_locals.get("callbacks"),
+                isinstance(iterator.data_adapter, TFDatasetAdapter),
+                iterator.num_batches,
+                iterator.data_adapter.num_batches is not None,
+                iterator.data_adapter,
+                iterator,
+            )
+    return None
+
+
+def surround_epochs(call: TrainerCall, make_context: Callable) -> None:
+    """Lets every epoch of a call run within a context of its own."""
+    iterator: Any = call.epoch_iterator
+    original = type(iterator).catch_stop_iteration  # Keras enters it around the steps of an epoch
+    known = weakref.ref(iterator)  # it shall go, with its data, when the call is over
+
+    @contextlib.contextmanager
+    def catch_stop_iteration() -> Iterator[None]:
+        with make_context(), original(known()):
+            yield
+
+    hook_once(
+        iterator,
+        "catch_stop_iteration",
+        catch_stop_iteration,
+        why="An error within an epoch names the process that is lost.",
+    )
+
+
+def is_predict_step(fn: Callable) -> bool:
+    """Whether `fn` is the function that `Model.predict` passes to `Strategy.run`."""
+    wrapped = inspect.unwrap(fn)
+    name = getattr(wrapped, "__qualname__", "")
+    return name.startswith("TensorFlowTrainer.make_predict_function")
+
+
+def model_of_predict_step(fn: Callable) -> keras_trainer.TensorFlowTrainer:
+    """The model whose `predict` made `fn`, which `is_predict_step`."""
+    return inspect.getclosurevars(inspect.unwrap(fn)).nonlocals["self"]
+
+
+def is_keras_step(fn: Callable) -> bool:
+    """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
+    if getattr(fn, "__name__", "") not in ("train_step", "test_step"):
+        return False
+    return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
+
+
+def is_compiled_step(fn: Any) -> bool:
+    """Whether `fn` is the `train_step` or `test_step` of a Keras model, as a `tf.function`.
+
+    Decorated in the class, or wrapped on the instance; whoever asks, and from however deep.
+    """
+    if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+        return False
+    owner = getattr(inspect.unwrap(fn.python_function), "__self__", None)
+    model = owner.target if isinstance(owner, tf_method_target.TfMethodTarget) else owner
+    is_step = getattr(fn, "__name__", "") in ("train_step", "test_step")
+    return is_step and isinstance(model, keras_trainer.TensorFlowTrainer)
+
+
+def is_stock_step(fn: Any) -> bool:
+    """Whether `fn`, a bound step of a Keras model, is Keras's own.
+
+    Such a step takes a batch `(x, y, sample_weight)`; to train, it calls `optimizer.scale_loss`.
+    """
+    return fn.__func__ is getattr(keras_trainer.TensorFlowTrainer, fn.__name__)
+
+
+def is_symbolic_build() -> bool:
+    """Whether the calling method was called by Keras, building a model from its first batch."""
+    return _is_symbolic_build(_caller_of_caller())
+
+
+def trainer_that_builds() -> tuple[Any, str] | None:
+    """The model that enters its strategy's scope to be built, and the method that was called.
+
+    The calling method is that scope: `fit -> ... -> _maybe_symbolic_build -> scope -> here`.
+    """
+    frame = _caller_of_caller()
+    if not _is_symbolic_build(frame):
+        return None
+    model = frame.f_locals["self"]  # type: ignore[union-attr]
+    while frame is not None and frame.f_code.co_name not in _METHODS_THAT_BUILD:
+        frame = frame.f_back
+    return None if frame is None else (model, frame.f_code.co_name)
+
+
+def is_loss_scaling() -> bool:
+    """Whether Keras called the method to divide a loss by the number of replicas, or undo that."""
+    frame = _caller_of_caller()
+    scaling = (keras_loss.scale_loss_for_distribution, keras_loss.unscale_loss_for_distribution)
+    return frame is not None and frame.f_code in {each.__code__ for each in scaling}
+
+
+def is_called_by_trainer() -> bool:
+    """Whether the calling method was called by code of Keras's trainer."""
+    frame = _caller_of_caller()
+    return frame is not None and frame.f_globals is vars(keras_trainer)
+
+
+def is_exporting() -> bool:
+    """Whether Keras traces a function for `Model.export`: files hold tables in one piece."""
+    frame: FrameType | None = None if tf.executing_eagerly() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("keras.src.export."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _caller_of_caller() -> FrameType | None:
+    """Who called the method that called the function that calls this.
+
+    Where the method was called by one of the same name, of a class that extends it, who called
+    that: so a strategy may override a method that asks for its caller.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    name = frame.f_code.co_name  # type: ignore[union-attr]
+    while frame is not None and frame.f_code.co_name == name:
+        frame = frame.f_back
+    return frame
+
+
+def _is_symbolic_build(frame: FrameType | None) -> bool:
+    build = keras_trainer.TensorFlowTrainer._maybe_symbolic_build
+    return frame is not None and frame.f_code is build.__code__
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """That `model` was created under; the public property takes the current one for none."""
+    return model._distribute_strategy
+
+
+def build_if_needed(model: keras.Model, data_batch: Any) -> None:
+    """Builds and compiles what of `model` is not yet, from the shapes of a batch, as `fit` does."""
+    model._maybe_symbolic_build(data_batch=data_batch)
+
+
+def build_from_shapes(model: keras.Model, data_batch: Any) -> None:
+    """Builds model, metrics, loss and optimizer from the shapes of a batch."""
+    model._symbolic_build(data_batch=data_batch)
+
+
+def build_as_keras_does(model: keras.Model, data_batch: Any) -> None:
+    """The same, without what was put before that method of this model."""
+    type(model)._symbolic_build(model, data_batch=data_batch)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """What `model` was compiled with, as it was given."""
+    return dict(model._compile_config.config)
+
+
+# ---- the call of `fit` that is running -----------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """Local variables of a call of `Model.fit`."""
+
+    callbacks: Any  # its `CallbackList`
+    epoch_iterator: Any
+    epochs: int
+
+
+def fit_that_tells(model: keras.Model) -> Fit | None:
+    """The call of `model.fit` that tells its callbacks something, one of which asks; or None.
+
+    Keras tells callbacks neither where their data come from nor of one another.
+    """
+    callback_list = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList):
+            callback_list = caller
+        elif caller is model and "epoch_iterator" in frame.f_locals:
+            own = frame.f_locals
+            return Fit(callback_list, own["epoch_iterator"], own["epochs"])
+        frame = frame.f_back
+    return None
+
+
+def is_fit_under(frame: FrameType | None, epoch_iterator: Any) -> bool:
+    """Whether the call of `fit` with this iterator is `frame`, or called it, and has not ended."""
+    while frame is not None:
+        if frame.f_locals.get("epoch_iterator") is epoch_iterator:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Where the call of `fit` that begins shall start, counted from 0; None: where it was told."""
+    model._initial_epoch = epoch
+
+
+def dataset_of_iterator(epoch_iterator: Any) -> Any:
+    """What `fit` makes an iterator of for each pass."""
+    return epoch_iterator._distributed_dataset
+
+
+def set_dataset_of_iterator(epoch_iterator: Any, dataset: Any) -> None:
+    """Has it make its iterators of `dataset`."""
+    epoch_iterator._distributed_dataset = dataset
+
+
+def iterator_of_epochs(epoch_iterator: Any) -> Any:
+    """The iterator that goes on from epoch to epoch (`steps_per_epoch`); None before the first."""
+    return epoch_iterator._current_iterator
+
+
+def set_iterator_of_epochs(epoch_iterator: Any, iterator: Any) -> None:
+    """Has the next epoch go on with `iterator`."""
+    epoch_iterator._current_iterator = iterator
+
+
+def steps_of_iterator(epoch_iterator: Any) -> tuple[int, int | None]:
+    """How many steps it has seen, and how many an epoch has, if that is known."""
+    return epoch_iterator._steps_seen, epoch_iterator._num_batches
+
+
+def set_steps_seen(epoch_iterator: Any, steps: int) -> None:
+    """How many steps Keras shall think it has seen."""
+    epoch_iterator._steps_seen = steps
+
+
+def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
+    """How many steps Keras shall think an epoch has."""
+    epoch_iterator._num_batches = steps
+
+
+def steps_of_epoch(epoch_iterator: Any) -> Iterator[tuple]:
+    """The steps of the epoch that begins, as `fit` walks them, with an iterator of batches each."""
+    return epoch_iterator._enumerate_iterator()

@@ -1,0 +1,343 @@
+"""Which versions of TensorFlow and Keras are supported, and what the installed ones lack.
+
+The names that this folder takes from them are listed here once more, so that a version that moved
+some is refused when a strategy is imported, in one error that names all that is missing.
+"""
+
+import dis
+import importlib
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SUPPORTED = {"tensorflow": "2.20 and 2.21", "keras": "3.12 to 3.15"}
+
+_KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
+
+# What is imported, by module.
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "keras.src.backend.common.global_state": ("get_global_attribute", "set_global_attribute"),
+    "keras.src.backend.common.masking": ("get_keras_mask", "set_keras_mask"),
+    "keras.src.backend.common.remat": ("get_current_remat_mode",),
+    "keras.src.backend.common.stateless_scope": ("in_stateless_scope",),
+    "keras.src.backend.common.symbolic_scope": ("in_symbolic_scope",),
+    "keras.src.backend.tensorflow.core": ("Variable",),
+    _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),
+    "keras.src.losses.loss": ("scale_loss_for_distribution", "unscale_loss_for_distribution"),
+    "keras.src.metrics.reduction_metrics": ("Mean", "MeanMetricWrapper", "Sum"),
+    "keras.src.models.functional": ("Functional",),
+    "keras.src.optimizers.base_optimizer": ("BaseOptimizer",),
+    "keras.src.random.seed_generator": ("GLOBAL_SEED_GENERATOR", "global_seed_generator"),
+    "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
+    "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
+    "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
+    "tensorflow.python.distribute.collective_all_reduce_strategy": ("CollectiveAllReduceExtended",),
+    "tensorflow.python.distribute.cross_device_ops": (
+        "CollectiveAllReduce",
+        "ReductionToOneDevice",
+    ),
+    "tensorflow.python.distribute.device_util": ("canonicalize",),
+    "tensorflow.python.distribute.distribute_lib": ("ReplicaContext", "get_replica_context"),
+    "tensorflow.python.distribute.distribute_utils": (
+        "create_mirrored_variable",
+        "is_mirrored",
+        "select_replica",
+    ),
+    "tensorflow.python.distribute.mirrored_strategy": ("MirroredExtended",),
+    "tensorflow.python.distribute.numpy_dataset": ("SingleDevice",),
+    "tensorflow.python.distribute.reduce_util": ("ReduceOp",),
+    "tensorflow.python.distribute.tpu_strategy": ("TPUExtended",),
+    "tensorflow.python.distribute.values": (
+        "DistributedValues",
+        "DistributedVariable",
+        "Mirrored",
+        "MirroredVariable",
+        "PerReplica",
+        "SyncOnReadVariable",
+    ),
+    "tensorflow.python.distribute.values_util": (
+        "get_current_replica_id_as_int",
+        "is_saving_non_distributed",
+    ),
+    "tensorflow.python.eager.backprop": ("GradientTape", "_handle_or_self"),
+    "tensorflow.python.eager.context": ("context",),
+    "tensorflow.python.eager.executor": ("new_executor",),
+    "tensorflow.python.eager.polymorphic_function.atomic_function": (
+        "AtomicFunction",
+        "from_func_graph",
+    ),
+    "tensorflow.python.eager.polymorphic_function.tf_method_target": ("TfMethodTarget",),
+    "tensorflow.python.eager.record": (
+        "could_possibly_record",
+        "record_operation",
+        "stop_recording",
+    ),
+    "tensorflow.python.framework.auto_control_deps_utils": (
+        "READ_ONLY_RESOURCE_INPUTS_ATTR",
+        "get_read_only_resource_input_indices_graph",
+    ),
+    "tensorflow.python.framework.func_graph": ("FuncGraph",),
+    "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
+    "tensorflow.python.ops.gradients_util": (
+        "POSSIBLE_GRADIENT_TYPES_FIRST_ORDER",
+        "_GradientsHelper",
+    ),
+    "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
+    "tensorflow.python.ops.resource_variable_ops": ("ResourceVariable", "variable_accessed"),
+    "tensorflow.python.pywrap_tfe": ("TFE_Py_TapeSetPossibleGradientTypes",),
+    "tensorflow.python.training.saving.saveable_object": ("SaveSpec", "SaveableObject"),
+}
+
+# What is used of objects, by their class: methods, and attributes that methods of it name.
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "keras.src.backend.tensorflow.core.Variable": ("_deferred_initialize", "_value", "handle"),
+    _KERAS_TRAINER + ".TensorFlowTrainer": (
+        "_compile_config",
+        "_compile_loss",
+        "_compile_metrics",
+        "_distribute_strategy",
+        "_get_metrics_result_or_logs",
+        "_initial_epoch",
+        "_loss_tracker",
+        "_maybe_symbolic_build",
+        "_symbolic_build",
+        "make_predict_function",
+        "test_step",
+        "train_step",
+    ),
+    _KERAS_TRAINER + ".TFEpochIterator": (
+        "_current_iterator",
+        "_distributed_dataset",
+        "_enumerate_iterator",
+        "_num_batches",
+        "_steps_seen",
+        "catch_stop_iteration",
+        "data_adapter",
+        "num_batches",
+        "steps_per_epoch",
+    ),
+    "keras.src.layers.core.embedding.Embedding": ("_embeddings",),
+    "keras.src.layers.layer.Layer": (
+        "_clear_losses",
+        "_flatten_layers",
+        "_get_own_losses",
+        "_loss_ids",
+        "_losses",
+        "_non_trainable_variables",
+        "_seed_generators",
+        "_trainable_variables",
+    ),
+    "keras.src.layers.normalization.batch_normalization.BatchNormalization": (
+        "_moments",
+        "_reduction_axes",
+    ),
+    "keras.src.losses.losses.LossFunctionWrapper": ("_fn_kwargs", "fn"),
+    "keras.src.metrics.reduction_metrics.MeanMetricWrapper": ("_fn", "_fn_kwargs"),
+    "keras.src.models.functional.Functional": (
+        "_get_operation_for_node",
+        "_nodes_by_depth",
+        "_outputs_struct",
+        "_run_through_graph",
+    ),
+    "keras.src.models.sequential.Sequential": ("_functional",),
+    "keras.src.optimizers.base_optimizer.BaseOptimizer": (
+        "_trainable_variables",
+        "apply",
+        "scale_loss",
+    ),
+    "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": ("_common_apply",),
+    "keras.src.optimizers.optimizer.Optimizer": ("_all_reduce_sum_gradients",),
+    "keras.src.trainers.compile_utils.CompileLoss": ("_flat_losses",),
+    "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter": (
+        "_batch_size",
+        "_inputs",
+        "_num_samples",
+        "_shuffle",
+    ),
+    "tensorflow.python.data.ops.dataset_ops.DatasetV2": ("_as_serialized_graph", "_inputs"),
+    "tensorflow.python.data.ops.iterator_ops.OwnedIterator": (
+        "_restore_from_tensors",
+        "_serialize_to_tensors",
+    ),
+    "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended": (
+        "_cluster_spec",
+        "_collective_keys",
+        "_communication_options",
+        "_cross_device_ops",
+        "_host_cross_device_ops",
+        "_id_in_cluster",
+        "_initialize_local_devices",
+        "_local_device_type",
+        "_num_workers",
+        "_task_id",
+        "_task_type",
+        "_worker_device",
+    ),
+    "tensorflow.python.distribute.cross_device_ops.CollectiveAllReduce": (
+        "_all_reduce_per_replica_values",
+        "_group_size",
+        "_launchers",
+    ),
+    "tensorflow.python.distribute.cross_device_ops.ReductionToOneDevice": ("_gather",),
+    "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher": (
+        "_use_unique_instance_key",
+        "all_gather",
+    ),
+    "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": (
+        "_batch_reduce_to",
+        "_call_for_each_replica",
+        "_collective_ops",
+        "_container_strategy",
+        "_create_variable",
+        "_devices",
+        "_gather_to_implementation",
+        "_get_replica_id_in_sync_group",
+        "_get_variable_creator_initial_value",
+        "_local_results",
+        "_num_replicas_in_sync",
+        "_reduce_to",
+        "_replica_ctx_all_reduce",
+        "_replica_ctx_update",
+        "_update",
+        "_use_merge_call",
+    ),
+    "tensorflow.python.distribute.tpu_strategy.TPUExtended": (
+        "_create_variable",
+        "_num_replicas_in_sync",
+    ),
+    "tensorflow.python.distribute.values.DistributedVariable": (
+        "_dense_var_to_tensor",
+        "_distributed_container",
+        "_get",
+        "_get_cross_replica",
+        "_get_on_device_or_primary",
+        "_get_replica",
+        "_primary",
+        "_update_replica",
+        "_values",
+        "handle",
+    ),
+    "tensorflow.python.eager.backprop.GradientTape": ("_ensure_recording", "gradient"),
+    "tensorflow.python.eager.context.Context": ("_config", "_rng"),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": ("_clone",),
+    "tensorflow.python.framework.func_graph.FuncGraph": (
+        "_add_function_recursive",
+        "_create_op_internal",
+        "_functions",
+        "captures",
+    ),
+    "tensorflow.python.framework.ops.Operation": (
+        "_add_control_input",
+        "_is_stateful",
+        "_set_device",
+    ),
+    "tensorflow.python.ops.resource_variable_ops.BaseResourceVariable": (
+        "_handle_data",
+        "_unique_id",
+    ),
+}
+
+# Names of local variables and of what a function asks for, which are read on the stack.
+NAMED_IN: Mapping[str, tuple[str, ...]] = {
+    _KERAS_TRAINER + ".TensorFlowTrainer.fit": ("callbacks", "epoch_iterator", "epochs", "self"),
+    _KERAS_TRAINER + ".TensorFlowTrainer._symbolic_build": ("self",),
+    _KERAS_TRAINER + ".TFEpochIterator.__init__": ("self",),
+    "keras.src.backend.common.remat.get_current_remat_mode": ("remat_scope_stack",),
+    "keras.src.ops.operation.Operation.__init__": ("get_current_remat_mode", "self"),
+    "tensorflow.python.eager.backprop.GradientTape.gradient": (
+        "_handle_or_self",
+        "flat_targets",
+        "self",
+    ),
+    "tensorflow.python.framework.func_graph.func_graph_from_py_func": (
+        "deps_control_manager",
+        "func_graph",
+    ),
+}
+
+
+def check() -> None:
+    """Refuses versions that lack what this folder uses.
+
+    Raises:
+        ImportError: naming all that is missing, and which versions are supported.
+    """
+    missing = list(_missing())
+    if missing:
+        raise ImportError(
+            f"tfparallel needs TensorFlow {SUPPORTED['tensorflow']} and Keras "
+            f"{SUPPORTED['keras']}. Received: TensorFlow {_version('tensorflow')} and Keras "
+            f"{_version('keras')}, which lack {', '.join(missing)}. Install supported versions."
+        )
+
+
+def _missing() -> Iterator[str]:
+    for module, names in MODULES.items():
+        for name in names:
+            if _found(f"{module}.{name}") is None:
+                yield f"{module}.{name}"
+    for path, names in ATTRIBUTES.items():
+        kind = _found(path)
+        yield from (f"{path}.{name}" for name in names if not _has(kind, name))
+    for path, names in NAMED_IN.items():
+        known = _names_in(_found(path))
+        yield from (f"{name} in {path}" for name in names if name not in known)
+
+
+def _found(path: str) -> Any:
+    """What a dotted path of modules, classes and functions leads to; None if nothing."""
+    module = path
+    rest: list[str] = []
+    while module:
+        try:
+            found: Any = importlib.import_module(module)
+        except ImportError:
+            module, _, name = module.rpartition(".")
+            rest.insert(0, name)
+            continue
+        for name in rest:
+            found = getattr(found, name, None)
+        return found
+    return None
+
+
+def _has(kind: Any, name: str) -> bool:
+    """Whether instances of a class have the attribute: of the class, or set by a method."""
+    if hasattr(kind, name):
+        return True
+    classes = inspect.getmro(kind) if isinstance(kind, type) else ()
+    codes = (code for each in classes for member in vars(each).values() for code in _codes(member))
+    return any(name in code.co_names and _sets(code, name) for code in codes)
+
+
+def _sets(code: types.CodeType, name: str) -> bool:
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for instruction in dis.get_instructions(code)
+    )
+
+
+def _names_in(member: Any) -> set[str]:
+    """Variables that a function has, and names that it asks for."""
+    names: set[str] = set()
+    for code in _codes(member):
+        names.update(code.co_names, code.co_varnames, code.co_cellvars)
+        names.update(each for each in code.co_consts if isinstance(each, str))
+    return names
+
+
+def _codes(member: Any) -> Iterator[types.CodeType]:
+    """The code of a method, static method or property, and of the functions in it."""
+    member = member.fget if isinstance(member, property) else member
+    member = getattr(member, "__func__", member)  # of a class or static method
+    code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
+    rest = [code] if isinstance(code, types.CodeType) else []
+    while rest:
+        code = rest.pop()
+        yield code
+        rest += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+
+
+def _version(package: str) -> str:
+    return getattr(importlib.import_module(package), "__version__", "of unknown version")
