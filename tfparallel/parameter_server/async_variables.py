@@ -31,11 +31,13 @@ class HandedIn:
             self.distribute_strategy.extended._settle()
 
     def _seen(self) -> tf.Tensor | None:
-        """What a worker's step sees; None elsewhere, and of weights, which no step assigns."""
+        """What a worker's step sees; None elsewhere, and of weights that it has not assigned."""
         effects = current_effects()
-        if effects is None or self.trainable:
+        if effects is None:
             self._settle()
             return None
+        if self.trainable:
+            return effects.assigned(self, self._server_value)
         return effects.read(self, self._server_value)
 
     def _server_value(self) -> tf.Tensor:
@@ -58,6 +60,10 @@ class HandedIn:
         if seen is None:
             return super().sparse_read(indices, name=name)  # type: ignore[misc]
         return tf.gather(seen, indices, name=name)
+
+    def _get(self) -> Any:  # by `variable[0]` and other operators
+        seen = self._seen()
+        return super()._get() if seen is None else seen  # type: ignore[misc]
 
     def _get_cross_replica(self) -> Any:
         self._settle()

@@ -52,6 +52,8 @@ class Effect:
 class Effects:
     """The changes of one step, in order, and what variables would be after them."""
 
+    _graph: tf.Graph  # of the step, while it is traced
+
     def __init__(self) -> None:
         self.effects: list[Effect] = []
         self.kept: list[tuple[Slot, tf.Tensor]] = []
@@ -62,17 +64,32 @@ class Effects:
     def recording(self) -> Iterator[None]:
         """Within it, the calling thread's assignments go here."""
         _thread.effects = self
+        self._graph = tf.compat.v1.get_default_graph()
         try:
             yield
         finally:
             _thread.effects = None
 
     def read(self, variable: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """The value that the step sees: what `read()` gave first, and what it assigned since."""
+        """The value that the step sees: what `read()` gave first, and what it assigned since.
+
+        It is read in the step's own graph: a branch of a condition may be the first to ask.
+        """
         if id(variable) not in self._values:
-            self._values[id(variable)] = read()
+            with self._graph.as_default():
+                self._values[id(variable)] = read()
             self._seen.append(variable)
         return self._values[id(variable)]
+
+    def assigned(self, variable: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor | None:
+        """What the step has assigned to a weight (SpectralNormalization does); None if nothing.
+
+        Its gradient is the variable's, as that of what is read on one device after an assignment.
+        """
+        if id(variable) not in self._values:
+            return None
+        value, on_tape = tf.stop_gradient(self._values[id(variable)]), read()
+        return value + (on_tape - tf.stop_gradient(on_tape))
 
     def assign(self, variable: Any, value: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
         """`variable.assign(value)`; a value that was computed from the variable adds to it.
@@ -81,6 +98,8 @@ class Effects:
         counter or a moving average is the difference to what it read.
         """
         value = tf.cast(tf.convert_to_tensor(value), variable.dtype)
+        if variable.trainable:
+            self.read(variable, read)
         if id(variable) in self._values and variable.dtype != tf.bool:
             return self._add(variable, value - self.read(variable, read), value)
         self._record(variable, value, lambda values: variable.assign(values[0]), value)
@@ -108,6 +127,12 @@ class Effects:
     def _record(
         self, variable: Any, tensor: tf.Tensor, carry_out: Callable, value: tf.Tensor
     ) -> None:
+        if tensor.graph is not self._graph:
+            raise NotImplementedError(
+                "A step on behalf of a worker assigns outside of conditions and loops, under "
+                f"mode='async'. Received: variable '{variable.name}', assigned inside of one. "
+                "Compute the value there and assign it outside, or use mode='sync'."
+            )
         self.defer([tensor], [variable.values[0].device], carry_out)
         self._values[id(variable)] = value
         self._seen.append(variable)
