@@ -71,7 +71,7 @@ def keras_and_tf_distribute_are_as_imported_in_a_step(run: Run):
         layers = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(3, "softmax")]
         return Looking(layers)
 
-    run.train(build=build)
+    run.train(build=build, compile_options=dict)
     assert looked
     if hasattr(run.strategy, "stage"):
         with run.strategy.stage(0):
