@@ -38,6 +38,7 @@ def _is_vars(node: ast.AST) -> bool:
 # What has a reason to write there: threads' own attributes, a loss that is copied, and a mark.
 _ALLOWED = {
     "internals/hooks.py",
+    "pipeline/stage_calls.py",
     "pipeline/staged_model.py",
     "replicas/added_losses.py",
     "replicas/loss_kinds.py",

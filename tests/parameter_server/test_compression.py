@@ -13,7 +13,7 @@ from tfparallel.parameter_server.compressed_gradient import (
     checked_compressor,
 )
 from tfparallel.parameter_server.effects import Effects
-from tfparallel.parameter_server.worker_state import Slot, WorkerStates
+from tfparallel.parameter_server.worker_state import Remembered, WorkerStates
 from tfparallel.strategies.parameter_server import _check_arguments
 
 # By how much the training loss after 4 epochs may exceed that without compression.
@@ -89,7 +89,7 @@ class Owner:
 def test_workers_remember_each_its_own_and_a_lost_one_nothing():
     generations, owner = [0, 0], Owner()
     states = WorkerStates(lambda worker: generations[worker])
-    slot = Slot(weakref.ref(owner), "w/residual", lambda worker: tf.constant(float(worker)))
+    slot = Remembered(weakref.ref(owner), "w/residual", lambda worker: tf.constant(float(worker)))
 
     @tf.function
     def step() -> tf.Tensor:
@@ -145,8 +145,12 @@ def test_rows_of_tables_are_handed_in_as_they_are():
 def test_what_workers_remember_goes_with_its_owner():
     owner = Owner()
     states = WorkerStates(lambda worker: 0)
-    states.keep(0, [Slot(weakref.ref(owner), "a", lambda worker: tf.zeros([]))], [tf.zeros([])])
+    states.keep(
+        0, [Remembered(weakref.ref(owner), "a", lambda worker: tf.zeros([]))], [tf.zeros([])]
+    )
     other = Owner()
     del owner
-    states.keep(0, [Slot(weakref.ref(other), "a", lambda worker: tf.zeros([]))], [tf.zeros([])])
+    states.keep(
+        0, [Remembered(weakref.ref(other), "a", lambda worker: tf.zeros([]))], [tf.zeros([])]
+    )
     assert len(states._values[0][1]) == 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.communication.bucketing import plan_buckets
+from tfparallel.communication.bucketing import SENT_BUCKET_BYTES, plan_buckets
 from tfparallel.internals import (
     CollectiveAllReduce,
     DistributedValues,
@@ -13,10 +13,6 @@ from tfparallel.internals import (
     ReduceOp,
     distribute_utils,
 )
-
-# Large enough to reach the network's bandwidth, small enough that the first is under way while
-# later gradients are being computed.
-BUCKET_BYTES = 8 << 20
 
 
 class BucketedAllReduce(CollectiveAllReduce):
@@ -28,7 +24,9 @@ class BucketedAllReduce(CollectiveAllReduce):
         **collective_options: as `CollectiveAllReduce`, which does all else.
     """
 
-    def __init__(self, device: str, bucket_bytes: int = BUCKET_BYTES, **collective_options: Any):
+    def __init__(
+        self, device: str, bucket_bytes: int = SENT_BUCKET_BYTES, **collective_options: Any
+    ):
         super().__init__(**collective_options)
         self._device, self._bucket_bytes = device, bucket_bytes
 

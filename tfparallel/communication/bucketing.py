@@ -4,6 +4,11 @@ from collections.abc import Hashable, Sequence
 
 _SMALL = 64  # tensors of at most so small a part of a bucket wait for one another
 
+# Large enough to reach the network's bandwidth, small enough that the first is under way while
+# later gradients are being computed.
+SENT_BUCKET_BYTES = 8 << 20
+COMPRESSED_BUCKET_BYTES = 16 << 20  # before compression: of that less is sent
+
 
 def plan_buckets(
     sizes_bytes: Sequence[int | None], kinds: Sequence[Hashable], bucket_bytes: int

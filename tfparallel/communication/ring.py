@@ -1,6 +1,6 @@
 """Ring all-reduce and all-gather of host memory over TCP, between the workers of one job.
 
-Worker r sends to worker r + 1 only. Cut into as many chunks as there are workers, an array goes
+Rank r sends to rank r + 1 only. Cut into as many chunks as there are workers, an array goes
 round twice: once being summed, once being handed out. Each worker sends and receives
 `2 (N - 1) / N` times the array's bytes, however many workers there are.
 
@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class Ring:
         rank, num_workers: this worker's position, and how many there are.
         to_next, from_previous: connected stream sockets; the ring closes them.
         timeout_s: how long to wait for a neighbour; None waits until its connection breaks.
+        tasks: the name of each rank's task, for messages.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Ring:
         to_next: socket.socket,
         from_previous: socket.socket,
         timeout_s: float | None = None,
+        tasks: Sequence[str] = (),
     ):
-        self._rank, self._num_workers = rank, num_workers
+        self._rank, self._num_workers, self._tasks = rank, num_workers, tasks
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous, self._to_next = from_previous, to_next
         self._timeout_s = timeout_s
@@ -166,6 +168,10 @@ class Ring:
                 f"{_describe(ours)}. (Rank {self._rank} is speaking.)"
             )
 
+    def _described(self, rank: int) -> str:
+        """A rank as messages name it: "Rank 1 (/job:worker/task:0)"."""
+        return f"Rank {rank} ({self._tasks[rank]})" if self._tasks else f"Rank {rank}"
+
     def _receive(self, array: np.ndarray) -> None:
         view = array.view(np.uint8).data
         while view:
@@ -183,10 +189,10 @@ class Ring:
             lost = self._next if self._sender.has_failed else self._previous
             self.close()
             if isinstance(error, TimeoutError):
-                what = f"Rank {lost}, or one that it waits for, is stuck: silent for"
+                what = f"{self._described(lost)}, or one that it waits for, is stuck: silent for"
                 what += f" {self._timeout_s:g} s"
             else:
-                what = f"Rank {lost} (/job:worker/task:{lost}) has ended, its own log says why: "
+                what = f"{self._described(lost)} has ended, its own log says why: "
                 what += str(error)
             raise PeerLostError(
                 f"{what}, in a collective. (Rank {self._rank} is speaking.)"
@@ -202,6 +208,7 @@ def connect_ring(
     host: str,
     exchange: Callable[[str, object], list],
     timeout_s: float | None = None,
+    tasks: Sequence[str] = (),
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
 
@@ -211,7 +218,7 @@ def connect_ring(
         rank, num_workers: this worker's position, and how many there are.
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
-        timeout_s: see `Ring`.
+        timeout_s, tasks: see `Ring`.
 
     Raises:
         OSError: if a worker could not reach the next. All workers raise, and say which ones failed.
@@ -233,7 +240,7 @@ def connect_ring(
             connection.close()
         raise ConnectionError("; ".join(problems))
     to_next, from_previous = connections
-    return Ring(rank, num_workers, to_next, from_previous, timeout_s)
+    return Ring(rank, num_workers, to_next, from_previous, timeout_s, tasks)
 
 
 def _connect(host: str, port: int, token: bytes) -> socket.socket:

@@ -55,7 +55,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         self._ring_all_reduce: RingAllReduce | None = None
         if self._num_workers > 1:
             self._agree_on_seed()
-            self._open_ring()
+            self._open_ring([f"/job:{job}/task:{i}" for job, i in tasks])
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
                 draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
@@ -73,7 +73,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
         return devices, device_type
 
-    def _open_ring(self) -> None:
+    def _open_ring(self, tasks: list[str]) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
 
         In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
@@ -88,6 +88,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 host,
                 self._agreement.exchange,
                 options.timeout_seconds,
+                tasks,
             )
         except OSError as error:
             if self._is_chief:

@@ -32,7 +32,7 @@ from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task
 from tfparallel.internals.keras_layers import trained_by
 from tfparallel.parameter_server.effects import Effects
-from tfparallel.parameter_server.worker_state import Slot, WorkerStates
+from tfparallel.parameter_server.worker_state import Remembered, WorkerStates
 
 _ALONE = Ranks(0, 1)
 # Those whose payload says all: RandomK's places, PowerSGD's rounds and Adaptive's plan are things
@@ -187,7 +187,7 @@ class GradientsHandedIn:
             def initial(worker: int, key: str = key) -> tf.Tensor:
                 return initial_of(worker)[key]
 
-            slots[key] = Slot(weakref.ref(optimizer), f"{position}/{key}", initial)
+            slots[key] = Remembered(weakref.ref(optimizer), f"{position}/{key}", initial)
             state[key] = self._states.read(slots[key], tf.TensorSpec(*like))
         return state, slots
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.parameter_server.worker_state import Slot
+from tfparallel.parameter_server.worker_state import Remembered
 
 _thread = threading.local()
 
@@ -56,7 +56,7 @@ class Effects:
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
-        self.kept: list[tuple[Slot, tf.Tensor]] = []
+        self.kept: list[tuple[Remembered, tf.Tensor]] = []
         self._values: dict[int, tf.Tensor] = {}  # what the step sees, by the variable's id
         self._seen: list[Any] = []  # keeps ids from being used again
 
@@ -116,7 +116,7 @@ class Effects:
         """Any other change, as `Effect` describes it."""
         self.effects.append(Effect(list(tensors), list(devices), carry_out))
 
-    def keep(self, slot: Slot, tensor: tf.Tensor) -> None:
+    def keep(self, slot: Remembered, tensor: tf.Tensor) -> None:
         """The worker remembers `tensor` when the step has been applied."""
         self.kept.append((slot, tensor))
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 
 @dataclass(frozen=True)
-class Slot:
+class Remembered:
     """One tensor that each worker remembers.
 
     Attributes:
@@ -54,12 +54,12 @@ class WorkerStates:
         self._thread.worker, self._thread.device = worker, device
         yield
 
-    def read(self, slot: Slot, spec: tf.TensorSpec) -> tf.Tensor:
+    def read(self, slot: Remembered, spec: tf.TensorSpec) -> tf.Tensor:
         """The tensor of the worker that runs the step; called while a step is traced."""
         graph: Any = tf.compat.v1.get_default_graph()
         return graph.capture_call_time_value(lambda: self._value(slot), spec)
 
-    def _value(self, slot: Slot) -> tf.Tensor:
+    def _value(self, slot: Remembered) -> tf.Tensor:
         worker = self._thread.worker
         values = self._values_of(worker)
         if slot.key not in values:
@@ -69,7 +69,7 @@ class WorkerStates:
                 values[slot.key] = tf.identity(first)
         return values[slot.key]
 
-    def keep(self, worker: int, slots: Sequence[Slot], tensors: Sequence[tf.Tensor]) -> None:
+    def keep(self, worker: int, slots: Sequence[Remembered], tensors: Sequence[tf.Tensor]) -> None:
         """The step of `worker` that gave `tensors` counts; called by the worker's thread."""
         if slots:
             values = self._values_of(worker)

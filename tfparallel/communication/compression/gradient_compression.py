@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.communication.bucketing import plan_buckets
+from tfparallel.communication.bucketing import COMPRESSED_BUCKET_BYTES, plan_buckets
 from tfparallel.communication.compression.buckets import Bucket, State
 from tfparallel.communication.compression.compression_report import (
     CompressionReport,
@@ -18,10 +18,6 @@ from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.compression.transport import Reduction, Transport
 from tfparallel.internals import ResourceVariable
-
-# Of gradients before compression: large enough for few collectives, small enough that the first is
-# under way while later gradients are being computed.
-BUCKET_BYTES = 16 << 20
 
 
 class GradientCompression(tf.Module):
@@ -45,7 +41,7 @@ class GradientCompression(tf.Module):
         self,
         compressor: "Compressor | str",
         variables: Sequence[Any],
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = COMPRESSED_BUCKET_BYTES,
     ):
         super().__init__(name="gradient_compression")
         self.compressor = as_compressor(compressor)

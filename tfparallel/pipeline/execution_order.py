@@ -1,0 +1,67 @@
+"""Control dependencies that put the calls on each device into the order of a schedule."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfparallel.internals import run_independently
+from tfparallel.internals.graphs import run_after
+from tfparallel.pipeline.between_passes import place_shapes
+from tfparallel.pipeline.clustering import hide_from_clustering
+from tfparallel.pipeline.cycles import has_cycle
+from tfparallel.pipeline.passes import Passes
+from tfparallel.pipeline.plans.schedule import Schedule
+
+
+def put_in_order(
+    graph: tf.Graph, schedule: Schedule, passes: Passes, devices: Sequence[str]
+) -> Schedule:
+    """Makes each device's calls follow one another as the schedule says.
+
+    Args:
+        graph: of the step.
+        devices: of each stage.
+
+    Returns:
+        The schedule; or, where something of the step depends on several microbatches, that with
+        all forward passes first.
+
+    Raises:
+        ValueError: if the step cannot be done in that order either.
+    """
+    unordered = [
+        op
+        for op, action in passes.action_of.items()
+        if action.kind != "forward" or all(x.dtype != tf.resource for x in op.inputs)
+    ]
+    run_independently(graph, [*unordered, *itertools.chain(*passes.sums.values())])
+    place_shapes(graph)
+    if has_cycle(graph, _edges(schedule, passes)):
+        schedule = schedule.all_forward_first()
+    for before, after in _edges(schedule, passes):
+        run_after(after, before)
+    hide_from_clustering(graph, passes, devices)
+    if has_cycle(graph):
+        raise ValueError(
+            "A step of a pipeline does the forward passes of all microbatches, then something "
+            "of all of them if it must, then their backward passes. Received: a step that "
+            "computes forward again with what came of several microbatches. Move what needs "
+            "all rows behind the model's last layer, or train in a strategy that does not cut "
+            "the model."
+        )
+    return schedule
+
+
+def _edges(schedule: Schedule, passes: Passes) -> Iterator[tuple[tf.Operation, tf.Operation]]:
+    """What `schedule` adds to the order of operations: pairs of one before another."""
+    num_rounds = 1 + max((in_round for in_round, _ in passes.calls), default=0)
+    for actions in schedule.orders:
+        order = [(i, action) for i in range(num_rounds) for action in actions]
+        calls = [passes.calls[each] for each in order if each in passes.calls]
+        for before, after in itertools.pairwise(calls):
+            yield from itertools.product(before, after)
+        # What an action takes from the host is copied while the one before it runs.
+        for earlier, each in zip(order, order[2:], strict=False):
+            if each in passes.fetches:
+                yield from itertools.product(passes.calls[earlier], passes.fetches[each])

@@ -1,0 +1,38 @@
+"""Nests of tensors of all kinds, with Keras masks, as the dense tensors that a function takes."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfparallel.internals import set_keras_mask
+
+TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+
+
+def flat_tensors(tensors: Sequence) -> list[tf.Tensor]:
+    """The dense tensors that these are made of."""
+    return tf.nest.flatten(tensors, expand_composites=True)
+
+
+def filled(tensors: Sequence, flat: Sequence) -> list:
+    """Tensors like these, made of the first of `flat`."""
+    num = len(flat_tensors(tensors))
+    return tf.nest.pack_sequence_as(list(tensors), flat[:num], expand_composites=True)
+
+
+def set_masks(tensors: Sequence, like: Sequence, masks: Sequence) -> None:
+    """Gives the first of `masks` to those tensors that have one in `like`."""
+    rest = iter(masks)
+    for tensor, mask in zip(tensors, like, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, next(rest))
+
+
+def present(masks: Sequence) -> list:
+    """Those that are not None."""
+    return [mask for mask in masks if mask is not None]
+
+
+def split_at(values: list, at: int) -> tuple[list, list]:
+    """The first `at` of `values`, and the others."""
+    return values[:at], values[at:]

@@ -1,0 +1,141 @@
+"""Calls of the executor by the thread of each microbatch, with all that comes along.
+
+That is masks and losses of layers, what BatchNorm has averaged, and what other layers assign.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import get_keras_mask
+from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_masks, split_at
+from tfparallel.pipeline.parts import Calls
+from tfparallel.pipeline.rematerialization import Rematerialization
+from tfparallel.pipeline.state_changes import StateChanges
+from tfparallel.pipeline.traced_result import TracedResult, losses_apart
+
+
+class StageCalls:
+    """Calls of the executor by the thread of each microbatch."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        current_microbatch: Callable,
+        deferred: DeferredBatchNorm,
+        changes: StateChanges,
+        rematerialization: Rematerialization,
+    ):
+        self._executor, self._current_microbatch = executor, current_microbatch
+        self._deferred, self._changes = deferred, changes
+        self._rematerialization = rematerialization
+        self.last_stage = executor.num_stages - 1
+        self._graph = tf.compat.v1.get_default_graph()
+        self._thread = threading.local()
+        self._results: dict[Any, TracedResult] = {}
+
+    @property
+    def around(self) -> Calls:
+        """By which graphs' calls the thread has come to where it is."""
+        return getattr(self._thread, "around", ())
+
+    @contextlib.contextmanager
+    def entered(self, around: Calls) -> Iterator[None]:
+        """Within it, `around` is that."""
+        before, self._thread.around = self.around, around
+        try:
+            yield
+        finally:
+            self._thread.around = before
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the thread is a microbatch's, and in no part and no branch of the step."""
+        in_graph = tf.compat.v1.get_default_graph() is self._graph
+        return in_graph and self._current_microbatch() is not None
+
+    @property
+    def is_in_part(self) -> bool:
+        """Whether the thread traces a part of a stage."""
+        return getattr(self._thread, "is_in_part", False)
+
+    def call(
+        self,
+        stage: int,
+        name: Any,
+        layers: Sequence,
+        function: Callable,
+        inputs: list,
+        **options: bool,
+    ) -> Any:
+        """`function(inputs)` on `stage`, or on a later stage if the inputs are made there.
+
+        Args:
+            name: of the computation. Its n-th call is the same computation in all microbatches.
+            layers: that it calls; losses that they add are carried out of the stage's function.
+            function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
+            inputs: tensors, sparse and ragged ones too.
+            **options: of `Executor.call`.
+        """
+        counts = vars(self._thread).setdefault("counts", collections.Counter())
+        counts[name] += 1
+        masks = [get_keras_mask(x) for x in inputs]
+        given = self._changes.needed_by(layers)
+        assigned = tuple(id(change.variable) for change in given)
+        key = (name, counts[name], tuple(mask is not None for mask in masks), assigned)
+
+        flat_inputs = flat_tensors(inputs)
+        arguments = [*flat_inputs, *present(masks)]
+
+        def flat_function(*flat: tf.Tensor) -> list:
+            flat, state = flat[: len(arguments)], flat[len(arguments) :]
+            own_inputs, own_masks = filled(inputs, flat), flat[len(flat_inputs) :]
+            set_masks(own_inputs, masks, own_masks)
+            self._thread.is_in_part = True
+            apart = self._changes.in_function(flat, given, state)
+            try:
+                with self._deferred.collected() as statistics, apart as changed:
+                    outputs, losses = losses_apart(function, layers, own_inputs)
+            finally:
+                self._thread.is_in_part = False
+            owners = [layer for layer, _ in losses]
+            result = TracedResult(outputs, owners, [v for v, _ in statistics], changed)
+            self._results[key] = result
+            # Identities: TensorFlow would hand back an input that is returned, and its mask.
+            values = flat_tensors(result.tensors)
+            tensors = [*values, *result.masks, *(x for _, x in [*losses, *statistics])]
+            tensors += [change.value for change in changed]
+            return [tf.identity(tensor) for tensor in tensors]
+
+        microbatch = self._current_microbatch()
+        given_tensors = [*arguments, *(change.value for change in given)]
+        stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
+        flat = self._executor.call(stage, microbatch, key, flat_function, given_tensors, **options)
+        result = self._results[key]
+        flat, values = split_at(flat, len(flat) - len(result.changed))
+        self._changes.add(result.changed, values, layers)
+        flat, values = split_at(flat, len(flat) - len(result.statistics))
+        self._deferred.add(microbatch, result.statistics, values)
+        return result.filled(flat)
+
+    @contextlib.contextmanager
+    def traced(self, stage: int, name: str) -> Iterator[None]:
+        """Within it, a layer of `stage` is traced; errors say which.
+
+        Those of operations when they run have both names in the name of the operation.
+        """
+        try:
+            with self._rematerialization.traced(name):
+                yield
+        except Exception as error:
+            end = "of the pipeline."
+            is_told = any(note.endswith(end) for note in getattr(error, "__notes__", ()))
+            if hasattr(error, "add_note") and not is_told:  # Python 3.11
+                error.add_note(f"In layer '{name}' on stage {stage} {end}")
+            raise

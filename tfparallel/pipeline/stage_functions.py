@@ -1,0 +1,44 @@
+"""The functions of the stages: each is traced once, and called for every microbatch."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class StageFunctions:
+    """Those of one step that is being traced."""
+
+    def __init__(self) -> None:
+        self._traced: dict[Hashable, Any] = {}
+        self._built: dict[Hashable, Any] = {}
+        self._trainable: dict[Any, Sequence] = {}
+
+    def concrete(self, stage: int, key: Hashable, function: Callable, inputs: Sequence) -> Any:
+        """`function` on `stage` as it is traced for `inputs`, at its first call with a key."""
+        if (stage, key) not in self._traced:
+            self._traced[stage, key] = _traced_once(stage, function)
+        return self._traced[stage, key].get_concrete_function(*inputs)
+
+    def watched_variables(self, concrete: Any) -> Sequence:
+        """Variables that tapes must hear of, and the step's graph at the first call."""
+        if concrete in self._trainable:
+            return self._trainable[concrete]
+        variables = concrete.graph.variables
+        self._trainable[concrete] = [x for x in variables if x.trainable]
+        return variables
+
+    def once(self, key: Hashable, build: Callable, *arguments: Any) -> Any:
+        """What `build(*arguments)` gave when it was first asked for with this key."""
+        if key not in self._built:
+            self._built[key] = build(*arguments)
+        return self._built[key]
+
+
+def _traced_once(stage: int, function: Callable) -> Any:
+    def named(*inputs: tf.Tensor) -> list:
+        with tf.name_scope(f"stage_{stage}"):  # names the stage in errors of its operations
+            return function(*inputs)
+
+    named.__name__ = f"tfparallel_stage_{stage}"
+    return tf.function(named, autograph=False)

@@ -1,0 +1,121 @@
+"""A functional model whose nodes run stage by stage."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tfparallel.internals.keras_layers import operation_of_node, outputs_structure
+from tfparallel.pipeline.graph_groups import Item, group_items
+from tfparallel.pipeline.parts import Calls, Member, is_opened, members
+from tfparallel.pipeline.places import Places
+from tfparallel.pipeline.stage_calls import StageCalls
+
+
+class StagedGraph:
+    """Runs the nodes of a functional model, those of one stage together.
+
+    Args:
+        graph: the functional model.
+        model: that runs it.
+    """
+
+    def __init__(self, graph: Any, model: keras.Model, places: Places, calls: StageCalls):
+        self._graph, self._places, self._calls = graph, places, calls
+        self._members = members(model)
+        self._groups: dict[Calls, list[NodeGroup]] = {}
+
+    def run(
+        self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
+    ) -> Any:
+        """`Functional._run_through_graph`."""
+        options = {} if operation_fn is None else {"operation_fn": operation_fn}
+        is_staged = self._calls.is_in_step or self._calls.is_in_part
+        if call_fn is not None or not is_staged:
+            return original(inputs, call_fn=call_fn, **options)
+        flat = keras.tree.flatten(inputs)
+        tensors: dict[Any, Any] = dict(zip(map(id, self._graph.inputs), flat, strict=True))
+        around = self._calls.around
+        if around not in self._groups:
+            self._groups[around] = self._grouped(around)
+        for i, group in enumerate(self._groups[around]):
+            if group.stage is None or self._calls.is_in_part:
+                self._run_members(group, operation_fn, tensors)
+                continue
+            outputs = self._calls.call(
+                group.stage,
+                (id(self._graph), around, i),
+                [member.operation for member in group.members],
+                functools.partial(self._run_group, group, operation_fn),
+                [tensors[key] for key in group.needed],
+            )
+            tensors.update(zip(group.produced, outputs, strict=True))
+        outputs = [tensors[id(x)] for x in self._graph.outputs]
+        return keras.tree.pack_sequence_as(outputs_structure(self._graph), outputs)
+
+    def _grouped(self, around: Calls) -> list["NodeGroup"]:
+        items = [
+            Item(
+                self._places.stages(member, around),
+                [id(x) for x in member.node.input_tensors],
+                [id(x) for x in member.node.outputs],
+            )
+            for member in self._members
+        ]
+        groups = []
+        for chosen in group_items(items, map(id, self._graph.inputs)):
+            others = [item for i, item in enumerate(items) if i not in chosen]
+            wanted = {id(x) for x in self._graph.outputs}.union(*(each.takes for each in others))
+            made = dict.fromkeys(key for i in chosen for key in items[i].makes)
+            needed = dict.fromkeys(key for i in chosen for key in items[i].takes)
+            stages = {stage for i in chosen for stage in items[i].stages}
+            groups.append(
+                NodeGroup(
+                    next(iter(stages)) if len(stages) == 1 else None,
+                    [self._members[i] for i in chosen],
+                    [key for key in needed if key not in made],
+                    [key for key in made if key in wanted],
+                )
+            )
+        return groups
+
+    def _run_group(self, group: "NodeGroup", operation_fn: Any, inputs: list) -> list:
+        tensors = dict(zip(group.needed, inputs, strict=True))
+        self._run_members(group, operation_fn, tensors)
+        return [tensors[key] for key in group.produced]
+
+    def _run_members(self, group: "NodeGroup", operation_fn: Any, tensors: dict[Any, Any]) -> None:
+        around = self._calls.around
+        for member in group.members:
+            args, kwargs = member.node.arguments.fill_in(tensors)
+            operation = operation_of_node(self._graph, member.node)
+            operation = operation if operation_fn is None else operation_fn(operation)
+            with self._calls.entered(member.within(around)), self._named(member, around):
+                outputs = keras.tree.flatten(operation(*args, **kwargs))
+            tensors.update(zip(map(id, member.node.outputs), outputs, strict=True))
+
+    def _named(self, member: Member, around: Calls) -> contextlib.AbstractContextManager:
+        if is_opened(member.operation):  # its parts have names
+            return contextlib.nullcontext()
+        part, stage = self._places.find(member.operation, member.key(around))
+        return self._calls.traced(stage, part.name)
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of a graph that run together.
+
+    Attributes:
+        stage: on which they run; None for a nested model on several stages.
+        members: in their order.
+        needed: `id`s of the tensors that they take from others.
+        produced: `id`s of the tensors that others take from them.
+    """
+
+    stage: int | None
+    members: Sequence[Member]
+    needed: Sequence[Hashable]
+    produced: Sequence[Hashable]

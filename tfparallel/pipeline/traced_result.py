@@ -1,0 +1,56 @@
+"""What the traced function of a stage returns, as a nest of other tensors later."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tfparallel.internals import get_keras_mask
+from tfparallel.internals.keras_layers import (
+    add_loss_again,
+    added_losses,
+    drop_added_losses,
+    layers_of,
+)
+from tfparallel.pipeline.flat_tensors import TENSORS, filled, flat_tensors, present, set_masks
+
+
+class TracedResult:
+    """What a traced function returns: the tensors in it, their masks, and the losses added.
+
+    Attributes:
+        statistics: the variables that were to be assigned, had that not been deferred.
+        changed: what was to be assigned otherwise.
+    """
+
+    def __init__(self, outputs: Any, loss_owners: list, statistics: list, changed: list):
+        self._structure, self._loss_owners = outputs, loss_owners
+        self.statistics, self.changed = statistics, changed
+        self._leaves = keras.tree.flatten(outputs)
+        self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TENSORS)]
+        self.tensors = [self._leaves[i] for i in self._at]
+        self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
+        self.masks = present(self._all_masks)
+
+    def filled(self, flat: Sequence) -> Any:
+        """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""
+        leaves, tensors = list(self._leaves), filled(self.tensors, flat)
+        rest = flat[len(flat_tensors(self.tensors)) :]
+        set_masks(tensors, self._all_masks, rest)
+        for i, tensor in zip(self._at, tensors, strict=True):
+            leaves[i] = tensor
+        for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):
+            add_loss_again(layer, loss)
+        return keras.tree.pack_sequence_as(self._structure, leaves)
+
+
+def losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[Any, list[tuple]]:
+    """What `function` returns, and the losses that `layers` have added meanwhile, by layer."""
+    own = [layer for each in layers if isinstance(each, keras.Layer) for layer in layers_of(each)]
+    own = list({id(layer): layer for layer in own}.values())
+    before = [len(added_losses(layer)) for layer in own]
+    outputs = function(inputs)
+    losses = []
+    for layer, count in zip(own, before, strict=True):
+        losses += [(layer, loss) for loss in drop_added_losses(layer, count)]
+    return outputs, losses
