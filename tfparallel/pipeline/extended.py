@@ -178,6 +178,9 @@ class PipelineExtended(LocalExtended):
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
+        if self._num_replicas_in_sync == 1:  # a batch in one piece needs no schedule
+            yield
+            return
         stages = self._stages_of(model)
         deferred = DeferredBatchNorm(self._deferred_layers(model))
 

@@ -116,17 +116,15 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_called_by_trainer(sys._getframe(1)):
             checks.check_is_not_compiled(fn)
-        if self.extended._divides_data and (is_step or is_predict_step(fn)):
-            model = fn.__self__ if is_step else model_of_predict_step(fn)
+        if not is_step and not is_predict_step(fn):
+            return super().run(fn, args, kwargs, options)
+        model = fn.__self__ if is_step else model_of_predict_step(fn)
+        if self.extended._divides_data:
             checks.check_states_of_rows(self, model)
-        if self.extended._num_replicas_in_sync > 1:
-            if is_step:
-                with self.extended._step_of(fn.__self__):
-                    return run_keras_step(self, fn, *args)
-            if is_predict_step(fn):
-                with self.extended._step_of(model_of_predict_step(fn)):
-                    return run_predict_step(self, fn, *args)
-        return super().run(fn, args, kwargs, options)
+        with self.extended._step_of(model):
+            if self.extended._num_replicas_in_sync == 1:
+                return super().run(fn, args, kwargs, options)
+            return (run_keras_step if is_step else run_predict_step)(self, fn, *args)
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         """What a Keras step is run with in the place of `args`, which begin with the batch."""
@@ -260,15 +258,10 @@ class ReplicatedExtended(MirroredExtended):
             name = kwargs.get("name") or "Variable"
             for i, device in enumerate(devices):
                 with tf.device(device), record.stop_recording():
-                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
-                        replica_id=i,
-                        device=device,
-                        primary_var=copies[0] if copies else None,
-                        **kwargs,
-                    )
+                    value = self._initial_value(variable_class, i, device, copies, kwargs)
                     if i > 0:
                         kwargs["name"] = f"{name}/replica_{i}"
-                    copies.append(next_creator(**kwargs))
+                    copies.append(next_creator(**{**kwargs, "initial_value": value}))
             return copies
 
         classes: dict = dict.fromkeys(tf.VariableSynchronization, variable_class)
@@ -281,12 +274,28 @@ class ReplicatedExtended(MirroredExtended):
         mark_owner(variable, owner, statistics)
         return variable
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+    def _initial_value(
+        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What copy number `i` starts with: the value that all agree on, whatever its class."""
+        del variable_class
+        return self._agreed_initial_value(i, device, copies, kwargs)
+
+    def _agreed_initial_value(
+        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The whole value, or a function that gives it: rank 0's for copy 0, else a copy of it."""
+        primary = copies[0] if copies else None
+        return self._get_variable_creator_initial_value(
+            replica_id=i, device=device, primary_var=primary, **kwargs
+        )
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return MetricVariable
         return ReplicatedVariable if is_statistics(owner, kwargs) else self._replicated_class
 
-    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+    def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
         del variable_class
         return self._devices
 
@@ -345,6 +354,13 @@ class ReplicatedExtended(MirroredExtended):
             reduced = [tf.stop_gradient(t) for t in reduced]
         return tf.nest.pack_sequence_as(value, reduced)
 
+    def _weigh_and_reduce(self, gradients: list) -> list:
+        """Gradients of all rows, from those of this replica's; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
+        return self._reduce_gradients(gradients)
+
     def _reduce_gradients(self, gradients: list) -> list:
         """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
         step = current_replica_step()
@@ -354,6 +370,11 @@ class ReplicatedExtended(MirroredExtended):
 
     def _sum_gradients(self, gradients: list) -> list:
         return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        """Methods of an optimizer, by name, that act otherwise here: `hook(original, *args)`."""
+        del optimizer
+        return {}
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
@@ -378,6 +399,7 @@ class ReplicatedExtended(MirroredExtended):
         return dataset
 
     def _step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        """Around each Keras step of `model`, also where one replica runs it."""
         del model
         return contextlib.nullcontext()
 
