@@ -42,7 +42,7 @@ from tfparallel.pipeline.stage_variables import (
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.pipeline.state_changes import StateChanges
-from tfparallel.replicas.base import LocalExtended
+from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.replica_step import current_replica_step
 
 

@@ -23,8 +23,8 @@ from tfparallel.internals import (
 )
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
-from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch import num_rows, split_rows
+from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
