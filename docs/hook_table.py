@@ -61,9 +61,14 @@ def hooks() -> Iterator[Hook]:
 
 
 def _hook(path: str, kind: str, call: ast.Call) -> Hook:
-    """Raises ValueError for what is no literal: the table could not tell of it."""
+    """A call as a row; a name that is not written out stands in angle brackets.
+
+    Raises:
+        ValueError: for a reason that is no literal: the table could not tell of it.
+    """
     options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    name = ast.literal_eval(call.args[1])
+    which = call.args[1]
+    name = which.value if isinstance(which, ast.Constant) else f"<{ast.unparse(which)}>"
     life = _FOR_GOOD.get(kind) or options["during"]
     return Hook(path, f"`{ast.unparse(call.args[0])}.{name}`", life, options["why"])
 

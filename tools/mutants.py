@@ -39,6 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 FILES = [
     "replicas/base.py",
+    "replicas/extended.py",
+    "replicas/local.py",
     "replicas/batch.py",
     "parameter_server/embedding_hooks.py",
     "data_parallel/horovod.py",

@@ -144,7 +144,9 @@ def _counters() -> dict:
     return {
         "results": results,
         "steps_of_worker": pool.steps_of_worker,
-        "kinds": sorted(kind.split()[0] for kind in model.train_function._steps),
+        "kinds": sorted(
+            recipe.__qualname__.split(".")[0] for recipe, _ in model.train_function._steps
+        ),
         "loads": strategy.extended._placement.loads,
     }
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from tfparallel.parameter_server.shared_batches import Host, Hosts, rows_of_replicas
+from tfparallel.parameter_server.batch_arguments import Host, Hosts
+from tfparallel.parameter_server.shared_batches import rows_of_replicas
 
-HOSTS = Hosts((Host("CPU:0", range(2)), Host("CPU:1", range(2, 3))))  # of two GPUs and of one
+HOSTS = Hosts((Host(0, "CPU:0", range(2)), Host(1, "CPU:1", range(2, 3))))  # of two GPUs and of one
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,6 @@ HOSTS = Hosts((Host("CPU:0", range(2)), Host("CPU:1", range(2, 3))))  # of two G
     ],
 )
 def test_workers_have_the_rows_that_their_replicas_get_of_each_batch(num_rows, batch_size, rows):
-    received = [rows_of_replicas(num_rows, batch_size, HOSTS, h.replicas) for _, h in HOSTS]
+    received = [rows_of_replicas(num_rows, batch_size, HOSTS, h.replicas) for h in HOSTS]
     assert [each.tolist() for each in received] == rows
     assert sorted(np.concatenate(received)) == list(range(num_rows))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.replicas.base import LocalExtended
+from tfparallel.replicas.local import LocalExtended
 
 
 class MirroredLocalExtended(LocalExtended):

@@ -14,6 +14,7 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import ReplicaContext, TrainerCall
 from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
+from tfparallel.parameter_server.batch_arguments import BatchArguments
 from tfparallel.parameter_server.compressed_gradient import (
     CompressionMemory,
     GradientsHandedIn,
@@ -34,7 +35,7 @@ from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
-from tfparallel.parameter_server.worker_pool import Arguments, WorkerPool
+from tfparallel.parameter_server.worker_pool import WorkerPool
 from tfparallel.parameter_server.worker_state import WorkerStates
 from tfparallel.replicas.seed_hooks import global_generator_under
 
@@ -90,14 +91,14 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         with tf.device(device), WorkerContext(strategy, 0 if worker is None else worker):
             return fn(*args, **kwargs)
 
-    def _make_step(self, step_function: Callable, arguments: Arguments) -> RemoteStep:
+    def _make_step(self, step_function: Callable, arguments: BatchArguments) -> RemoteStep:
         """`step_function` as a worker and the servers run it, for arguments like these."""
         strategy = self._container_strategy()
 
-        def run(parts: tuple, worker: tf.Tensor) -> Any:
+        def run(tensors: Any, worker: tf.Tensor) -> Any:
             self._worker.number = worker
             try:
-                return strategy.run(step_function, (arguments.batch(*parts),))
+                return strategy.run(step_function, (arguments.recipe(tensors),))
             finally:
                 self._worker.number = None
 

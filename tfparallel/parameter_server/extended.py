@@ -29,9 +29,9 @@ from tfparallel.parameter_server.server_variables import (
     ServerStatistics,
     ServerVariable,
 )
-from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.central import CentralExtended
+from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.variables import (
     CentralVariable,
     MetricVariable,

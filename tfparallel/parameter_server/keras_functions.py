@@ -13,39 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.parameter_server.remote_step import RemoteStep, specs_of
-from tfparallel.parameter_server.worker_pool import Arguments, QueuedStep, WorkerPool
+from tfparallel.parameter_server.batch_arguments import BatchArguments, ReadByChief
+from tfparallel.parameter_server.remote_step import RemoteStep
+from tfparallel.parameter_server.worker_pool import QueuedStep, WorkerPool
 
-MakeStep = Callable[[Callable, Arguments], RemoteStep]
-
-
-class Fed:
-    """A batch that the chief has read and sends along with the step."""
-
-    def __init__(self, batch: Any):
-        self._batch = as_tensors(batch)
-        self.specs = (specs_of(self._batch),)
-
-    def on(self, worker: int, device: str) -> Any:
-        """The batch: TensorFlow sends it with the call."""
-        del worker, device
-        return (self._batch,)
-
-    @staticmethod
-    def batch(batch: Any) -> Any:
-        """The batch itself."""
-        return batch
-
-
-def as_tensors(batch: Any) -> Any:
-    """A batch as Keras hands it to its functions, in tensors."""
-    return keras.tree.map_structure(_as_tensor, batch)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, tf.experimental.Optional):
-        return None
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+MakeStep = Callable[[Callable, BatchArguments], RemoteStep]
 
 
 class FedByChief:
@@ -54,8 +26,8 @@ class FedByChief:
     def __init__(self, dataset: Iterable):
         self._dataset = dataset
 
-    def __iter__(self) -> Iterator[Fed]:
-        return (Fed(batch) for batch in self._dataset)
+    def __iter__(self) -> Iterator[BatchArguments]:
+        return map(ReadByChief.of_any_rows, self._dataset)
 
 
 class Batches:
@@ -139,13 +111,13 @@ class StepFunction:
     ):
         self.pool, self._make_step = pool, make_step
         self._model, self._step_function = model, step_function
-        self._steps: dict[str, RemoteStep] = {}
+        self._steps: dict[tuple, RemoteStep] = {}
         self._under_way: collections.deque[QueuedStep] = collections.deque()
         self._newest: Any = None
 
-    def submit(self, arguments: Arguments) -> QueuedStep:
+    def submit(self, arguments: BatchArguments) -> QueuedStep:
         """Hands one step to the pool."""
-        key = f"{type(arguments).__name__} {arguments.specs}"
+        key = arguments.recipe, str(arguments.specs)
         if key not in self._steps:
             self._steps[key] = self._make_step(self._step_function, arguments)
         return self.pool.submit(self._steps[key], arguments)
@@ -158,7 +130,7 @@ class StepFunction:
             if arguments is None:
                 break
             if not isinstance(iterator, BatchIterator):  # `train_on_batch` waits for its result
-                return self.pool.wait(self.submit(Fed(arguments)))
+                return self.pool.wait(self.submit(ReadByChief.of_any_rows(arguments)))
             self._under_way.append(self.submit(arguments))
         if iterator.is_at_end:
             return self._last_logs()
@@ -185,10 +157,11 @@ class PredictFunction(StepFunction):
     """What Keras calls with a list of batches, to get all their predictions in order."""
 
     def __call__(self, data: Any) -> Any:
-        outputs = [
-            self.pool.wait(part if isinstance(part, QueuedStep) else self.submit(Fed(part)))
-            for part in data
-        ]
+        outputs = [self.pool.wait(self._submitted(part)) for part in data]
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    def _submitted(self, part: Any) -> QueuedStep:
+        is_submitted = isinstance(part, QueuedStep)
+        return part if is_submitted else self.submit(ReadByChief.of_any_rows(part))

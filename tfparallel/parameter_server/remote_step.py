@@ -113,17 +113,6 @@ class RemoteStep:
         return tf.nest.pack_sequence_as(self._traced["outputs"], flat, expand_composites=True)
 
 
-def specs_of(arguments: Any) -> Any:
-    """The specs of a nest of tensors, with any number of rows."""
-
-    def spec(leaf: Any) -> Any:
-        if leaf is None or not isinstance(leaf, tf.Tensor):
-            return None if leaf is None else tf.type_spec_from_value(leaf)
-        return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
-
-    return tf.nest.map_structure(spec, arguments)
-
-
 def _flatten(nest: Any) -> list:
     flat = tf.nest.flatten(nest, expand_composites=True)
     return [leaf for leaf in flat if leaf is not None]

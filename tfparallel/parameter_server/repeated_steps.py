@@ -76,12 +76,12 @@ class RepeatedSteps:
         """No step is done again: what they were called with, arrays among it, may go."""
         self._since, self._are_old = [], True
 
-    def run(self, function: Callable, arguments: Any) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], Any]) -> Any:
         """The outputs of one step.
 
         Args:
             function: is `guarded`, and covered.
-            arguments: `SharedArguments`, asked for tensors anew where the step is done again.
+            tensors: gives what it is called with, anew where the step is done again.
 
         Raises:
             ServerLost, WorkerLost: where the step cannot be done again.
@@ -92,17 +92,17 @@ class RepeatedSteps:
         if self._are_old or len(self._since) >= self._copy_every_steps:
             self._until_done(copies.take, copies.take, lambda: None)
             self._since, self._are_old = [], False
-        self._since.append((function, arguments))
+        self._since.append((function, tensors))
         generation = self._fence.generation
         return self._until_done(
-            lambda: function(generation, arguments.tensors()), copies.restore, self._repeat
+            lambda: function(generation, tensors()), copies.restore, self._repeat
         )
 
     def _repeat(self) -> Any:
         """Does all steps since the copies; returns the outputs of the last."""
         outputs = None
-        for function, arguments in self._since:
-            outputs = function(self._fence.generation, arguments.tensors())
+        for function, tensors in self._since:
+            outputs = function(self._fence.generation, tensors())
         self.num_repeated += len(self._since)
         tf.get_logger().warning(
             "all workers are there: did %d steps again, of which one was not done before.",

@@ -22,35 +22,13 @@ import tensorflow as tf
 
 from tfparallel.internals import ArrayDataAdapter, TrainerCall
 from tfparallel.internals.datasets import arrays_of
+from tfparallel.parameter_server.batch_arguments import Hosts
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.remote_calls import remote_calls
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers, Rows
 from tfparallel.replicas.batch import OnHost, OnHosts, split_rows
 
 Generation = Callable[[int], int]  # of a worker: how often it has been lost, with all that it kept
-
-
-@dataclass(frozen=True)
-class Host:
-    """A worker's host: its CPU, where it keeps data, and the numbers of its replicas."""
-
-    device: str
-    replicas: range
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """All workers' hosts, in the order of their replicas."""
-
-    of_worker: tuple[Host, ...]
-
-    @property
-    def num_replicas(self) -> int:
-        """Of all workers."""
-        return self.of_worker[-1].replicas.stop
-
-    def __iter__(self) -> Iterator[tuple[int, Host]]:
-        return iter(enumerate(self.of_worker))
 
 
 def shared_batches(
@@ -114,10 +92,10 @@ class SharedArrays:
         self._hosts, self.recipe = hosts, GatherRows(hosts, batch_rows)
         self._rows = [  # that each worker has: in order, or all
             None if is_shuffled else rows_of_replicas(num_rows, size, hosts, host.replicas)
-            for _, host in hosts
+            for host in hosts
         ]
         self._arrays = ArraysOnWorkers(adapter, generation, self._rows)
-        lengths = [batch_rows and _num_rows(batch_rows, hosts, host.replicas) for _, host in hosts]
+        lengths = [batch_rows and _num_rows(batch_rows, hosts, host.replicas) for host in hosts]
         places = tuple(tf.TensorSpec([length], tf.int64) for length in lengths)
         arrays = (self._arrays.specs,) * len(places)
         self.specs = tf.TensorSpec((), tf.int32), places, arrays
@@ -130,12 +108,12 @@ class SharedArrays:
         """For a batch of these rows: how many they are; then for each worker the places of its own
         among the rows that it has, and its arrays."""
         total, places = len(row_numbers), []
-        for worker, host in self._hosts:
+        for host in self._hosts:
             start, end = _bounds(total, self._hosts, host.replicas)
-            own, rows = row_numbers[start:end], self._rows[worker]
+            own, rows = row_numbers[start:end], self._rows[host.worker]
             places.append(tf.constant(own if rows is None else np.searchsorted(rows, own)))
         with remote_calls():
-            arrays = [self._arrays.on(worker, host.device) for worker, host in self._hosts]
+            arrays = [self._arrays.on(host.worker, host.device) for host in self._hosts]
         return tf.constant(total), tuple(places), tuple(arrays)
 
 
@@ -156,8 +134,9 @@ class SharedRows:
         """Makes the batch."""
         return self.arrays.recipe
 
-    def tensors(self) -> tuple:
-        """As `SharedArrays.tensors`."""
+    def tensors(self, hosts: Hosts) -> tuple:
+        """As `SharedArrays.tensors`; `hosts` are those of the arrays."""
+        del hosts
         return self.arrays.tensors(self.row_numbers)
 
 
@@ -179,12 +158,16 @@ class GatherRows:
             OnHost(
                 host.device,
                 host.replicas,
-                places[worker],
+                places[host.worker],
                 total,
-                functools.partial(Rows.batch, arrays[worker]),
+                functools.partial(_rows_of, arrays[host.worker]),
             )
-            for worker, host in self.hosts
+            for host in self.hosts
         )
+
+
+def _rows_of(arrays: Any, indices: tf.Tensor) -> Any:
+    return Rows.recipe((arrays, indices))
 
 
 def rows_of_replicas(num_rows: int, batch_size: int, hosts: Hosts, replicas: range) -> np.ndarray:
@@ -232,8 +215,8 @@ class SharedDataset:
         """For each worker an iterator there, whose next batch is the one asked for."""
         with remote_calls():
             return tuple(
-                self._dataset.reader(worker, host.device).iterator_at(epoch, number)
-                for worker, host in self._hosts
+                self._dataset.reader(host.worker, host.device).iterator_at(epoch, number)
+                for host in self._hosts
             )
 
 
@@ -255,8 +238,9 @@ class SharedBatch:
         """Makes the batch."""
         return self.dataset.recipe
 
-    def tensors(self) -> tuple:
-        """As `SharedDataset.iterators_at`."""
+    def tensors(self, hosts: Hosts) -> tuple:
+        """As `SharedDataset.iterators_at`; `hosts` are those of the dataset."""
+        del hosts
         return self.dataset.iterators_at(self.epoch, self.number)
 
 
@@ -268,8 +252,8 @@ class ReadBatch:
 
     def __call__(self, iterators: tuple) -> OnHosts:
         on_hosts = []
-        for worker, host in self.hosts:
+        for host in self.hosts:
             with tf.device(host.device):
-                batch = iterators[worker].get_next()
+                batch = iterators[host.worker].get_next()
             on_hosts.append(OnHost(host.device, host.replicas, batch))
         return OnHosts(on_hosts)

@@ -4,54 +4,16 @@ Keras would read a batch and use it in one function: who loses the function lose
 take it first, so that it can be used again.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.parameter_server.keras_functions import as_tensors
+from tfparallel.parameter_server.batch_arguments import BatchArguments, Hosts, ReadByChief
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
 from tfparallel.parameter_server.steps_once import StepsOnce
-
-
-class SharedArguments(Protocol):
-    """What one step is called with."""
-
-    @property
-    def specs(self) -> Any:
-        """`TypeSpec`s of `tensors`."""
-
-    @property
-    def recipe(self) -> Callable[[Any], Any]:
-        """Makes the batch of `tensors`, in the step; equal for all that are traced alike."""
-
-    def tensors(self) -> Any:
-        """A nest of tensors, on the workers or here; called again where the step is."""
-
-
-class ReadByChief:
-    """A batch that the chief has read: TensorFlow sends each worker its rows with the step.
-
-    What is known of shapes matters: Keras weighs a batch by its rows where it knows them.
-
-    Args:
-        batch: as Keras hands it to its functions.
-        specs: of the dataset that it is from, if it is.
-    """
-
-    def __init__(self, batch: Any, specs: Any = None):
-        self._batch = as_tensors(batch)
-        self.specs = keras.tree.map_structure(_spec, self._batch if specs is None else specs)
-
-    def tensors(self) -> Any:
-        """The batch."""
-        return self._batch
-
-    @staticmethod
-    def recipe(batch: Any) -> Any:
-        """The batch itself."""
-        return batch
 
 
 class SharedStep:
@@ -62,6 +24,7 @@ class SharedStep:
         model: whose steps they are.
         step: a function of a batch, which is traced.
         chief_device: where outputs are wanted.
+        hosts: take each step together.
     """
 
     def __init__(
@@ -70,9 +33,10 @@ class SharedStep:
         model: keras.Model,
         step: Callable,
         chief_device: str,
+        hosts: Hosts,
     ):
         self.steps, self._model, self._step = steps, model, step
-        self._chief_device = chief_device
+        self._chief_device, self._hosts = chief_device, hosts
         self._functions: dict[Callable, Any] = {}  # by recipe
         self._known: set[tuple] = set()  # recipes and specs
 
@@ -89,7 +53,8 @@ class SharedStep:
 
     def _run(self, batch: Any, specs: Any = None) -> Any:
         """Runs the step on a batch; `specs` are those of the dataset that it is from."""
-        arguments: Any = batch if hasattr(batch, "recipe") else ReadByChief(batch, specs)
+        is_on_its_way = isinstance(batch, BatchArguments)
+        arguments = batch if is_on_its_way else ReadByChief(batch, specs)
         recipe, specs = arguments.recipe, arguments.specs
         if recipe not in self._functions:
             self._functions[recipe] = self._make_function(recipe)
@@ -98,7 +63,7 @@ class SharedStep:
             generation = tf.TensorSpec((), tf.int64)
             self.steps.cover(function.get_concrete_function(generation, specs).graph)
             self._known.add((recipe, str(specs)))
-        return self.steps.run(function, arguments)
+        return self.steps.run(function, functools.partial(arguments.tensors, self._hosts))
 
     def _make_function(self, recipe: Callable) -> Any:
         step = self.steps.guarded(lambda tensors: self._on_chief(self._step(recipe(tensors))))
@@ -118,9 +83,3 @@ class SharedPredictStep(SharedStep):
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-
-def _spec(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, tf.OptionalSpec):
-        return None
-    return leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)

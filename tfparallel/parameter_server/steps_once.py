@@ -21,9 +21,9 @@ class StepsOnce:
     def cover(self, graph: Any) -> None:
         """Nothing is copied."""
 
-    def run(self, function: Callable, arguments: Any) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], Any]) -> Any:
         """The outputs of one step."""
-        return function(self._generation, arguments.tensors())
+        return function(self._generation, tensors())
 
     def changed_elsewhere(self) -> None:
         """Nothing depends on it."""

@@ -17,13 +17,14 @@ from tfparallel.internals import (
     surround_epochs,
 )
 from tfparallel.internals.distribute import gather
+from tfparallel.parameter_server.batch_arguments import Host, Hosts
 from tfparallel.parameter_server.extended import ParameterServerExtended
 from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
-from tfparallel.parameter_server.shared_batches import Host, Hosts, shared_batches
+from tfparallel.parameter_server.shared_batches import shared_batches
 from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedStep
 from tfparallel.parameter_server.steps_once import StepsOnce
 from tfparallel.replicas.batch import OnHosts
@@ -69,7 +70,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         hosts, first = [], 0
         for worker, devices in enumerate(self._cluster.worker_devices()):
             replicas = range(first, first + len(devices))
-            hosts.append(Host(self._cluster.device("worker", worker), replicas))
+            hosts.append(Host(worker, self._cluster.device("worker", worker), replicas))
             first = replicas.stop
         return Hosts(tuple(hosts))
 
@@ -110,7 +111,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         ):
             known = getattr(model, name)
             if not (isinstance(known, SharedStep) and known.steps is steps):
-                setattr(model, name, function_class(steps, model, step, chief))
+                setattr(model, name, function_class(steps, model, step, chief, self._hosts()))
 
     def _for_replicas(self, batch: Any) -> Any:
         """A batch as `run` takes it."""

@@ -3,8 +3,8 @@
 arrays      shipped to each worker once, at its first step; a step then brings row numbers along
 tf.data     the dataset's graph is rebuilt on each worker; a step then brings a batch number along,
             and the worker reads on to it, passing over the batches that others take
-otherwise   the chief reads and sends every batch (`Fed`): generators, and datasets whose order
-            is not fixed by seeds, of which two workers would read different batches by one number
+otherwise   the chief reads and sends every batch: generators, and datasets whose order is not fixed
+            by seeds, of which two workers would read different batches by one number
 
 Batch k is the same batch whoever computes it, so a slow worker takes fewer, every example of an
 epoch is used exactly once, and the step of a lost worker can be done by another.
@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from tfparallel.internals import ArrayDataAdapter
 from tfparallel.internals.datasets import arrays_of
+from tfparallel.parameter_server.batch_arguments import Hosts, specs_of_any_rows
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.dataset_reader import DatasetReader
-from tfparallel.parameter_server.remote_step import specs_of
 
 _LARGEST_ARRAY_BYTES = 1 << 30  # a gRPC message ends at 2 GiB
 
@@ -35,13 +35,15 @@ class Rows:
         self._arrays, self._indices = arrays, indices
         self.specs = (arrays.specs, tf.TensorSpec([None], tf.int64))
 
-    def on(self, worker: int, device: str) -> tuple:
+    def tensors(self, hosts: Hosts) -> tuple:
         """The arrays, which stay where they are, and the row numbers."""
-        return self._arrays.on(worker, device), tf.constant(self._indices)
+        (host,) = hosts
+        return self._arrays.on(host.worker, host.device), tf.constant(self._indices)
 
     @staticmethod
-    def batch(arrays: Any, indices: tf.Tensor) -> Any:
+    def recipe(arrays_and_indices: tuple) -> Any:
         """The rows, gathered in the worker's step."""
+        arrays, indices = arrays_and_indices
         return tf.nest.map_structure(lambda a: None if a is None else tf.gather(a, indices), arrays)
 
 
@@ -67,7 +69,7 @@ class ArraysOnWorkers:
         own = arrays_of(adapter)
         arrays = keras.tree.lists_to_tuples(own.arrays)
         self._arrays = keras.tree.map_structure(_as_array, arrays)
-        self.specs = specs_of(keras.tree.map_structure(_spec_like, self._arrays))
+        self.specs = specs_of_any_rows(keras.tree.map_structure(_spec_like, self._arrays))
         # Shuffled as Keras shuffles the arrays: the same operations draw from the same seeds.
         numbers = np.arange(own.num_rows)
         batches = ArrayDataAdapter(numbers, batch_size=own.batch_size, shuffle=own.is_shuffled)
@@ -132,15 +134,15 @@ class Numbered:
 
     def __init__(self, dataset: "DatasetOnWorkers", epoch: int, number: int):
         self._dataset, self._epoch, self._number = dataset, epoch, number
-        self.specs = (dataset.specs,)
+        self.specs = dataset.specs
 
-    def on(self, worker: int, device: str) -> tuple:
+    def tensors(self, hosts: Hosts) -> Any:
         """The batch, read on the worker, where it stays."""
-        reader = self._dataset.reader(worker, device)
-        return (reader.read(self._epoch, self._number),)
+        (host,) = hosts
+        return self._dataset.reader(host.worker, host.device).read(self._epoch, self._number)
 
     @staticmethod
-    def batch(batch: Any) -> Any:
+    def recipe(batch: Any) -> Any:
         """The batch itself."""
         return batch
 

@@ -13,31 +13,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.parameter_server.batch_arguments import BatchArguments, Hosts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.staleness import StalenessBound
-
-
-class Arguments(Protocol):
-    """The arguments of a step, for whichever worker takes it."""
-
-    @property
-    def specs(self) -> Any:
-        """Their `TypeSpec`s."""
-
-    def on(self, worker: int, device: str) -> tuple:
-        """Nests of tensors, for `worker`."""
-
-    @staticmethod
-    def batch(*parts: Any) -> Any:
-        """What the step function is called with, made of `on` in the worker's step."""
 
 
 @dataclass
@@ -54,7 +40,7 @@ class QueuedStep:
     """
 
     remote: RemoteStep
-    arguments: Arguments
+    arguments: BatchArguments
     number: int
     is_done: threading.Event = field(default_factory=threading.Event)
     outputs: Any = None
@@ -100,7 +86,7 @@ class WorkerPool:
 
     # ---- for the chief's own thread --------------------------------------------------------------
 
-    def submit(self, remote: RemoteStep, arguments: Arguments) -> QueuedStep:
+    def submit(self, remote: RemoteStep, arguments: BatchArguments) -> QueuedStep:
         """Queues a step; waits while two steps for each worker are queued already.
 
         Raises:
@@ -189,7 +175,7 @@ class WorkerPool:
     def _run(self, worker: int, step: QueuedStep, executor: Any) -> None:
         attempt, device = step.attempt, self._devices[worker]
         with self._recovery.of_worker(worker):
-            arguments = step.arguments.on(worker, device)
+            arguments = step.arguments.tensors(Hosts.of_one(worker, device))
             outputs, effects, kept = step.remote.compute(worker, device, arguments)
             outputs = step.remote.fetch(self._cluster.chief_device, outputs)
             executor.wait()

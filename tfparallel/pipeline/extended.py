@@ -44,8 +44,8 @@ from tfparallel.pipeline.stage_variables import (
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.pipeline.state_changes import StateChanges
-from tfparallel.replicas.base import LocalExtended
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.replica_step import current_replica_step
 
 
@@ -189,6 +189,9 @@ class PipelineExtended(LocalExtended):
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
+        if self._num_replicas_in_sync == 1:  # a batch in one piece needs no schedule
+            yield
+            return
         stages = self._stages_of(model)
         deferred = DeferredBatchNorm(self._deferred_layers(model))
 

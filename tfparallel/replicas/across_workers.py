@@ -22,7 +22,7 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.keras_layers import behind
-from tfparallel.replicas.base import ReplicatedExtended
+from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.variables import MetricVariable, prefetched_metrics
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfparallel.internals import layer_of_late_variable, values_util
-from tfparallel.replicas.base import LocalExtended
+from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.variables import CentralVariable
 
 

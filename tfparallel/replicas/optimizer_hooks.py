@@ -46,7 +46,7 @@ class GradientSource:
 
 
 def gradient_source() -> GradientSource | None:
-    """What the calling replica thread is reducing gradients of, inside `_reduce_gradients`."""
+    """What the calling replica thread is reducing gradients of, inside `_weigh_and_reduce`."""
     return getattr(_thread, "source", None)
 
 
@@ -76,6 +76,13 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
         wrapped(optimizer, "_all_reduce_sum_gradients", _unless_reduced),
         why="Gradients that have met are not reduced a second time.",
     )
+    for name, hook in strategy.extended._optimizer_hooks(optimizer).items():
+        hook_once(
+            optimizer,
+            name,
+            wrapped(optimizer, name, hook),
+            why="What the strategy has an optimizer do otherwise, by its own `_optimizer_hooks`.",
+        )
 
 
 def _reduce_then_apply(
@@ -95,17 +102,15 @@ def _reduce_then_apply(
         return apply_without_replicas(optimizer, grads, trainable_variables)
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
-    grads, step = list(grads), current_replica_step()
+    grads = list(grads)
     present = [g for g in grads if g is not None]
-    if step is not None:
-        present = [step.weigh_gradient(g) for g in present]
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     variables = trainable_variables or trained_by(optimizer)
     present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
     _thread.source = GradientSource(optimizer, present_variables)
     try:
-        reduced = iter(strategy.extended._reduce_gradients(present))
+        reduced = iter(strategy.extended._weigh_and_reduce(present))
     finally:
         _thread.source = None
     grads = [None if g is None else next(reduced) for g in grads]

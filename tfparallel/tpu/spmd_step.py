@@ -6,13 +6,14 @@ outputs averaged inside of it. The mathematics are the same.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
+    BaseOptimizer,
     PerReplica,
     ReduceOp,
     distribute_lib,
@@ -26,8 +27,8 @@ from tfparallel.internals import (
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
-from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch import num_rows, split_rows
+from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
@@ -83,6 +84,18 @@ class SpmdExtended(tf.distribute.StrategyExtended):
     def _reduce_gradients(self, gradients: list) -> list:
         context = distribute_lib.get_replica_context()
         return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
+
+    def _weigh_and_reduce(self, gradients: list) -> list:
+        """Gradients of all rows, from those of this replica's."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
+        return self._reduce_gradients(gradients)
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        """None: an optimizer computes as ever."""
+        del optimizer
+        return {}
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         return apply(gradients, variables)

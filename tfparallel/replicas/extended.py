@@ -1,0 +1,251 @@
+"""The decisions of a strategy whose replicas compute alike, from gradients reduced once."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import (
+    BaseOptimizer,
+    MirroredExtended,
+    ReduceOp,
+    TrainerCall,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    layer_of_late_variable,
+    numpy_dataset,
+    owner_of_new_variable,
+    record,
+    with_body,
+)
+from tfparallel.replicas.batch import concat_rows
+from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.owners import hook_owner
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.seed_hooks import call_with_global_seed
+from tfparallel.replicas.variables import (
+    MetricVariable,
+    ReplicatedVariable,
+    is_statistics,
+    mark_owner,
+)
+
+
+class ReplicatedExtended(MirroredExtended):
+    """Replicas that compute alike, from gradients reduced once."""
+
+    _num_workers = 1
+    _id_in_cluster = 0
+
+    def _description(self) -> str:
+        """What the strategy is made of, for its `repr`."""
+        described = f"num_replicas={self._num_replicas_in_sync}, "
+        if self._num_workers > 1:
+            described += f"worker={self._id_in_cluster} of {self._num_workers}, "
+        return described + f"devices={short_names(self._devices)}"
+
+    _replicated_class: type = ReplicatedVariable
+
+    @property
+    def _xla_can_predict(self) -> bool:
+        """Whether each replica's device has all that XLA compiles there, to predict."""
+        return set(self.parameter_devices) == set(self.worker_devices)
+
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        """Whether XLA can compile what crosses processes, for a `device`."""
+        del device
+        return False
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        owner = owner_of_new_variable()
+        hook_owner(owner, self._container_strategy())
+        hook_batch_norm(owner or layer_of_late_variable())
+        colocate_with = kwargs.pop("colocate_with", None)
+        if isinstance(colocate_with, numpy_dataset.SingleDevice):
+            with tf.device(colocate_with.device):
+                return next_creator(**kwargs)
+        statistics = is_statistics(owner, kwargs)
+        variable_class = self._variable_class(owner, kwargs)
+        devices = self._variable_devices(variable_class)
+
+        def create_copies(**kwargs: Any) -> list[tf.Variable]:
+            copies: list = []
+            name = kwargs.get("name") or "Variable"
+            for i, device in enumerate(devices):
+                with tf.device(device), record.stop_recording():
+                    value = self._initial_value(variable_class, i, device, copies, kwargs)
+                    if i > 0:
+                        kwargs["name"] = f"{name}/replica_{i}"
+                    copies.append(next_creator(**{**kwargs, "initial_value": value}))
+            return copies
+
+        classes: dict = dict.fromkeys(tf.VariableSynchronization, variable_class)
+        # For `extended._use_var_policy` of TensorFlow's own tests: our classes need no policy.
+        classes["VariableClass"] = variable_class
+        policies = dict.fromkeys(tf.VariableSynchronization, lambda aggregation: None)
+        variable = distribute_utils.create_mirrored_variable(
+            self._container_strategy(), create_copies, classes, policies, **kwargs
+        )
+        mark_owner(variable, owner, statistics)
+        return variable
+
+    def _initial_value(
+        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What copy number `i` starts with: the value that all agree on, whatever its class."""
+        del variable_class
+        return self._agreed_initial_value(i, device, copies, kwargs)
+
+    def _agreed_initial_value(
+        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The whole value, or a function that gives it: rank 0's for copy 0, else a copy of it."""
+        primary = copies[0] if copies else None
+        return self._get_variable_creator_initial_value(
+            replica_id=i, device=device, primary_var=primary, **kwargs
+        )
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return MetricVariable
+        return ReplicatedVariable if is_statistics(owner, kwargs) else self._replicated_class
+
+    def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
+        del variable_class
+        return self._devices
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            return self._around_replicas(fn)(*args, **kwargs)
+        run = super()._call_for_each_replica
+        strategy = self._container_strategy()
+        return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
+
+    def _around_replicas(self, function: Any) -> Callable:
+        """`function`, a `tf.function` of one replica, as one of all: they meet in one graph only.
+
+        As TensorFlow does it, which would then run the replicas without our hooks.
+        """
+        if function not in self._functions_around_replicas:
+            body = function.python_function  # not `function`, which is the key
+
+            @functools.wraps(body)
+            def all_replicas(*args: Any, **kwargs: Any) -> Any:
+                return self.call_for_each_replica(body, args, kwargs)
+
+            self._functions_around_replicas[function] = with_body(function, all_replicas)
+        return self._functions_around_replicas[function]
+
+    @functools.cached_property
+    def _functions_around_replicas(self) -> weakref.WeakKeyDictionary:
+        return weakref.WeakKeyDictionary()
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _use_merge_call(self) -> bool:
+        """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
+        return False
+
+    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Any, options: Any = None) -> Any:
+        context = distribute_lib.get_replica_context()
+
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+            return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
+
+        if self._num_replicas_in_sync == 1:
+            return value
+        # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
+        flat = [
+            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
+            for t in tf.nest.flatten(value)
+        ]
+        reduced = context.merge_call(merge, args=flat)
+        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
+        # graph backwards from what it gets to what it gave, and through that of the other replicas
+        # to its beginning: each all-reduce again, unless no gradient leads further than this.
+        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
+            reduced = [tf.stop_gradient(t) for t in reduced]
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def _weigh_and_reduce(self, gradients: list) -> list:
+        """Gradients of all rows, from those of this replica's; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
+        return self._reduce_gradients(gradients)
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = step.zero_without_rows(gradients)
+        return self._sum_gradients(gradients) if gradients else []
+
+    def _sum_gradients(self, gradients: list) -> list:
+        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        """Methods of an optimizer, by name, that act otherwise here: `hook(original, *args)`."""
+        del optimizer
+        return {}
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
+        return apply(gradients, variables)
+
+    # ---- across workers: this worker is all there is ---------------------------------------------
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        """Whether variable `name` may be differentiated outside of `run`."""
+
+    @property
+    def _host_device(self) -> str:
+        return device_util.canonicalize("/device:CPU:0", self._devices[0])
+
+    @property
+    def _divides_data(self) -> bool:
+        """Whether a device computes a part of the rows, or of the batches, only."""
+        return self._num_replicas_in_sync > 1
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        del call
+        return dataset
+
+    def _step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        """Around each Keras step of `model`, also where one replica runs it."""
+        del model
+        return contextlib.nullcontext()
+
+    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tensor
+
+    def _sum_list_across_workers(self, tensors: list) -> list:
+        return tensors
+
+    def _gather_rows(self, rows: Any) -> Any:
+        return rows
+
+    def _all_rows(self, tensors: list) -> list:
+        """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
+
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+            parts = [self._local_results(tensor) for tensor in tensors]
+            with tf.device(self._host_device):
+                rows = [self._gather_rows(concat_rows(each)) for each in parts]
+            return rows
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
+
+    def _metrics_read_together(self, metrics: Sequence) -> contextlib.AbstractContextManager:
+        del metrics
+        return contextlib.nullcontext()
