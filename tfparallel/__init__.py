@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
+    from tfparallel.strategies.sharded import ShardedStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
@@ -49,6 +50,7 @@ _MODULES = {
     "OneDeviceStrategy": "tfparallel.strategies.one_device",
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
+    "ShardedStrategy": "tfparallel.strategies.sharded",
     "TPUStrategy": "tfparallel.strategies.tpu",
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
@@ -72,6 +74,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PipelineStrategy",
+    "ShardedStrategy",
     "TPUStrategy",
     "__version__",
     "callbacks",

@@ -121,6 +121,8 @@ _WITH_BATCH_NORM = ("batch_norm.", "double_precision.batch_norm", "models.cnn", 
 _NOT_OF_STAGES = (*_WITH_BATCH_NORM, "coupled_losses.all_rows_in_layer")
 # Replica 1 of a variable that exists once reads what replica 0 has assigned in both calls.
 _OF_OWN_COPIES = ("layer_state.a_layer_called_twice",)
+# An optimizer sees shards, of other shapes; tests/sharded/test_update.py
+_OF_PARTS = ("optimizers.sparse_gradients_stay_sparse",)
 # Cases of models that cannot be lengthened.
 _OF_TWO_LAYERS = (
     "custom_training.guide_train_step",
@@ -148,6 +150,20 @@ STRATEGIES = [
         num_replicas=2,
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
         exempt=_OF_OWN_COPIES,
+    ),
+    Row(
+        "sharded_3",
+        lambda: library().ShardedStrategy(_cpus(3), min_size=1),
+        num_replicas=3,
+        every_case=False,
+        exempt=_OF_PARTS,
+    ),
+    Row(
+        "sharded_optimizer_2",
+        lambda: library().ShardedStrategy(_cpus(2), shard="optimizer", min_size=1),
+        num_replicas=2,
+        few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
+        exempt=_OF_PARTS,
     ),
     Row(
         "pipeline_2",
@@ -260,6 +276,15 @@ STRATEGIES = [
         devices_per_worker=1,
         few=(*NUMBER_OF_REPLICAS, "unbuilt.vae"),
         exempt=_ONE_PROCESS,
+    ),
+    Row(
+        "sharded_workers_2",
+        lambda: library().ShardedStrategy(min_size=1),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=1,
+        every_case=False,
+        exempt=(*_ONE_PROCESS, *_OF_PARTS),
     ),
     Row(
         "horovod_2",
