@@ -27,7 +27,7 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 
 def copies_of(variable: keras.Variable) -> Sequence[Any]:
     """The variables of TensorFlow that `variable` is in this process."""
-    if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
+    if hasattr(variable._value, "parts"):  # one variable, on several devices or servers
         return (variable._value,)
     return getattr(variable._value, "values", (variable._value,))
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.communication.bucketed_all_reduce import BUCKET_BYTES
+from tfparallel.communication.bucketing import plan_buckets
 from tfparallel.internals import (
     BaseOptimizer,
     ReduceOp,
@@ -44,6 +46,17 @@ class ShardedExtended(ReplicatedExtended):
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
         return rows[0]
+
+    # ---- what XLA compiles -----------------------------------------------------------------------
+
+    @property
+    def _xla_can_predict(self) -> bool:
+        """Weights are gathered from other devices."""
+        return self._num_shards == 1
+
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        del device
+        return False
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -152,15 +165,15 @@ class ShardedExtended(ReplicatedExtended):
         if self._num_workers == 1:
             return [self._scattered(parts, self._num_shards) for parts in gradients]
         results: list = [None] * len(gradients)
-        for dtype in dict.fromkeys(parts[0].dtype for parts in gradients):
-            chosen = [k for k, parts in enumerate(gradients) if parts[0].dtype == dtype]
-            sums = [tf.add_n(gradients[k]) for k in chosen]
-            rows = [tf.reshape(total, [self._num_workers, -1]) for total in sums]
-            own = self._host_reduce_scatter(tf.concat(rows, 1))
-            own = tf.ensure_shape(own, [sum(row.shape[1] for row in rows)])
-            pieces = tf.split(own, [row.shape[1] for row in rows])
-            for k, piece in zip(chosen, pieces, strict=True):
-                results[k] = tf.split(piece, len(self._devices))
+        with tf.device(self._host_device):
+            sums = [tf.add_n(parts) for parts in gradients]
+            sizes = [total.shape[0] * total.dtype.size for total in sums]
+            for bucket in plan_buckets(sizes, [total.dtype for total in sums], BUCKET_BYTES):
+                rows = [tf.reshape(sums[k], [self._num_workers, -1]) for k in bucket]
+                own = self._host_reduce_scatter(tf.concat(rows, 1))
+                pieces = tf.split(own, [row.shape[1] for row in rows])
+                for k, piece in zip(bucket, pieces, strict=True):
+                    results[k] = tf.split(piece, len(self._devices))
         return results
 
     def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:

@@ -48,6 +48,9 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         strategy, values, aggregation, var_policy: what a distributed variable takes, with the parts
             of this process's replicas in the place of the copies.
         shards: how the whole is cut.
+
+    Attributes:
+        parts: what replicas of this process store.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         shards: FlatShards,
     ):
         super().__init__(strategy, values, aggregation, var_policy)
-        self.shards = shards
+        self.shards, self.parts = shards, tuple(values)
         self._read_before: weakref.WeakSet = weakref.WeakSet()  # loops that take the whole
 
     @staticmethod

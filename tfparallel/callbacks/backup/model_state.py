@@ -26,6 +26,11 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
     }
 
 
+def is_read_together(model: keras.Model) -> bool:
+    """Whether reading the model's variables gathers parts: every worker has to, then."""
+    return any(hasattr(v._value, "parts") for v in _mirrored_variables(model))
+
+
 def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
     """Sets what `mirrored_state` returned.
 
@@ -136,7 +141,7 @@ def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 
 
 def _copies(variable: keras.Variable) -> Sequence[Any]:
-    if hasattr(variable._value, "parts"):  # one variable, on several parameter servers
+    if hasattr(variable._value, "parts"):  # one variable, on several devices or servers
         return (variable._value,)
     return getattr(variable._value, "values", (variable._value,))
 
