@@ -119,9 +119,14 @@ def train(
 
 
 def assert_replicas_agree(model: keras.Model) -> None:
-    """Fail if a trainable weight has different values on different local replicas."""
+    """Fail if a trainable weight has different values on different local replicas.
+
+    Of one in parts, each has another by design.
+    """
     for weight in model.trainable_weights:
         first, *others = [np.asarray(v) for v in getattr(weight.value, "values", [weight.value])]
+        if first.size < np.prod(weight.shape):
+            continue
         for other in others:
             np.testing.assert_array_equal(first, other, f"Replicas disagree on {weight.path}")
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
+    from tfparallel.strategies.sharded import ShardedStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
@@ -51,6 +52,7 @@ _MODULES = {
     "OneDeviceStrategy": "tfparallel.strategies.one_device",
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
+    "ShardedStrategy": "tfparallel.strategies.sharded",
     "TPUStrategy": "tfparallel.strategies.tpu",
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
@@ -75,6 +77,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PipelineStrategy",
+    "ShardedStrategy",
     "TPUStrategy",
     "Timeouts",
     "__version__",

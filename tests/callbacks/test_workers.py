@@ -71,6 +71,13 @@ def test_workers_save_together_by_the_chiefs_clock(zygote, expected, tmp_path):
 
 
 @pytest.mark.timeout(200)
+def test_workers_with_parts_of_the_weights_save_the_whole_together(zygote, expected, tmp_path):
+    train(zygote, tmp_path / "backups", tmp_path, (6, 6), "sharded_workers")
+    assert train(zygote, tmp_path / "backups", tmp_path, training="sharded_workers") == [0, 0]
+    assert_all_equal(expected, tmp_path)  # what data parallel workers end with
+
+
+@pytest.mark.timeout(200)
 def test_workers_go_on_with_what_their_compression_left_out(zygote, expected, tmp_path):
     compressed = "multi_worker_compressed"
     uninterrupted, backups = tmp_path / "uninterrupted", tmp_path / "backups"

@@ -261,6 +261,15 @@ def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compressi
     _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=save_freq)
 
 
+def sharded_workers(backup_dir, results, kill_at, tf_config):
+    """Two workers, each with half of every weight and slot."""
+    os.environ["TF_CONFIG"] = tf_config
+    x, y = tiny_data(ROWS)
+    arguments = (backup_dir, results, kill_at)
+    strategy = tfparallel.ShardedStrategy(min_size=1)
+    _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=1)
+
+
 def multi_worker_compressed(*arguments):
     """Workers that remember what they have not sent, each something else."""
     multi_worker(*arguments, compression=tfparallel.compression.PowerSGD(rank=1))

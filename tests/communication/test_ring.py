@@ -95,6 +95,39 @@ def test_every_worker_gets_the_rows_of_all(rings, shape):
         np.testing.assert_array_equal(gathered, np.concatenate(arrays))
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2), (7,), (300_001,)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int64"])
+def test_every_worker_gets_its_row_of_the_sum(rings, shape, dtype):
+    rng, num_workers = np.random.default_rng(0), len(rings)
+    arrays = [rng.integers(-9, 9, (num_workers, *shape)).astype(dtype) for _ in rings]
+    kept = [array.copy() for array in arrays]
+    totals = on_all(num_workers, lambda rank: rings[rank].reduce_scatter(arrays[rank]))
+    for rank, total in enumerate(totals):
+        np.testing.assert_array_equal(total, np.sum(kept, axis=0, dtype=dtype)[rank])
+        assert total.shape == shape and total.dtype == dtype
+    for array, before in zip(arrays, kept, strict=True):
+        np.testing.assert_array_equal(array, before)
+
+
+def test_a_reduce_scatter_sends_half_the_bytes_of_an_all_reduce(rings):
+    num_workers, sent = len(rings), []
+    array = np.ones((num_workers, 50_000), "float32")
+    for name in ("all_reduce", "reduce_scatter"):
+        before = [ring.bytes_sent for ring in rings]
+        on_all(num_workers, lambda rank, name=name: getattr(rings[rank], name)(array))
+        sent.append([ring.bytes_sent - b for ring, b in zip(rings, before, strict=True)])
+    greeting = 32
+    for reduced, scattered in zip(*sent, strict=True):
+        assert scattered - greeting == array[1:].nbytes
+        assert reduced - greeting == 2 * (scattered - greeting)
+
+
+def test_a_reduce_scatter_wants_a_row_for_each_worker():
+    rings = connect_all(2)
+    errors = on_all(2, lambda rank: rings[rank].reduce_scatter(np.ones((3, 4))))
+    assert all("a row for each of 2 workers. Received: shape (3, 4)" in str(e) for e in errors)
+
+
 def test_a_reduction_and_a_gathering_do_not_meet():
     rings = connect_all(2)
     errors = on_all(

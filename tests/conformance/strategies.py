@@ -163,6 +163,10 @@ _ONE_PROCESS = {
     "custom_training.loop_without_run": "its peers would wait for the one that is refused: "
     "tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...",
 }
+_OF_PARTS = {
+    "optimizers.sparse_gradients_stay_sparse": "an optimizer sees shards, of other shapes: "
+    "tests/sharded/test_update.py",
+}
 _ONE_REPLICA = {
     "batch_norm.synchronized_far_from_zero": "one replica computes the variance as plain Keras "
     "does: far from zero it is noise",
@@ -198,6 +202,20 @@ STRATEGIES = [
         num_replicas=2,
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
         exempt=_OF_OWN_COPIES,
+    ),
+    Row(
+        "sharded_3",
+        lambda: library().ShardedStrategy(_cpus(3), min_size=1),
+        num_replicas=3,
+        every_case=False,
+        exempt=_OF_PARTS,
+    ),
+    Row(
+        "sharded_optimizer_2",
+        lambda: library().ShardedStrategy(_cpus(2), shard="optimizer", min_size=1),
+        num_replicas=2,
+        few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
+        exempt=_OF_PARTS,
     ),
     Row(
         "pipeline_2",
@@ -301,6 +319,33 @@ STRATEGIES = [
         exempt=_ONE_PROCESS,
     ),
     Row(
+        "sharded_workers_2",
+        lambda: library().ShardedStrategy(min_size=1),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=1,
+        every_case=False,
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
+        "sharded_workers_2x2",
+        lambda: library().ShardedStrategy(min_size=1),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
+        "sharded_optimizer_workers_2",
+        lambda: library().ShardedStrategy(shard="optimizer", min_size=1),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=1,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
         "horovod_2",
         lambda: library().HorovodStrategy(),
         num_replicas=2,
@@ -337,6 +382,13 @@ ROWS_OF = {
     ],
     "ParameterServerStrategy": ["parameter_server_sync", "parameter_server_async"],
     "MultiWorkerMirroredStrategy": ["multi_worker_2x1", "multi_worker_2x2", "multi_worker_3x1"],
+    "ShardedStrategy": [
+        "sharded_3",
+        "sharded_optimizer_2",
+        "sharded_workers_2",
+        "sharded_workers_2x2",
+        "sharded_optimizer_workers_2",
+    ],
     "HorovodStrategy": ["horovod_2", "horovod_3"],
 }
 

@@ -80,6 +80,11 @@ class Ring:
         self._number = 0
         self.close = weakref.finalize(self, _close, self._sender, to_next, from_previous)
 
+    @property
+    def bytes_sent(self) -> int:
+        """What this worker has given to its connection since the ring was opened."""
+        return self._sender.bytes_sent
+
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays; every worker receives the same bits.
 
@@ -111,6 +116,41 @@ class Ring:
                         send(total[segment])
             self._sender.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
+
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        """This worker's row of the sum of all workers' arrays, `[num_workers, ...]`.
+
+        The first half of `all_reduce`, of half its bytes; the sum goes on around the ring until it
+        is where it belongs. Every worker calls it, in the same order, with one shape and dtype.
+
+        Raises:
+            ValueError: if `array` does not have a row for each worker.
+            as `all_reduce`.
+        """
+        if not array.shape or array.shape[0] != self._num_workers:
+            raise ValueError(
+                f"reduce_scatter needs a row for each of {self._num_workers} workers. Received: "
+                f"shape {array.shape}. (Rank {self._rank} is speaking.)"
+            )
+        rows = np.ascontiguousarray(array).reshape(self._num_workers, -1)
+        length = SEGMENT_BYTES // rows.itemsize
+        segments = [slice(i, i + length) for i in range(0, rows.shape[1], length)]
+        total = np.empty_like(rows[0])
+        with self._lock, self._closed_on_error():
+            self._greet("scatter", rows.nbytes, rows.dtype)
+            for segment in segments:
+                self._sender.put(rows[self._previous, segment])
+            for step in range(self._num_workers - 1):
+                own = rows[(self._rank - step - 2) % self._num_workers]
+                partial = total if step == self._num_workers - 2 else np.empty_like(total)
+                for segment in segments:
+                    received = self._scratch_for(own[segment])
+                    self._receive(received)
+                    np.add(own[segment], received, out=partial[segment])
+                    if partial is not total:
+                        self._sender.put(partial[segment])
+            self._sender.flush()
+        return (rows[0] if self._num_workers == 1 else total).reshape(array.shape[1:])
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """The rows of all workers' arrays, in the order of ranks.
@@ -257,6 +297,7 @@ class _Sender:
         self._connection = connection
         self._arrays: queue.Queue = queue.Queue()
         self._error: list[OSError] = []
+        self.bytes_sent = 0
         threading.Thread(
             target=_send_all, args=(connection, self._arrays, self._error), daemon=True
         ).start()
@@ -267,10 +308,12 @@ class _Sender:
 
     def put(self, array: np.ndarray) -> None:
         """Sends `array` after all that was put before; it must not change until `flush`."""
+        self.bytes_sent += array.nbytes
         self._arrays.put(array)
 
     def send_at_once(self, array: np.ndarray) -> None:
         """Sends a small `array` in the calling thread; nothing may be waiting."""
+        self.bytes_sent += array.nbytes
         try:
             self._connection.sendall(array.view(np.uint8).data)
         except OSError as error:
@@ -309,5 +352,6 @@ def _close(sender: _Sender, *connections: socket.socket) -> None:
 
 def _describe(greeting: tuple[int, bytes, int, bytes]) -> str:
     number, kind, size_bytes, dtype = greeting
-    size = f"{size_bytes} bytes" if kind == b"reduce" else f"rows of {size_bytes} bytes"
-    return f"all-{kind.decode()} {number} of {size} of {dtype.decode()}"
+    size = f"rows of {size_bytes} bytes" if kind == b"gather" else f"{size_bytes} bytes"
+    name = "reduce-scatter" if kind == b"scatter" else f"all-{kind.decode()}"
+    return f"{name} {number} of {size} of {dtype.decode()}"

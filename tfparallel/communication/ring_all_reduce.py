@@ -45,6 +45,10 @@ class RingAllReduce(BucketedAllReduce):
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._ring.all_gather, rows, [None, *rows.shape[1:]])
 
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """This worker's row of the sum of all workers' `[num_workers, length]`."""
+        return self._call_ring(self._ring.reduce_scatter, rows, [rows.shape[1]])
+
     def _call_ring(self, collective: Callable, tensor: tf.Tensor, shape: Any) -> tf.Tensor:
         # Calls must have the same order on all workers. TensorFlow keeps operations on one resource
         # in the program's order, also across `tf.cond` and `tf.while_loop`.

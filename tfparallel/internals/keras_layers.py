@@ -205,6 +205,16 @@ def apply_without_replicas(optimizer: Any, grads: Any, trainable_variables: Any)
     return optimizer._common_apply(grads, trainable_variables)
 
 
+def accumulated_gradient(optimizer: Any, variable: keras.Variable) -> keras.Variable:
+    """The sum of gradients that `optimizer` has accumulated for `variable`."""
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+def moving_averages(optimizer: Any) -> list[keras.Variable | None]:
+    """The moving average (`use_ema`) of each variable that `optimizer` trains."""
+    return optimizer._model_variables_moving_average
+
+
 # ---- graphs of functional models -----------------------------------------------------------------
 
 

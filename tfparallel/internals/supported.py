@@ -142,7 +142,12 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "keras.src.models.sequential.Sequential": ("_functional",),
     "keras.src.optimizers.base_optimizer.BaseOptimizer": (
+        "_accumulated_gradients",
+        "_clip_gradients",
+        "_get_variable_index",
+        "_model_variables_moving_average",
         "_trainable_variables",
+        "_update_model_variables_moving_average",
         "apply",
         "scale_loss",
     ),

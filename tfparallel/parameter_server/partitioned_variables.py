@@ -25,13 +25,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
     FuncGraph,
-    ResourceVariable,
-    context,
     distribute_lib,
     record,
     variable_accessed,
@@ -44,29 +41,11 @@ from tfparallel.parameter_server.server_variables import (
     TellsOfChanges,
     WholeInCheckpoints,
 )
+from tfparallel.replicas.one_piece import InOnePiece
 from tfparallel.replicas.variables import CentralVariable
 
-_optimizers = keras.optimizers
-_ELEMENTWISE = {
-    _optimizers.SGD,
-    _optimizers.RMSprop,
-    _optimizers.Adam,
-    _optimizers.AdamW,
-    _optimizers.Adadelta,
-    _optimizers.Adagrad,
-    _optimizers.Adamax,
-    _optimizers.Ftrl,
-    _optimizers.Nadam,
-    _optimizers.Lion,
-}
 _thread = threading.local()
 _pieces: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the graphs that read them
-
-
-def is_elementwise(optimizer: Any) -> bool:
-    """Whether an update of some rows needs nothing of the others; unknown classes may."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return type(inner) in _ELEMENTWISE
 
 
 @contextlib.contextmanager
@@ -111,7 +90,7 @@ def _outer_graphs(graph: Any) -> Iterator[Any]:
         yield graph
 
 
-class Partitioned(RowsOnServers):
+class Partitioned(InOnePiece, RowsOnServers):
     """Reads and assignments of the table above.
 
     Args:
@@ -129,7 +108,6 @@ class Partitioned(RowsOnServers):
 
     def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
-        self._piece: weakref.ref | None = None
         self._read_before: weakref.WeakSet = weakref.WeakSet()  # graphs that take the whole
         self.parts = tuple(parts)
         ends = [sum(p.shape[0] for p in parts[: i + 1]) for i in range(len(parts))]
@@ -171,41 +149,10 @@ class Partitioned(RowsOnServers):
         self._read_before.update(inner)
         return outer.as_default()
 
-    def in_one_piece(self) -> tf.Variable:
-        """A copy on the chief, which an exported function has in place of the parts.
-
-        It lives as long as the function that reads it.
-        """
-        piece = self._piece() if self._piece is not None else None
-        chief, name = self.distribute_strategy.extended._host_device, self.name.split(":")[0]
-        with tf.init_scope(), context.eager_mode(), tf.device(chief):
-            # Not `read_value`, for which the function that is traced would own the parts, too.
-            reads = [
-                tf.raw_ops.ReadVariableOp(resource=p.handle, dtype=p.dtype) for p in self.parts
-            ]
-            whole = tf.concat(reads, 0)
-            if piece is None:
-                piece = ResourceVariable(whole, trainable=self.trainable, name=name)
-                self._piece = weakref.ref(piece)
-            else:
-                piece.assign(whole)
-        return piece
-
-    def _exported(self) -> tf.Variable:
-        """`in_one_piece()`, for the function that is being traced."""
-        piece, graph = self.in_one_piece(), tf.compat.v1.get_default_graph()
-        while getattr(graph, "outer_graph", None) is not None:
-            _pieces.setdefault(graph, []).append(piece)
-            graph = graph.outer_graph
-        return piece
-
-    def _export_to_saved_model_graph(
-        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
-    ) -> list:
-        piece = self.in_one_piece()
-        resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
-        object_map[self], tensor_map[self] = object_map[piece], tensor_map[piece.handle]
-        return [*resources, self]
+    def _whole_of_files(self) -> tf.Tensor:
+        # Not `read_value`, for which the function that is traced would own the parts, too.
+        reads = [tf.raw_ops.ReadVariableOp(resource=p.handle, dtype=p.dtype) for p in self.parts]
+        return tf.concat(reads, 0)
 
     def value(self) -> tf.Tensor:
         part = self._current()

@@ -94,11 +94,11 @@ def _reduce_then_apply(
 ) -> Any:
     context = distribute_lib.get_replica_context()
     if isinstance(context, BuildContext):
-        return _build(optimizer, trainable_variables)
+        return build_optimizer(optimizer, trainable_variables)
     if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
         # gradient for all of them here, as any other optimizer has.
-        _build(optimizer, trainable_variables)
+        build_optimizer(optimizer, trainable_variables)
         return apply_without_replicas(optimizer, grads, trainable_variables)
     if context is None or context.strategy is not strategy or _is_reduced():
         return apply(grads, trainable_variables)
@@ -121,7 +121,8 @@ def _reduce_then_apply(
         _thread.is_reduced = False
 
 
-def _build(optimizer: BaseOptimizer, variables: Any) -> None:
+def build_optimizer(optimizer: BaseOptimizer, variables: Any) -> None:
+    """Creates the slots of an optimizer that has none yet."""
     if not optimizer.built and variables is not None:
         with keras.name_scope(optimizer.name, caller=optimizer):  # as `apply` does
             optimizer.build(list(variables))

@@ -27,6 +27,11 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
     }
 
 
+def is_read_together(model: keras.Model) -> bool:
+    """Whether reading the model's variables gathers parts: every worker has to, then."""
+    return any(hasattr(behind(v), "parts") for v in _mirrored_variables(model))
+
+
 def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
     """Sets what `mirrored_state` returned.
 

@@ -16,6 +16,7 @@ from tfparallel.callbacks.backup.callback_states import callback_states, set_cal
 from tfparallel.callbacks.backup.fit_call import FitCall
 from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.model_state import (
+    is_read_together,
     mirrored_state,
     num_terms,
     replica_state,
@@ -52,12 +53,15 @@ def take_snapshot(
     # Where steps run behind the caller's back, those that were handed out are waited for.
     getattr(call.model.distribute_strategy.extended, "_settle", _nothing)()
     parts = {}
+    model_state = {}
+    if workers.is_chief or is_read_together(call.model):
+        model_state = mirrored_state(call.model)
     if workers.is_chief:
         shared = parts["shared"] = BackupPart()
         shared["num_workers"] = workers.num_workers
         shared["progress"] = dataclasses.asdict(progress)
         shared["stop_training"] = bool(call.model.stop_training)
-        shared["model"] = mirrored_state(call.model)
+        shared["model"] = model_state
         shared["callbacks"] = callback_states(call.callbacks.callbacks)
     own = parts[f"worker-{workers.rank}"] = BackupPart()
     own["metrics"] = replica_state(call.model)

@@ -1,0 +1,153 @@
+"""What sharding saves and costs: bytes held, bytes sent, peak memory and step time of each rank.
+
+    python benchmarks/sharded.py                    # 2 ranks, about 5 minutes on 2 cores
+    python benchmarks/sharded.py --ranks 4 --width 512 --rounds 1
+
+Every contestant trains the same model in fresh processes, over the ring, and they take turns
+(A B C A B C ...). Reported is the median over rounds of the rank that has most.
+
+- held: bytes of weights and slots that the process stores, counted; "ideal" is one device's over N.
+- sent: bytes that the ring's connection was given in a step, counted, over those of data parallel.
+- peak: resident memory of the process above that before the model was built.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTESTANTS = ("data parallel", "optimizer", "gradients", "parameters")
+WARMUP_STEPS = 2
+
+
+def main() -> None:
+    """Runs all contestants, or is one rank of one of them."""
+    options = _parse()
+    if options.rank_of:
+        print(json.dumps(run_rank(options)), flush=True)
+        return
+    results: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}
+    for _ in range(options.rounds):
+        for name in CONTESTANTS:
+            results[name].append(_together(name, options))
+    _report(results, options)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024, help="of eight dense layers")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank-of", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _together(name: str, options: argparse.Namespace) -> dict:
+    """One run of a contestant: for each figure that of the rank that has most."""
+    addresses = [f"127.0.0.1:{_free_port()}" for _ in range(options.ranks)]
+    processes = []
+    for rank in range(options.ranks):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        environment = {
+            **os.environ,
+            "TF_CONFIG": json.dumps(task),
+            "PYTHONPATH": str(ROOT),
+            "KERAS_BACKEND": "tensorflow",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        command = [sys.executable, __file__, "--rank-of", name, "--ranks", str(options.ranks)]
+        command += ["--width", str(options.width), "--steps", str(options.steps)]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate(timeout=600) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"A rank of {name} failed:\n{errors[-3000:]}")
+    ranks = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def run_rank(options: argparse.Namespace) -> dict:
+    """Trains as one rank of a contestant."""
+    import keras
+    import numpy as np
+
+    import tfparallel
+
+    if options.rank_of == "data parallel":
+        strategy = tfparallel.MultiWorkerMirroredStrategy()
+    else:
+        strategy = tfparallel.ShardedStrategy(shard=options.rank_of)
+    keras.utils.set_random_seed(0)
+    before = _peak_bytes()
+    with strategy.scope():
+        layers = [keras.layers.Dense(options.width, activation="tanh") for _ in range(8)]
+        model = keras.Sequential([keras.Input((options.width,)), *layers, keras.layers.Dense(8)])
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(32, options.width)).astype("float32")
+    y = rng.normal(size=(32, 8)).astype("float32")
+    ring = strategy.extended._ring_all_reduce._ring
+    times, sent = [], []
+    for _ in range(WARMUP_STEPS + options.steps):
+        bytes_before, start = ring.bytes_sent, time.perf_counter()
+        loss = model.train_on_batch(x, y)
+        times.append(time.perf_counter() - start)
+        sent.append(ring.bytes_sent - bytes_before)
+    return {
+        "held": _bytes_held(model),
+        "sent": statistics.median(sent[WARMUP_STEPS:]),
+        "peak": _peak_bytes() - before,
+        "step_s": statistics.median(times[WARMUP_STEPS:]),
+        "loss": float(loss),
+    }
+
+
+def _bytes_held(model) -> int:
+    variables = [*model.variables, *model.optimizer.variables]
+    return sum(v.value.values[0].numpy().nbytes for v in variables)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None:
+    medians = {
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for name, runs in results.items()
+    }
+    base = medians["data parallel"]
+    print(f"{options.ranks} ranks, 8 x Dense({options.width}), Adam, {options.rounds} rounds")
+    print("contestant     held MB  ideal MB  sent/DP  peak MB  step ms  step/DP  loss")
+    for name, own in medians.items():
+        ratios = [
+            run["step_s"] / other["step_s"]
+            for run, other in zip(results[name], results["data parallel"], strict=True)
+        ]
+        print(
+            f"{name:14} {own['held'] / 1e6:7.1f} {base['held'] / options.ranks / 1e6:9.1f}"
+            f" {own['sent'] / base['sent']:8.3f} {own['peak'] / 1e6:8.0f}"
+            f" {1e3 * own['step_s']:8.1f} {statistics.median(ratios):8.2f}  {own['loss']:.7f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

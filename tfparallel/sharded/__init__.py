@@ -1,0 +1,1 @@
+"""Sharded training (ZeRO, FSDP): what replicas would hold alike, each holds a part of."""

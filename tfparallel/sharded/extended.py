@@ -1,0 +1,276 @@
+"""The five decisions of a strategy whose replicas hold parts."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.bucketing import SENT_BUCKET_BYTES, plan_buckets
+from tfparallel.internals import (
+    BaseOptimizer,
+    ReduceOp,
+    distribute_lib,
+    distribute_utils,
+    values_util,
+)
+from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
+from tfparallel.replicas.elementwise import is_elementwise
+from tfparallel.replicas.extended import ReplicatedExtended
+from tfparallel.replicas.optimizer_hooks import build_optimizer, gradient_source
+from tfparallel.sharded.flat_shards import FlatShards
+from tfparallel.sharded.options import Sharding
+from tfparallel.sharded.shard_view import shard_view
+from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
+from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
+
+
+class ShardedExtended(ReplicatedExtended):
+    """Data parallel replicas that hold a part each of weights, or of their optimizer's slots.
+
+    Mixed into the extended of a process, or of several. Those of several processes give the two
+    methods of the section "the transport".
+    """
+
+    _sharding: Sharding
+    _whole_of_new: tf.Tensor | None = None
+
+    # ---- the transport: this process is all there is ---------------------------------------------
+
+    def _host_gather_parts(self, part: tf.Tensor) -> tf.Tensor:
+        """The workers' `[length]`, one after the other."""
+        return part
+
+    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """This worker's row of the sum of all workers' `[num_workers, length]`."""
+        return rows[0]
+
+    # ---- what XLA compiles -----------------------------------------------------------------------
+
+    @property
+    def _xla_can_predict(self) -> bool:
+        """Weights are gathered from other devices."""
+        return self._num_shards == 1
+
+    def _xla_compiles_collectives(self, device: str) -> bool:
+        del device
+        return False
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    @property
+    def _num_shards(self) -> int:
+        return self._num_workers * len(self._devices)
+
+    def _shard_of(self, i: int) -> int:
+        """The shard that replica `i` of this process updates."""
+        return self._id_in_cluster * len(self._devices) + i
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        leader = kwargs.get("colocate_with")
+        if self._num_shards == 1 or not (kwargs.get("trainable") or _is_sharded(leader)):
+            return super()._create_variable(next_creator, **kwargs)
+        whole = _evaluated(kwargs["initial_value"], kwargs.get("dtype"))
+        kwargs["initial_value"] = whole
+        if self._is_cut(whole, leader):
+            kwargs.pop("shape", None)
+            self._whole_of_new = whole
+            self._new_is_slot = leader is not None
+        try:
+            return super()._create_variable(next_creator, **kwargs)
+        finally:
+            self._whole_of_new = None
+
+    def _is_cut(self, whole: tf.Tensor, leader: Any) -> bool:
+        """Whether a variable of this value is kept in parts.
+
+        A scalar is not, though an optimizer (Nadam) may have a trainable one.
+        """
+        if not whole.dtype.is_floating or not whole.shape.is_fully_defined():
+            return False
+        if leader is not None:
+            return _is_sharded(leader) and whole.shape == leader.shape
+        smallest = max(self._sharding.min_size, self._num_shards)
+        return whole.shape.rank > 0 and whole.shape.num_elements() >= smallest
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+        if self._whole_of_new is None:
+            return super()._variable_class(owner, kwargs)
+        shards = FlatShards(tuple(self._whole_of_new.shape), self._num_shards)
+        kept_whole = not self._new_is_slot and self._sharding.shard != "parameters"
+        return functools.partial(
+            KeptWholeVariable if kept_whole else ShardedVariable, shards=shards
+        )
+
+    def _initial_value(
+        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self._whole_of_new is None:
+            return super()._initial_value(variable_class, i, device, copies, kwargs)
+        if i == 0:  # replicas of one process start from one value
+            agreed = self._agreed_initial_value(0, device, [], kwargs)
+            self._whole_of_new = tf.convert_to_tensor(agreed() if callable(agreed) else agreed)
+        shards = variable_class.keywords["shards"]
+        return variable_class.func.stored(shards, self._whole_of_new, self._shard_of(i))
+
+    def _gathered(self, variable: ShardedVariable, i: int) -> tf.Tensor:
+        """All shards of `variable`, one after the other, on the device of replica `i`."""
+        parts = []
+        for own in variable.values:
+            with tf.device(own.device):
+                parts.append(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
+        with tf.device(variable.values[i].device):
+            joined = tf.concat(parts, 0)
+        if self._num_workers == 1:
+            return joined
+        gathered = self._host_gather_parts(joined)
+        return tf.ensure_shape(gathered, [self._num_shards * variable.shards.length])
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _sum_gradients(self, gradients: list) -> list:
+        source = gradient_source()
+        variables = [] if source is None else [getattr(v, "value", v) for v in source.variables]
+        if source is None or not self._updates_parts(source.optimizer, source.variables):
+            return super()._sum_gradients(gradients)
+        cut = [
+            k
+            for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if _is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
+        ]
+        others = [k for k in range(len(gradients)) if k not in cut]
+        results: dict = {}
+        if others:
+            sums = super()._sum_gradients([gradients[k] for k in others])
+            results.update(zip(others, sums, strict=True))
+        if cut:
+            padded = [variables[k].shards.padded(gradients[k]) for k in cut]
+            results.update(zip(cut, self._reduce_scatter(padded), strict=True))
+        return [results[k] for k in range(len(gradients))]
+
+    def _reduce_scatter(self, padded: list) -> list:
+        """This replica's shards of the sums of all replicas' `[num_shards * length]`."""
+
+        def merge(_: tf.distribute.Strategy, *per_replica: Any) -> list:
+            parts = [self._local_results(each) for each in per_replica]
+            sums = self._scattered_among_workers(parts)
+            return [distribute_utils.regroup(tuple(each), always_wrap=True) for each in sums]
+
+        return list(distribute_lib.get_replica_context().merge_call(merge, args=padded))
+
+    def _scattered_among_workers(self, gradients: Sequence) -> list[list[tf.Tensor]]:
+        """For each gradient, of all local replicas, the shards of each local replica."""
+        if self._num_workers == 1:
+            return [self._scattered(parts, self._num_shards) for parts in gradients]
+        results: list = [None] * len(gradients)
+        with tf.device(self._host_device):
+            sums = [tf.add_n(parts) for parts in gradients]
+            sizes = [total.shape[0] * total.dtype.size for total in sums]
+            for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):
+                rows = [tf.reshape(sums[k], [self._num_workers, -1]) for k in bucket]
+                own = self._host_reduce_scatter(tf.concat(rows, 1))
+                pieces = tf.split(own, [row.shape[1] for row in rows])
+                for k, piece in zip(bucket, pieces, strict=True):
+                    results[k] = tf.split(piece, len(self._devices))
+        return results
+
+    def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:
+        """Each device adds up its piece of all replicas' gradients."""
+        length, sums = parts[0].shape[0] // count, []
+        for j, device in enumerate(self._devices):
+            with tf.device(device):
+                sums.append(tf.add_n([part[j * length : (j + 1) * length] for part in parts]))
+        return sums
+
+    # ---- how a variable is updated ---------------------------------------------------------------
+
+    def _updates_parts(self, optimizer: BaseOptimizer, variables: Sequence) -> bool:
+        """Whether each replica updates its parts alone; else the whole is gathered for it.
+
+        An optimizer that looks at whole tensors (Lamb, Muon, Adafactor, or one of the user's), or a
+        constraint, needs the whole.
+        """
+        unconstrained = all(getattr(each, "constraint", None) is None for each in variables)
+        return is_elementwise(optimizer) and unconstrained
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        return hooks_of(optimizer)
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        optimizer = apply.__self__  # type: ignore[attr-defined]
+        own = list(trained_by(optimizer) if variables is None else variables)
+        present = [v for g, v in zip(gradients, own, strict=True) if g is not None]
+        if not any(_is_sharded(getattr(v, "value", v)) for v in present):
+            return super()._apply_reduced(apply, gradients, variables)
+        build_optimizer(optimizer, own)
+        if not self._updates_parts(optimizer, present):
+            return self._apply_to_wholes(optimizer, apply, gradients, variables)
+        i = values_util.get_current_replica_id_as_int()
+        reduced = ReducedGradients(gradients, own, self._shard_of(i))
+        sum_of = functools.partial(self._replica_ctx_all_reduce, ReduceOp.SUM)
+        with shard_view(global_numbers(optimizer, reduced, sum_of)):
+            super()._apply_reduced(apply, reduced.parts, variables)
+        self._publish(reduced.values)
+        return None
+
+    def _apply_to_wholes(
+        self, optimizer: BaseOptimizer, apply: Callable, gradients: list, variables: Any
+    ) -> None:
+        """One update for all replicas of this process: gathers, computes, keeps the parts."""
+
+        def merge(_: tf.distribute.Strategy, gradients: list) -> None:
+            whole = [None if g is None else self._local_results(g)[0] for g in gradients]
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                apply_without_replicas(optimizer, whole, variables)
+            else:
+                apply(whole, variables)
+
+        distribute_lib.get_replica_context().merge_call(merge, args=(gradients,))
+
+    def _publish(self, variables: Sequence) -> None:
+        """Ends an update: nobody reads a variable before all replicas have updated their parts."""
+        kept = [variable for variable in variables if isinstance(variable, KeptWholeVariable)]
+
+        def merge(_: tf.distribute.Strategy) -> None:
+            for variable in kept:
+                variable.publish(self._updated_parts(variable))
+
+        distribute_lib.get_replica_context().merge_call(merge)
+
+    def _updated_parts(self, variable: KeptWholeVariable) -> tf.Tensor:
+        local = range(len(self._devices))
+        joined = tf.concat([variable.component(i).read_value() for i in local], 0)
+        if self._num_workers == 1:
+            return joined
+        whole = self._host_gather_parts(joined)
+        return tf.ensure_shape(whole, [self._num_shards * variable.shards.length])
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        if not _is_sharded(var):
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        part = var.component_of_caller()
+        with tf.device(part.device):
+            return fn(part, *args, **kwargs)
+
+    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        """Outside of replicas one device updates the whole, which each replica cuts for itself."""
+        if not _is_sharded(var):
+            return super()._update(var, fn, args, kwargs, group)
+        args, kwargs = distribute_utils.select_replica(0, (args, kwargs))
+        with tf.device(var.values[0].device):
+            return fn(var, *args, **kwargs)
+
+
+def _is_sharded(variable: Any) -> bool:
+    return isinstance(variable, ShardedVariable)
+
+
+def _evaluated(value: Any, dtype: Any) -> tf.Tensor:
+    if callable(value):
+        with tf.init_scope():
+            value = value()
+    value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
+    return tf.convert_to_tensor(value, dtype)

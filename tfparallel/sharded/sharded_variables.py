@@ -1,0 +1,275 @@
+"""A variable of which each replica updates a part.
+
+context                                    reads                 assignments
+-----------------------------------------  --------------------  ----------------------------------
+an optimizer's update (`shard_view`)       own part, `[length]`  own part, of `[length]` or a whole
+elsewhere on a replica: layers, losses     the whole             all replicas together, each its
+                                                                 part of what it was given
+outside of replicas: files, `numpy()`      the whole             all parts
+
+Its shape is that of the whole. Reading the whole of a `ShardedVariable` gathers it, on all workers
+alike. A `KeptWholeVariable` is there on each replica, which makes reading free and storing dear.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.internals import (
+    ReduceOp,
+    SaveSpec,
+    device_util,
+    distribute_lib,
+    record,
+    values_util,
+    variable_accessed,
+)
+from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.replicas.one_piece import InOnePiece
+from tfparallel.replicas.variables import ReplicatedVariable
+from tfparallel.sharded.flat_shards import FlatShards
+from tfparallel.sharded.outside_of_loops import loops_around, outside_of
+from tfparallel.sharded.part_of_copy import PartOfCopy
+from tfparallel.sharded.shard_view import current_numbers
+
+_VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
+_REDUCTIONS = {
+    tf.VariableAggregation.SUM: ReduceOp.SUM,
+    tf.VariableAggregation.MEAN: ReduceOp.MEAN,
+}
+
+
+class ShardedVariable(InOnePiece, ReplicatedVariable):
+    """One part a replica.
+
+    Args:
+        strategy, values, aggregation, var_policy: what a distributed variable takes, with the parts
+            of this process's replicas in the place of the copies.
+        shards: how the whole is cut.
+
+    Attributes:
+        parts: what replicas of this process store.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence,
+        aggregation: Any,
+        var_policy: Any = None,
+        *,
+        shards: FlatShards,
+    ):
+        super().__init__(strategy, values, aggregation, var_policy)
+        self.shards, self.parts = shards, tuple(values)
+        self._read_before: weakref.WeakSet = weakref.WeakSet()  # loops that take the whole
+
+    @staticmethod
+    def stored(shards: FlatShards, whole: tf.Tensor, index: int) -> tf.Tensor:
+        """What the replica of shard `index` stores of a value."""
+        return shards.part(whole, index)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return tf.TensorShape(self.shards.shape)
+
+    def get_shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return self.shape
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def component(self, i: int) -> Any:
+        """The part that replica `i` of this process updates, as a variable `[length]`."""
+        return self._values[i]
+
+    def component_of_caller(self) -> Any:
+        """`component` of the calling replica."""
+        return self.component(values_util.get_current_replica_id_as_int())
+
+    def _local_replica(self) -> int | None:
+        # Outside of every scope TensorFlow is in replica 0 of a strategy of its own.
+        context = distribute_lib.get_replica_context()
+        if context is not None and context.strategy is not self._distribute_strategy:
+            return None
+        return values_util.get_current_replica_id_as_int()
+
+    def _viewed(self) -> Any:
+        """The calling replica's part inside an update; None everywhere else."""
+        i = self._local_replica()
+        return None if i is None or current_numbers() is None else self.component(i)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def whole(self) -> tf.Tensor:
+        """The whole value. Gradients are recorded for `handle`, as if it were one variable's."""
+        i = self._local_replica()
+        inner, graph = loops_around()
+        if i is None:
+            self._read_before.update(inner)
+        with outside_of(inner, graph):
+            with record.stop_recording():
+                value = self._joined(i or 0)
+            if self.trainable:
+                own = self._values[i or 0]
+                variable_accessed(own)
+                record.record_operation("Gather", [value], [own.handle], lambda g: [g])
+        return value
+
+    def _joined(self, i: int) -> tf.Tensor:
+        """The whole, on the device of replica `i`."""
+        return self.shards.whole(self._distribute_strategy.extended._gathered(self, i))
+
+    def value(self) -> tf.Tensor:
+        if is_exporting():
+            return self._exported().read_value()
+        part = self._viewed()
+        return self.whole() if part is None else part.read_value()
+
+    read_value = value
+    _get = value  # what operators such as `*` compute with
+    _get_cross_replica = value
+
+    def _get_on_device_or_primary(self) -> tf.Variable:
+        return self._primary
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> Any:
+        del as_ref
+        return tf.convert_to_tensor(self.value(), dtype, name=name)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Rows of the whole, `[*indices, ...]`."""
+        return tf.gather(self.value(), indices, name=name)
+
+    def numpy(self) -> np.ndarray:
+        """The whole; all workers have to ask together."""
+        return self.value().numpy()
+
+    def _whole_of_files(self) -> tf.Tensor:
+        return self._joined(0)
+
+    # ---- assigning -------------------------------------------------------------------------------
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assigns a whole value, or in an update the part."""
+        del args, kwargs
+        return self._store(self._reduced(self._like(value)))
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return self._store(self.value() + self._reduced(self._like(delta)))
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return self._store(self.value() - self._reduced(self._like(delta)))
+
+    def _reduced(self, value: tf.Tensor) -> tf.Tensor:
+        """What replicas assign, together, if the variable aggregates; else as it is."""
+        is_on_replica = self._local_replica() is not None and self._viewed() is None
+        if not is_on_replica or not self._needs_aggregation():
+            return value
+        if self.aggregation not in _REDUCTIONS:
+            raise NotImplementedError(
+                "A sharded variable that replicas assign may be summed or averaged. Received: "
+                f"aggregation={self.aggregation} of '{self.name}'."
+            )
+        return distribute_lib.get_replica_context().all_reduce(_REDUCTIONS[self.aggregation], value)
+
+    def _store(self, value: tf.Tensor) -> Any:
+        if tf.compat.v1.get_default_graph() in self._read_before:
+            raise NotImplementedError(
+                "A sharded variable is gathered before the loop or branch that needs its gradient, "
+                f"and cannot be assigned in it. Received: an assignment of '{self.name}' in one. "
+                "Call strategy.run in the loop instead."
+            )
+        part, i = self._viewed(), self._local_replica()
+        if part is not None and i is not None:
+            part.assign(self._own_part(value, i))
+        elif i is None:
+            self._store_parts([value] * len(self._values))
+        else:  # together: the next read of any replica gathers the parts of all
+
+            def merge(strategy: tf.distribute.Strategy, value: Any) -> None:
+                self._store_parts(strategy.self.distribute_strategy.experimental_local_results(value))
+
+            distribute_lib.get_replica_context().merge_call(merge, args=(value,))
+        return self
+
+    def _own_part(self, value: tf.Tensor, i: int) -> tf.Tensor:
+        """`value` if it is a part, or what is replica `i`'s of a whole."""
+        if value.shape == self.shape:
+            return self.shards.part(value, self._distribute_strategy.extended._shard_of(i))
+        return value
+
+    def _store_parts(self, wholes: Sequence[tf.Tensor]) -> None:
+        """Each replica of this process stores its part of its own whole."""
+        extended = self._distribute_strategy.extended
+        for i, (whole, own) in enumerate(zip(wholes, self._values, strict=True)):
+            whole.shape.assert_is_compatible_with(self.shape)
+            with tf.device(own.device):
+                own.assign(self.stored(self.shards, whole, extended._shard_of(i)))
+
+    def _like(self, value: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(value, self.dtype)
+
+    def scatter_add(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_add", tf.tensor_scatter_nd_add, rows)
+
+    def scatter_sub(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_sub", tf.tensor_scatter_nd_sub, rows)
+
+    def scatter_update(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_update", tf.tensor_scatter_nd_update, rows)
+
+    def _scatter(self, name: str, scatter: Callable, rows: tf.IndexedSlices) -> Any:
+        part = self._viewed()
+        if part is not None:
+            return getattr(part, name)(rows)
+        indices = tf.convert_to_tensor(rows.indices)[..., tf.newaxis]
+        return self.assign(scatter(self.value(), indices, self._like(rows.values)))
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
+        # A full name: else the host of the parts counts as another task than that of this tensor.
+        host = device_util.canonicalize("/device:CPU:0", self._values[0].device)
+
+        def read() -> tf.Tensor:
+            with tf.device(host):
+                return tf.identity(self._joined(0))
+
+        return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=host)}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+        return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
+
+
+class KeptWholeVariable(ShardedVariable):
+    """A whole flat copy on each replica, of which it updates its part (ZeRO 1 and 2)."""
+
+    @staticmethod
+    def stored(shards: FlatShards, whole: tf.Tensor, index: int) -> tf.Tensor:
+        """All of it, padded."""
+        del index
+        return shards.padded(whole)
+
+    def component(self, i: int) -> PartOfCopy:
+        length = self.shards.length
+        begin = self._distribute_strategy.extended._shard_of(i) * length
+        return PartOfCopy(self._values[i], self, begin, length)
+
+    def _joined(self, i: int) -> tf.Tensor:
+        with tf.device(self._values[i].device):
+            return self.shards.whole(self._values[i].read_value())
+
+    def publish(self, padded: tf.Tensor) -> None:
+        """Every replica of this process stores the parts of all."""
+        for copy in self._values:
+            with tf.device(copy.device):
+                copy.assign(padded)
