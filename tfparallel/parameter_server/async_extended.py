@@ -47,7 +47,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
+        container_strategy: tf.distribute.Strategy,
         cluster: ParameterServerCluster,
         partitioner: Callable | None,
         max_staleness: int | None,

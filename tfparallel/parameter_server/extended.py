@@ -48,7 +48,7 @@ class ParameterServerExtended(CentralExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
+        container_strategy: tf.distribute.Strategy,
         cluster: ParameterServerCluster,
         partitioner: Callable | None,
     ):

@@ -6,8 +6,6 @@ multiprocessing anomalies"), which no placement that is decided online beats by 
 count puts every kernel on one server and every bias on the other.
 """
 
-from collections.abc import Sequence
-
 
 class BalancedBytes:
     """Places variables on servers, by size.
@@ -31,9 +29,3 @@ class BalancedBytes:
     def add(self, server: int, size_bytes: int) -> None:
         """Counts a variable whose server is given, such as an optimizer's slot by its weight."""
         self.loads[server] += size_bytes
-
-
-def imbalance(loads: Sequence[int]) -> float:
-    """The largest load over the mean: 1.0 is perfect, `len(loads)` is all on one server."""
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0

@@ -36,7 +36,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
+        container_strategy: tf.distribute.Strategy,
         cluster: ParameterServerCluster,
         partitioner: Callable | None,
         timeouts: Timeouts,

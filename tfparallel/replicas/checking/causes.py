@@ -118,7 +118,7 @@ def _untrained(call: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _uncompressed(strategy: Any) -> Iterator[Any]:
+def _uncompressed(strategy: tf.distribute.Strategy) -> Iterator[Any]:
     """Within it, gradients are sent as they are; gives the compressor that is left out, if any."""
     extended = strategy.extended
     compressor = getattr(extended, "_compressor", None)

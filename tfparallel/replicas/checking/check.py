@@ -28,7 +28,11 @@ _MARGIN = 10  # rounding is up to this times what a nudge did
 
 
 def check_step(
-    strategy: Any, model: keras.Model, batch: Any, float64: bool, build: Build | None
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    batch: Any,
+    float64: bool,
+    build: Build | None,
 ) -> StepCheck:
     """`KerasStrategy.check`, which explains the arguments."""
     if tf.distribute.has_strategy():
@@ -73,7 +77,11 @@ class Pair:
     """
 
     def __init__(
-        self, strategy: Any, one_device: keras.Model, distributed: keras.Model, batch: Any
+        self,
+        strategy: tf.distribute.Strategy,
+        one_device: keras.Model,
+        distributed: keras.Model,
+        batch: Any,
     ):
         self.strategy, self.batch = strategy, batch
         self.one_device, self.distributed = one_device, distributed
@@ -162,7 +170,9 @@ class Pair:
         return sorted(found, key=lambda each: order.index(each.kind))
 
 
-def _in_float64(strategy: Any, model: keras.Model, batch: Any, build: Build | None) -> tuple:
+def _in_float64(
+    strategy: tf.distribute.Strategy, model: keras.Model, batch: Any, build: Build | None
+) -> tuple:
     """The differences of a pair like `model` with numbers of 64 bits, in the same state."""
     batch, state = _as_tensors(batch, "float64"), values_of(model)
     with strategy.scope():
