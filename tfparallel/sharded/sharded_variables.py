@@ -196,7 +196,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         else:  # together: the next read of any replica gathers the parts of all
 
             def merge(strategy: tf.distribute.Strategy, value: Any) -> None:
-                self._store_parts(strategy.self.distribute_strategy.experimental_local_results(value))
+                self._store_parts(strategy.experimental_local_results(value))
 
             distribute_lib.get_replica_context().merge_call(merge, args=(value,))
         return self
