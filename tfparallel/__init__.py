@@ -17,7 +17,7 @@ if importlib.util.find_spec("tensorflow") is None:
     )
 
 if TYPE_CHECKING:
-    from tfparallel import callbacks, compression
+    from tfparallel import callbacks, compression, tensor_parallel
     from tfparallel.coordination import cluster
     from tfparallel.coordination.cluster import (
         ClusterConfig,
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from tfparallel.strategies.one_device import OneDeviceStrategy
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
+    from tfparallel.strategies.tensor_parallel import TensorParallelStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
     "callbacks": "tfparallel.callbacks",
     "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
+    "tensor_parallel": "tfparallel.tensor_parallel",
 }
 _MODULES = {
     "CentralStorageStrategy": "tfparallel.strategies.central_storage",
@@ -50,6 +52,7 @@ _MODULES = {
     "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "TPUStrategy": "tfparallel.strategies.tpu",
+    "TensorParallelStrategy": "tfparallel.strategies.tensor_parallel",
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
@@ -73,6 +76,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "TPUStrategy",
+    "TensorParallelStrategy",
     "__version__",
     "callbacks",
     "cluster",
@@ -83,6 +87,7 @@ __all__ = [
     "read_tf_config",
     "run_elastic",
     "sum_loss",
+    "tensor_parallel",
 ]
 
 

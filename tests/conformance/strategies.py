@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests import helpers
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 
 # What can go wrong with the number of replicas.
 NUMBER_OF_REPLICAS = (
@@ -113,6 +114,11 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
     return library().PipelineStrategy(**options)
 
 
+def _tensor_parallel(replicas: int, parts: int) -> tf.distribute.Strategy:
+    """Whatever a model is made of is in parts."""
+    return library().TensorParallelStrategy(LayoutOfAnything(cpu_mesh(replicas, parts)))
+
+
 _servers: list[ServerProcesses] = []  # they end with this process
 
 # BatchNorm sees one microbatch at a time; tests/strategies/test_pipeline.py
@@ -149,6 +155,9 @@ STRATEGIES = [
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
         exempt=_OF_OWN_COPIES,
     ),
+    Row("tensor_1x2", lambda: _tensor_parallel(1, 2), 1),
+    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False),
+    Row("tensor_1x4", lambda: _tensor_parallel(1, 4), 1, few=FEW),
     Row(
         "pipeline_2",
         lambda: library().PipelineStrategy(_cpus(2), num_microbatches=3),

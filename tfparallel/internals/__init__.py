@@ -28,11 +28,17 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 # Whether Keras computes shapes only.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+# The dtype to which Keras casts values of variables where its layers read them.
+from keras.src.backend.common.variables import get_autocast_scope
+
 # The class of Keras's variables, to recognise one that is created late.
 from keras.src.backend.tensorflow import core as keras_core
 
 # The trainer's module and its data iterator, to recognise calls that come from `Model.fit` & co.
 from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# The class of all layers, to know them among the objects whose name scopes are open.
+from keras.src.layers.layer import Layer
 
 # The functions that divide losses by the number of replicas.
 from keras.src.losses import loss as keras_loss
@@ -143,12 +149,14 @@ __all__ = [
     "TPUExtended",
     "TrainerCall",
     "calling_trainer",
+    "autocast",
     "changed_variables",
     "context",
     "dataset_as_graph",
     "device_util",
     "distribute_lib",
     "distribute_utils",
+    "enclosing_layers",
     "function_of_graph",
     "get_keras_mask",
     "global_seed_generator",
@@ -179,12 +187,14 @@ __all__ = [
     "unrepeatable_parts",
     "values_util",
     "variable_accessed",
+    "variable_under_creation",
     "with_body",
 ]
 
 
 _SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+_INITIALIZE = keras_core.Variable._initialize.__code__
 _DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
 
 
@@ -214,6 +224,29 @@ def layer_of_late_variable() -> object:
         if any(each is variable for each in own):
             return layer
     return None
+
+
+def enclosing_layers() -> list:
+    """The Keras layers whose calls surround the caller, the outermost first."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    callers = (scope.caller for scope in stack)
+    return [each for each in callers if isinstance(each, Layer)]
+
+
+def variable_under_creation() -> Any:
+    """The Keras variable whose `tf.Variable` is made right now, on which Keras says its path."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _INITIALIZE:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+def autocast(variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """`value`, a part of a Keras variable's, in the dtype in which a layer would read it."""
+    scope = get_autocast_scope()
+    return scope.maybe_cast(value) if variable._autocast and scope is not None else value
 
 
 class TrainerCall(NamedTuple):

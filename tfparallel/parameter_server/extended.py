@@ -20,7 +20,6 @@ from tfparallel.parameter_server.least_loaded import BalancedBytes
 from tfparallel.parameter_server.partitioned_variables import (
     CentralPartitionedVariable,
     Partitioned,
-    is_elementwise,
     of_part,
 )
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
@@ -31,6 +30,7 @@ from tfparallel.parameter_server.server_variables import (
 )
 from tfparallel.replicas.base import hook_owner
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.variables import (
     CentralVariable,
     MetricVariable,

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
@@ -47,27 +46,8 @@ from tfparallel.parameter_server.server_variables import (
 )
 from tfparallel.replicas.variables import CentralVariable
 
-_optimizers = keras.optimizers
-_ELEMENTWISE = {
-    _optimizers.SGD,
-    _optimizers.RMSprop,
-    _optimizers.Adam,
-    _optimizers.AdamW,
-    _optimizers.Adadelta,
-    _optimizers.Adagrad,
-    _optimizers.Adamax,
-    _optimizers.Ftrl,
-    _optimizers.Nadam,
-    _optimizers.Lion,
-}
 _thread = threading.local()
 _pieces: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the graphs that read them
-
-
-def is_elementwise(optimizer: Any) -> bool:
-    """Whether an update of some rows needs nothing of the others; unknown classes may."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return type(inner) in _ELEMENTWISE
 
 
 def _is_exporting() -> bool:
