@@ -258,8 +258,10 @@ class SplitVariable(ReplicatedVariable):
             value = value.value()
         value = tf.convert_to_tensor(value, self.dtype)
         value.shape.assert_is_compatible_with(self.shape)
+        if not value.shape.is_fully_defined():
+            value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            return parts_of(tf.ensure_shape(value, self.shape), self.rows)
+            return parts_of(value, self.rows)
 
     # ---- saving ----------------------------------------------------------------------------------
 
