@@ -144,6 +144,12 @@ _OF_TWO_LAYERS = (
 # tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...
 _ONE_PROCESS = ("custom_training.loop_without_run",)
 
+# One XLA program is for one device: tests/tensor_parallel/test_errors.py
+_IN_PARTS = ("compilation.jit_compile_works_or_is_refused",)
+
+# One replica has all rows of every batch: tests/tensor_parallel/test_training.py
+_OF_ALL_ROWS = ("layer_state.states_of_rows_are_refused",)
+
 STRATEGIES = [
     Row("one_device", lambda: library().OneDeviceStrategy("CPU:0"), 1, few=NUMBER_OF_REPLICAS),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
@@ -155,8 +161,13 @@ STRATEGIES = [
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
         exempt=_OF_OWN_COPIES,
     ),
-    Row("tensor_1x2", lambda: _tensor_parallel(1, 2), 1),
-    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False),
+    Row(
+        "tensor_1x2",
+        lambda: _tensor_parallel(1, 2),
+        num_replicas=1,
+        exempt=(*_IN_PARTS, *_OF_ALL_ROWS),
+    ),
+    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False, exempt=_IN_PARTS),
     Row("tensor_1x4", lambda: _tensor_parallel(1, 4), 1, few=FEW),
     Row(
         "pipeline_2",

@@ -116,3 +116,13 @@ def test_model_parallel_of_keras_names_the_batch_axis():
     groups = tfparallel.TensorParallelStrategy(distribution).extended.layouts.groups
     assert (groups.batch_axis, groups.model_axis) == ("model", "batch")
     assert [[d[-1] for d in group] for group in groups.groups] == [["0", "2"], ["1", "3"]]
+
+
+def test_jit_compile_is_refused():
+    strategy = tfparallel.TensorParallelStrategy(layout_map(1, 2, {".*dense.*kernel": COLUMN}))
+
+    def options():
+        return {**helpers.tiny_compile_options(), "jit_compile": True}
+
+    with pytest.raises(ValueError, match="jit_compile=True needs the variables where XLA"):
+        helpers.train(strategy, compile_options=options)

@@ -170,6 +170,7 @@ __all__ = [
     "is_stock_step",
     "is_symbolic_build",
     "in_stateless_scope",
+    "is_exporting",
     "in_symbolic_scope",
     "is_called_by_trainer",
     "model_of_predict_step",
@@ -231,6 +232,16 @@ def enclosing_layers() -> list:
     stack = global_state.get_global_attribute("name_scope_stack") or []
     callers = (scope.caller for scope in stack)
     return [each for each in callers if isinstance(each, Layer)]
+
+
+def is_exporting() -> bool:
+    """Whether Keras traces a function for `Model.export`."""
+    frame: FrameType | None = None if tf.executing_eagerly() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("keras.src.export."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def variable_under_creation() -> Any:

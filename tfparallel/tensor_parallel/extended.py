@@ -97,6 +97,8 @@ class TensorParallelExtended(LocalExtended):
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         trainable = bool(kwargs.get("trainable", True)) and not on_read
         path = keras_variable.path
+        if keras_variable._shape is None:  # of a value that is there, such as the state of an RNN
+            return None
         placement = self.layouts.place(path, keras_variable._shape, trainable)
         if placement.rows is not None:
             hook_layer(layer, self)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import enclosing_layers, in_stateless_scope
+from tfparallel.internals import enclosing_layers, in_stateless_scope, is_exporting
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.loops import is_in_loop
 
@@ -92,7 +92,7 @@ def name_layers_without_rule(layer: Any, path: str) -> None:
 def _call(
     extended: Any, layer: Any, original: Callable, rule: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    if in_stateless_scope() or is_in_loop() or not extended.is_own_context():
+    if not extended.is_own_context() or in_stateless_scope() or is_in_loop() or is_exporting():
         return original(*args, **kwargs)
     _hook_around(extended)
     group = Group(extended.own_group())

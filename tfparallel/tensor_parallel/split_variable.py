@@ -27,12 +27,14 @@ from tfparallel.internals import (
     SaveSpec,
     device_util,
     distribute_lib,
+    is_exporting,
     record,
     values_util,
     variable_accessed,
 )
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.tensor_parallel.loops import before_loops
+from tfparallel.tensor_parallel.one_piece import OnePiece
 from tfparallel.tensor_parallel.parts import joined, parts_of
 from tfparallel.tensor_parallel.rows import Rows
 
@@ -107,6 +109,7 @@ class SplitVariable(ReplicatedVariable):
         shape = values[0].shape.as_list()
         shape[rows.dim] = sum(rows.sizes)
         self._whole_shape = tf.TensorShape(shape)
+        self._piece = OnePiece(self._values_of_parts, rows.dim, self._host())
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -139,6 +142,13 @@ class SplitVariable(ReplicatedVariable):
                     values.append(part.read_value())
         return values
 
+    def _values_of_parts(self) -> list[tf.Tensor]:
+        """Those of the first group; not `read_value`, for which a traced function would own them."""
+        return [
+            tf.raw_ops.ReadVariableOp(resource=part.handle, dtype=part.dtype)
+            for part in self.parts[0]
+        ]
+
     def part_values(self) -> list[tf.Tensor]:
         """The value of each part, where it is. Tapes see a read of this variable."""
         values = self.read_parts()
@@ -169,14 +179,18 @@ class SplitVariable(ReplicatedVariable):
 
     def _get(self) -> Any:  # what operators such as `*` compute with
         part = self._current()
-        return self.whole() if part is None else part
+        return self.value() if part is None else part
 
     def _get_cross_replica(self) -> tf.Tensor:
-        return self.whole()
+        return self.value()
 
     def value(self) -> tf.Tensor:
         part = self._current()
-        return self.whole() if part is None else part.read_value()
+        if part is not None:
+            return part.read_value()
+        if is_exporting():
+            return self._piece.kept_by_graph(self._own_name(), self.trainable).read_value()
+        return self.whole()
 
     read_value = value
 
@@ -266,21 +280,26 @@ class SplitVariable(ReplicatedVariable):
     # ---- saving ----------------------------------------------------------------------------------
 
     def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
-        # With a device's full name: else its file would count as another task's.
-        host = device_util.canonicalize("/device:CPU:0", self.parts[0][0].device)
-
         def read() -> tf.Tensor:
-            with tf.device(host):
+            with tf.device(self._host()):
                 return tf.identity(self.whole())
 
-        return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=host)}
+        return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=self._host())}
+
+    def _host(self) -> str:
+        """The full name of the CPU: a file for a shorter one would count as another task's."""
+        return device_util.canonicalize("/device:CPU:0", self.parts[0][0].device)
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
         return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
 
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list:
-        raise NotImplementedError(
-            f"A SavedModel holds whole variables. Received: '{self.name}', in parts on "
-            f"{[p.device for p in self.parts[0]]}. Save the model with model.save, load it without "
-            "a strategy and export that."
-        )
+    def _export_to_saved_model_graph(
+        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
+    ) -> list:
+        piece = self._piece.updated(self._own_name(), self.trainable)
+        resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+        object_map[self], tensor_map[self] = object_map[piece], tensor_map[piece.handle]
+        return [*resources, self]
+
+    def _own_name(self) -> str:
+        return self.name.split(":")[0]
