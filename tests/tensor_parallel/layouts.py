@@ -7,8 +7,8 @@ import keras
 # What the last name of a path is laid out as; {} is the layer's name.
 _RULES = (
     (r".*(conv1d|conv2d|conv3d)[_\d]*/kernel", "convolution"),
-    (r".*(query|key|value)/kernel", (None, "model", None)),
-    (r".*(query|key|value)/bias", ("model", None)),
+    (r".*attention[^/]*/(query|key|value)/kernel", (None, "model", None)),
+    (r".*attention[^/]*/(query|key|value)/bias", ("model", None)),
     (r".*attention_output/kernel", ("model", None, None)),
     (r".*embeddings", ("model", None)),
     (r".*(lstm|gru|simple_rnn|rnn)[^/]*/.*(kernel|recurrent_kernel)", (None, "model")),

@@ -9,6 +9,7 @@ from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import mesh_groups
+from tfparallel.tensor_parallel.summary import summary
 
 
 class TensorParallelStrategy(KerasStrategy):
@@ -47,6 +48,18 @@ class TensorParallelStrategy(KerasStrategy):
             )
         groups = mesh_groups(layout.device_mesh, batch_dim_name)
         super().__init__(TensorParallelExtended(self, Layouts(layout, groups)))
+
+    def summary(self, model: keras.Model) -> str:
+        """A table of what the layout made of `model`'s weights; `print` it.
+
+        Args:
+            model: built under this strategy.
+
+        Returns:
+            For each weight its parts, the bytes of the largest, and how its layer is computed, or
+            why it is whole.
+        """
+        return summary(model, self.extended.layouts)
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         self.extended.layouts.check_patterns(step_function.__self__)

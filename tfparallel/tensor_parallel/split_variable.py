@@ -143,7 +143,7 @@ class SplitVariable(ReplicatedVariable):
         return values
 
     def _values_of_parts(self) -> list[tf.Tensor]:
-        """Those of the first group; not `read_value`, for which a traced function would own them."""
+        """Of the first group; not by `read_value`, for which a traced function would own them."""
         return [
             tf.raw_ops.ReadVariableOp(resource=part.handle, dtype=part.dtype)
             for part in self.parts[0]

@@ -16,7 +16,7 @@ from tfparallel.tensor_parallel.registry import layer_rule
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
 
-_ACTIVATIONS = (layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Identity, layers.Rescaling)
+_ACTIVATIONS = (layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Identity)
 _MERGES = (
     layers.Add,
     layers.Subtract,
