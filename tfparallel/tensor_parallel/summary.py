@@ -1,4 +1,4 @@
-"""What a layout made of a model, as a table: each weight's parts, their bytes, or why it is whole."""
+"""What a layout made of a model, as a table: parts and bytes of each weight, or why it is whole."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _HEADER = ("weight", "shape", "parts", "largest bytes", "computed")
 
 def summary(model: keras.Model, layouts: Layouts) -> str:
     """A line for each weight of `model`, which has been built."""
-    lines = [_HEADER]
+    lines: list[tuple[str, ...]] = [_HEADER]
     for layer in model._flatten_layers():
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
             placement = layouts.placements.get(variable.path)
