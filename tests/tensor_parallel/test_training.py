@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
@@ -128,6 +129,26 @@ def test_states_of_rows_go_on_from_batch_to_batch():
 
     layouts = {".*lstm_cell/(recurrent_)?kernel": (None, "model")}
     _assert_same(_strategy(layouts), build=build, data=data, rows=24, batch_size=12)
+
+
+def test_a_gradient_whose_shape_is_not_known_is_in_parts():
+    """As of a loss over positions that a mask takes out."""
+
+    def loss(y, scores):
+        known = tf.boolean_mask(scores, y > 0)
+        return tf.reduce_mean(keras.ops.square(known))
+
+    def options():
+        return {"loss": tfparallel.coupled_loss(loss)}
+
+    class Unknown(layers.Layer):
+        def call(self, x):
+            return tf.boolean_mask(x, tf.ones_like(x[:, 0], tf.bool))
+
+    def build():
+        return keras.Sequential([keras.Input((6,)), Unknown(), layers.Dense(5, name="up")])
+
+    _assert_same(_strategy({".*up/kernel": (None, "model")}), build=build, compile_options=options)
 
 
 def test_a_custom_loop_computes_in_parts():

@@ -182,10 +182,11 @@ class TensorParallelExtended(LocalExtended):
 
 def _pieces(var: SplitVariable, arg: Any) -> list:
     """An argument of an update, for each part: of the same shape in parts, all else as it is."""
-    is_value = isinstance(arg, tf.IndexedSlices) or (
-        tf.is_tensor(arg) and not isinstance(arg, tf.Variable) and arg.shape == var.shape
-    )
-    return var.pieces(arg) if is_value else [arg] * len(var.rows.sizes)
+    is_tensor = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, tf.IndexedSlices))
+    is_dense = is_tensor and arg.shape.rank != 0 and arg.shape.is_compatible_with(var.shape)
+    if is_dense or isinstance(arg, tf.IndexedSlices):
+        return var.pieces(arg)
+    return [arg] * len(var.rows.sizes)
 
 
 def _of_replica(replica: int, arg: Any) -> Any:

@@ -25,6 +25,8 @@ def in_parts(gradient: Any, variable: Any) -> list[tf.Tensor] | None:
             f"parts. Received: {gradient.shape}. It was read in a tf.function that a tape around "
             "it differentiates; remove the @tf.function: the step is compiled as a whole."
         )
+    if not gradient.shape.is_fully_defined():
+        gradient = tf.ensure_shape(gradient, variable.shape)
     with record.stop_recording():
         return parts_of(gradient, variable.rows)
 
