@@ -131,24 +131,30 @@ def test_states_of_rows_go_on_from_batch_to_batch():
     _assert_same(_strategy(layouts), build=build, data=data, rows=24, batch_size=12)
 
 
-def test_a_gradient_whose_shape_is_not_known_is_in_parts():
-    """As of a loss over positions that a mask takes out."""
+class OfUnknownShapes(keras.Sequential):
+    """Its gradients have no first dim until they are computed."""
 
-    def loss(y, scores):
-        known = tf.boolean_mask(scores, y > 0)
-        return tf.reduce_mean(keras.ops.square(known))
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        gradients = [
+            tf.raw_ops.PlaceholderWithDefault(input=g, shape=[None, *g.shape[1:]])
+            for g in tape.gradient(loss, weights)
+        ]
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
 
-    def options():
-        return {"loss": tfparallel.coupled_loss(loss)}
 
-    class Unknown(layers.Layer):
-        def call(self, x):
-            return tf.boolean_mask(x, tf.ones_like(x[:, 0], tf.bool))
-
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_whose_shape_is_not_known_is_in_parts(dim):
     def build():
-        return keras.Sequential([keras.Input((6,)), Unknown(), layers.Dense(5, name="up")])
+        return OfUnknownShapes([keras.Input((6,)), layers.Dense(5, name="up"), layers.Dense(3)])
 
-    _assert_same(_strategy({".*up/kernel": (None, "model")}), build=build, compile_options=options)
+    layouts = {".*up/kernel": tuple("model" if i == dim else None for i in range(2))}
+    options = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+    _assert_same(_strategy(layouts), build=build, compile_options=lambda: options)
 
 
 def test_a_custom_loop_computes_in_parts():
