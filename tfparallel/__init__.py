@@ -18,7 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
     )
 
 if TYPE_CHECKING:
-    from tfparallel import callbacks, compression
+    from tfparallel import callbacks, compression, tensor_parallel
     from tfparallel.coordination import cluster
     from tfparallel.coordination.cluster import (
         ClusterConfig,
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from tfparallel.strategies.parameter_server import ParameterServerStrategy
     from tfparallel.strategies.pipeline import PipelineStrategy
     from tfparallel.strategies.sharded import ShardedStrategy
+    from tfparallel.strategies.tensor_parallel import TensorParallelStrategy
     from tfparallel.strategies.tpu import TPUStrategy
 
 _NAMESPACES = {
     "callbacks": "tfparallel.callbacks",
     "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
+    "tensor_parallel": "tfparallel.tensor_parallel",
 }
 _MODULES = {
     "CentralStorageStrategy": "tfparallel.strategies.central_storage",
@@ -54,6 +56,7 @@ _MODULES = {
     "PipelineStrategy": "tfparallel.strategies.pipeline",
     "ShardedStrategy": "tfparallel.strategies.sharded",
     "TPUStrategy": "tfparallel.strategies.tpu",
+    "TensorParallelStrategy": "tfparallel.strategies.tensor_parallel",
     "ClusterConfig": "tfparallel.coordination.cluster",
     "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
@@ -80,6 +83,7 @@ __all__ = [
     "ShardedStrategy",
     "TPUStrategy",
     "Timeouts",
+    "TensorParallelStrategy",
     "__version__",
     "callbacks",
     "cluster",
@@ -90,6 +94,7 @@ __all__ = [
     "read_tf_config",
     "run_elastic",
     "sum_loss",
+    "tensor_parallel",
 ]
 
 

@@ -11,6 +11,7 @@ from tests import helpers
 from tests.conformance.slices import slice_of_pair
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 
 # What can go wrong with the number of replicas.
 NUMBER_OF_REPLICAS = (
@@ -121,6 +122,11 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
     return library().PipelineStrategy(**options)
 
 
+def _tensor_parallel(replicas: int, parts: int) -> tf.distribute.Strategy:
+    """Whatever a model is made of is in parts."""
+    return library().TensorParallelStrategy(LayoutOfAnything(cpu_mesh(replicas, parts)))
+
+
 _servers: list[ServerProcesses] = []  # they end with this process
 
 _BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
@@ -186,6 +192,16 @@ _ASYNCHRONOUS = {
     ),
 }
 
+_OF_A_GROUP = {
+    "compilation.jit_compile_works_or_is_refused": "one XLA program is for one device: "
+    "tests/tensor_parallel/test_errors.py",
+}
+_OF_ALL_ROWS = {
+    "layer_state.states_of_rows_are_refused": "one replica has all rows of every batch: "
+    "tests/tensor_parallel/test_training.py",
+}
+
+
 STRATEGIES = [
     Row(
         "one_device",
@@ -216,6 +232,20 @@ STRATEGIES = [
         num_replicas=2,
         few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
         exempt=_OF_PARTS,
+    ),
+    Row(
+        "tensor_1x2",
+        lambda: _tensor_parallel(1, 2),
+        num_replicas=1,
+        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS},
+    ),
+    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False, exempt=_OF_A_GROUP),
+    Row(
+        "tensor_1x4",
+        lambda: _tensor_parallel(1, 4),
+        1,
+        few=FEW,
+        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS},
     ),
     Row(
         "pipeline_2",
@@ -389,6 +419,7 @@ ROWS_OF = {
         "sharded_workers_2x2",
         "sharded_optimizer_workers_2",
     ],
+    "TensorParallelStrategy": ["tensor_1x2", "tensor_2x2", "tensor_1x4"],
     "HorovodStrategy": ["horovod_2", "horovod_3"],
 }
 

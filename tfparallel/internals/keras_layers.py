@@ -215,6 +215,19 @@ def moving_averages(optimizer: Any) -> list[keras.Variable | None]:
     return optimizer._model_variables_moving_average
 
 
+def gives_scores(attention: Any) -> bool:
+    """Whether the call of a `MultiHeadAttention` under way is asked for its scores, too."""
+    return getattr(attention, "_return_attention_scores", False)
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def layout_map_of(distribution: Any) -> Any:
+    """The `LayoutMap` of a `keras.distribution.ModelParallel`."""
+    return distribution._layout_map
+
+
 # ---- graphs of functional models -----------------------------------------------------------------
 
 

@@ -17,15 +17,23 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 # Whether Keras computes shapes only.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+# The dtype to which Keras casts values of variables where its layers read them.
+from keras.src.backend.common.variables import get_autocast_scope
+
 # The class of Keras's variables, to recognise one that is created late.
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import trainer as keras_trainer
+
+# The class of all layers, to know them among the objects whose name scopes are open.
+from keras.src.layers.layer import Layer
 
 # The seed generator of `keras.random.normal(shape)`, which Keras keeps for each thread.
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
+    "autocast",
+    "enclosing_layers",
     "get_keras_mask",
     "global_seed_generator",
     "global_state",
@@ -34,9 +42,12 @@ __all__ = [
     "layer_of_late_variable",
     "owner_of_new_variable",
     "set_keras_mask",
+    "shape_of_new",
+    "variable_under_creation",
 ]
 
 _SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
+_INITIALIZE = keras_core.Variable._initialize.__code__
 _DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
 
 
@@ -66,3 +77,31 @@ def layer_of_late_variable() -> object:
         if any(each is variable for each in own):
             return layer
     return None
+
+
+def enclosing_layers() -> list:
+    """The Keras layers whose calls surround the caller, the outermost first."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    callers = (scope.caller for scope in stack)
+    return [each for each in callers if isinstance(each, Layer)]
+
+
+def variable_under_creation() -> Any:
+    """The Keras variable whose `tf.Variable` is made right now, on which Keras says its path."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _INITIALIZE:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+def shape_of_new(variable: Any) -> tuple[int, ...] | None:
+    """The shape of a Keras variable under creation; None where it is that of a value given."""
+    return variable._shape
+
+
+def autocast(variable: Any, value: Any) -> Any:
+    """`value`, a part of a Keras variable's, in the dtype in which a layer would read it."""
+    scope = get_autocast_scope()
+    return scope.maybe_cast(value) if variable._autocast and scope is not None else value

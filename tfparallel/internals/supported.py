@@ -22,8 +22,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.backend.common.remat": ("get_current_remat_mode",),
     "keras.src.backend.common.stateless_scope": ("in_stateless_scope",),
     "keras.src.backend.common.symbolic_scope": ("in_symbolic_scope",),
+    "keras.src.backend.common.variables": ("get_autocast_scope",),
     "keras.src.backend.tensorflow.core": ("Variable",),
     _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),
+    "keras.src.layers.layer": ("Layer",),
     "keras.src.losses.loss": ("scale_loss_for_distribution", "unscale_loss_for_distribution"),
     "keras.src.metrics.reduction_metrics": ("Mean", "MeanMetricWrapper", "Sum"),
     "keras.src.models.functional": ("Functional",),
@@ -91,7 +93,14 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 
 # What is used of objects, by their class: methods, and attributes that methods of it name.
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "keras.src.backend.tensorflow.core.Variable": ("_deferred_initialize", "_value", "handle"),
+    "keras.src.backend.tensorflow.core.Variable": (
+        "_autocast",
+        "_deferred_initialize",
+        "_initialize",
+        "_shape",
+        "_value",
+        "handle",
+    ),
     _KERAS_TRAINER + ".TensorFlowTrainer": (
         "_compile_config",
         "_compile_loss",
@@ -117,6 +126,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "num_batches",
         "steps_per_epoch",
     ),
+    "keras.src.distribution.distribution_lib.ModelParallel": ("_layout_map",),
     "keras.src.layers.core.embedding.Embedding": ("_embeddings",),
     "keras.src.layers.layer.Layer": (
         "_clear_losses",

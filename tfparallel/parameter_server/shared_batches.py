@@ -25,7 +25,7 @@ from tfparallel.internals.datasets import arrays_of
 from tfparallel.parameter_server.batch_arguments import Hosts
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.remote_calls import remote_calls
-from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers, Rows
+from tfparallel.parameter_server.worker_data import ArrayRows, ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.replicas.batch import OnHost, OnHosts, split_rows
 
 Generation = Callable[[int], int]  # of a worker: how often it has been lost, with all that it kept
@@ -167,7 +167,7 @@ class GatherRows:
 
 
 def _rows_of(arrays: Any, indices: tf.Tensor) -> Any:
-    return Rows.recipe((arrays, indices))
+    return ArrayRows.recipe((arrays, indices))
 
 
 def rows_of_replicas(num_rows: int, batch_size: int, hosts: Hosts, replicas: range) -> np.ndarray:

@@ -28,7 +28,7 @@ from tfparallel.parameter_server.dataset_reader import DatasetReader
 _LARGEST_ARRAY_BYTES = 1 << 30  # a gRPC message ends at 2 GiB
 
 
-class Rows:
+class ArrayRows:
     """Rows of arrays that are on the workers."""
 
     def __init__(self, arrays: "ArraysOnWorkers", indices: np.ndarray):
@@ -101,8 +101,8 @@ class ArraysOnWorkers:
             self._shipped[worker] = known = (generation, shipped)
         return known[1]
 
-    def __iter__(self) -> Iterator[Rows]:
-        return (Rows(self, rows.numpy()) for rows in self.row_numbers)
+    def __iter__(self) -> Iterator[ArrayRows]:
+        return (ArrayRows(self, rows.numpy()) for rows in self.row_numbers)
 
 
 def _is_dense(array: Any) -> bool:

@@ -1,0 +1,128 @@
+"""What a step computes, and where: operations that run are counted, not those that are traced."""
+
+import collections
+import contextlib
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+from tensorflow.python.eager import context as eager  # records what each device runs
+
+import tfparallel
+from tests.tensor_parallel.layouts import layout_map
+
+MEGATRON = {
+    ".*up/kernel": (None, "model"),
+    ".*up/bias": ("model",),
+    ".*down/kernel": ("model", None),
+}
+ATTENTION = {
+    ".*(query|key|value)/kernel": (None, "model", None),
+    ".*(query|key|value)/bias": ("model", None),
+    ".*attention_output/kernel": ("model", None, None),
+}
+
+
+def _pair(*between):
+    outer = [layers.Dense(32, "tanh", name="up"), *between, layers.Dense(16, name="down")]
+    return keras.Sequential([keras.Input((16,)), *outer])
+
+
+def _attention():
+    x = keras.Input((5, 8))
+    return keras.Model(x, layers.MultiHeadAttention(4, 4)(x, x))
+
+
+def _operations_that_run(layouts, make, shape, parts=2, **options) -> dict:
+    """How many operations of each type one step runs on each device."""
+    strategy = tfparallel.TensorParallelStrategy(layout_map(1, parts, layouts))
+    with strategy.scope():
+        model = make()
+        model.compile(keras.optimizers.Adam(0.01, **options), "mse")
+    x = tf.random.normal(shape)
+    model.fit(x, x, batch_size=shape[0], verbose=0)  # makes all variables
+    step = tf.function(lambda: strategy.run(model.train_step, ((x, x),)))
+    step.get_concrete_function()
+    with _recorded() as graphs:
+        step()  # the first time, when TensorFlow divides the graph among devices
+    counts: dict = collections.defaultdict(collections.Counter)
+    for graph in graphs:
+        for node in graph.node:
+            index = tf.DeviceSpec.from_string(node.device).device_index
+            counts[index][_operation(node)] += 1
+    return counts
+
+
+def _operation(node) -> str:
+    """What a node computes; oneDNN has operations of its own for some, and shapes are no data."""
+    operation = re.sub("^_(Mkl)?(Native)?(Fused)?", "", node.op)
+    is_shape = node.op == "ConcatV2" and node.attr["T"].type != tf.float32.as_datatype_enum
+    return "ConcatV2 of shapes" if is_shape else operation
+
+
+@contextlib.contextmanager
+def _recorded():
+    """Gets the graphs that devices run, after TensorFlow has removed what nobody reads."""
+    graphs: list = []
+    eager.context().enable_run_metadata()
+    eager.context().export_run_metadata()  # what there was before
+    try:
+        yield graphs
+        metadata = eager.context().export_run_metadata()
+        for each in metadata.function_graphs:
+            graphs.extend(each.partition_graphs)
+    finally:
+        eager.context().disable_run_metadata()
+
+
+def _on_each(counts, operation, parts=2):
+    return [counts[i][operation] for i in range(parts)]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        list,
+        lambda: [layers.Activation("gelu"), layers.Dropout(0.2, seed=1)],
+        lambda: [layers.LeakyReLU()],
+    ],
+    ids=["nothing", "activation and dropout", "leaky relu"],
+)
+def test_a_column_and_a_row_do_not_gather_in_between(between):
+    counts = _operations_that_run(MEGATRON, lambda: _pair(*between()), (12, 16))
+    assert _on_each(counts, "MatMul") == [5, 5]  # forward 2; kernels' gradients 2; the hidden's
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+
+
+def test_three_devices_multiply_as_many_matrices_each():
+    counts = _operations_that_run(MEGATRON, _pair, (12, 16), parts=3)
+    assert _on_each(counts, "MatMul", 3) == [5, 5, 5]
+    assert _on_each(counts, "ConcatV2", 3) == [0, 0, 0]
+
+
+def test_a_pair_of_layers_sends_its_partial_sums_and_nothing_else():
+    counts = _operations_that_run(MEGATRON, lambda: _with_inner_pair(), (12, 16))
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+    assert _on_each(counts, "SplitV") == [0, 0]
+    assert _on_each(counts, "AddN") == [2, 0]  # the row's output, and the column's gradient
+
+
+def _with_inner_pair():
+    """A pair whose input needs a gradient, too."""
+    first = layers.Dense(16, name="first")
+    return keras.Sequential([keras.Input((16,)), first, *_pair().layers])
+
+
+def test_heads_stay_where_they_are():
+    counts = _operations_that_run(ATTENTION, _attention, (4, 5, 8))
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+    assert counts[0]["BatchMatMulV2"] == counts[1]["BatchMatMulV2"] > 0
+    assert counts[0]["Einsum"] == counts[1]["Einsum"] > 0
+
+
+def test_slots_and_updates_are_where_their_part_is():
+    counts = _operations_that_run(MEGATRON, _pair, (12, 16))
+    assert counts[1]["AssignSubVariableOp"] == 3  # two kernels and a bias
+    assert counts[1]["AssignAddVariableOp"] == 6  # and two moments of each

@@ -1,0 +1,55 @@
+"""The table of what a layout made of a model."""
+
+import keras
+from keras import layers
+
+import tfparallel
+from tests.tensor_parallel.layouts import layout_map
+
+
+def test_says_parts_bytes_and_reasons():
+    layout = layout_map(
+        1,
+        3,
+        {".*up/kernel": (None, "model"), ".*down/kernel": (None, "model"), ".*gamma": ("model",)},
+    )
+    strategy = tfparallel.TensorParallelStrategy(layout)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(8, name="up"),
+                layers.BatchNormalization(name="norm"),
+                layers.Dense(2, name="down", use_bias=False),
+            ],
+            name="model",
+        )
+    lines = [" ".join(line.split()) for line in strategy.summary(model).splitlines()]
+    assert lines == [
+        "weight shape parts largest bytes computed",
+        "model/up/kernel (6, 8) dim 1: 3 + 3 + 2 72 in parts",
+        "model/up/bias (8,) whole 32 no pattern matches",
+        "model/norm/gamma (8,) dim 0: 3 + 3 + 2 12 from the whole: no rule",
+        "model/norm/beta (8,) whole 32 no pattern matches",
+        "model/norm/moving_mean (8,) whole 32 no pattern matches",
+        "model/norm/moving_variance (8,) whole 32 no pattern matches",
+        "model/down/kernel (8, 2) whole 64 dim 1 has 2 indices for 3 devices",
+    ]
+
+
+def test_a_device_holds_its_share_of_split_weights_and_slots():
+    """Bytes of variables by device, counted: at most 1.05/N of the whole."""
+    layout = layout_map(1, 4, {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)})
+    strategy = tfparallel.TensorParallelStrategy(layout)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((32,)), layers.Dense(64), layers.Dense(64)])
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    held = [0] * 4
+    for variable in [*model.trainable_variables, *optimizer._momentums, *optimizer._velocities]:
+        for i, part in enumerate(variable.value.parts[0]):
+            assert part.device.endswith(f"CPU:{i}")
+            held[i] += int(part.shape.num_elements())
+    whole = 3 * model.count_params()
+    assert sum(held) == whole
+    assert max(held) <= 1.05 * whole / 4

@@ -1,0 +1,72 @@
+"""Gradients of split variables stay in parts: each is summed over replicas on its own devices."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import distribute_lib, distribute_utils, record
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.tensor_parallel.known_parts import joined, parts_of
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.split_variable import SplitVariable
+
+
+def in_parts(gradient: Any, variable: Any) -> list[tf.Tensor] | None:
+    """A dense gradient as parts of a split variable's; None for any other.
+
+    Raises:
+        ValueError: for one that is not of the whole.
+    """
+    if not isinstance(variable, SplitVariable) or isinstance(gradient, tf.IndexedSlices):
+        return None
+    if not gradient.shape.is_compatible_with(variable.shape):
+        raise ValueError(
+            f"Expected a gradient of shape {variable.shape} for '{variable.name}', which is in "
+            f"parts. Received: {gradient.shape}. It was read in a tf.function that a tape around "
+            "it differentiates; remove the @tf.function: the step is compiled as a whole."
+        )
+    if not gradient.shape.is_fully_defined():
+        gradient = tf.ensure_shape(gradient, variable.shape)
+    with record.stop_recording():
+        return parts_of(gradient, variable.rows)
+
+
+def sum_parts(gradients: list[list[tf.Tensor]], groups: Any) -> list[list[tf.Tensor]]:
+    """Sums over replicas of gradients in parts, on each part's devices.
+
+    Args:
+        gradients: of a replica, each a list of parts; called in a replica context.
+        groups: the devices of each replica.
+    """
+    sizes = [len(parts) for parts in gradients]
+    flat = [part for parts in gradients for part in parts]
+    step = current_replica_step()
+    if step is not None:
+        flat = step.zero_without_rows(flat)
+    places = [k for size in sizes for k in range(size)]
+
+    def merge(_: tf.distribute.Strategy, *values: Any) -> list:
+        return [_sum_on(groups, k, value) for k, value in zip(places, values, strict=True)]
+
+    if len(groups) > 1:
+        flat = distribute_lib.get_replica_context().merge_call(merge, args=flat)
+    summed = iter(flat)
+    return [[next(summed) for _ in range(size)] for size in sizes]
+
+
+def _sum_on(groups: Any, part: int, value: Any) -> Any:
+    """The sum of `value` over replicas, a copy on device number `part` of each group."""
+    values = getattr(value, "values", [value] * len(groups))
+    with tf.device(groups[0][part]):
+        total = tf.add_n(list(values))
+    copies = []
+    for group in groups:
+        with tf.device(group[part]):
+            copies.append(tf.identity(total))
+    return distribute_utils.regroup(tuple(copies), always_wrap=True)
+
+
+def as_whole(parts: list[tf.Tensor], rows: Rows) -> tf.Tensor:
+    """The gradient that an optimizer gets."""
+    with record.stop_recording():
+        return joined(parts, rows.dim)

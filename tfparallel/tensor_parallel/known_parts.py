@@ -1,0 +1,94 @@
+"""A tensor in parts on several devices, for which the whole stands in the program.
+
+`joined` makes the whole and remembers its parts on it; `parts_of` takes them from there. A whole
+that nobody reads is pruned by TensorFlow. So a layer that gives parts and one that takes them never
+gather in between, and neither do their gradients:
+
+    forward    y0 y1 -- joined --> y -- parts_of --> y0 y1         y is not computed
+    backward   d0 d1 <-- parts_of -- d <-- joined -- d0 d1         d is not computed
+
+For a gradient tape there are only wholes, so that a user's tape sees an output as any other.
+
+Note: gradients are recorded, and not functions with a gradient
+---------------------------------------------------------------
+`tf.custom_gradient` in a graph passes inputs and outputs through operations that would compute
+every whole. What is recorded on tapes is unknown to the gradient of a graph, such as the body of
+a loop: there, layers compute with wholes (`loops.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import record
+from tfparallel.tensor_parallel.rows import Rows
+
+_PARTS = "_tfparallel_parts"  # attribute of a tensor: its `Rows` and the parts
+
+
+def known_parts(tensor: Any) -> tuple[Rows, list] | None:
+    """How `tensor` is divided, and its parts, if it was made by `joined`."""
+    return getattr(tensor, _PARTS, None)
+
+
+def rows_of(parts: Sequence[tf.Tensor], dim: int) -> Rows:
+    """How the whole of `parts` is divided; `dim` may count from the end."""
+    return Rows(dim % len(parts[0].shape), tuple(part.shape[dim] for part in parts))
+
+
+def joined(parts: Sequence[tf.Tensor], dim: int) -> tf.Tensor:
+    """The whole of `parts` along `dim`, computed only if something reads it."""
+    parts = list(parts)
+    rows = rows_of(parts, dim)
+    with record.stop_recording():
+        whole = tf.concat(parts, rows.dim)
+    setattr(whole, _PARTS, (rows, parts))
+    record.record_operation("Join", [whole], parts, lambda gradient: parts_of(gradient, rows))
+    return whole
+
+
+def parts_of(tensor: Any, rows: Rows) -> list[tf.Tensor]:
+    """The parts of `tensor`: those that it was made of, or slices."""
+    tensor = tf.convert_to_tensor(tensor)
+    with record.stop_recording():
+        parts = _parts(tensor, rows)
+    record.record_operation(
+        "Part", parts, [tensor], lambda *gradients: [joined(gradients, rows.dim)]
+    )
+    return parts
+
+
+def _parts(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
+    known = known_parts(tensor)
+    if known is None or known[0] != rows:
+        return tf.split(tensor, list(rows.sizes), rows.dim)
+    parts = []
+    for part in known[1]:
+        with tf.device(part.device):
+            parts.append(tf.identity(part))  # a tensor of its own, for the tape
+    return parts
+
+
+def on_device(device: str, function: Callable, *inputs: tf.Tensor) -> tf.Tensor:
+    """`function(*inputs)`, a tensor, computed on `device`, and its gradient too.
+
+    A tape leaves the backward pass to the device of whoever asks for it.
+    """
+    with tf.device(device):
+        if not record.could_possibly_record():
+            return function(*inputs)
+        copies = [tf.identity(x) for x in inputs]
+        floating = [i for i, x in enumerate(copies) if x.dtype.is_floating]
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch([copies[i] for i in floating])
+            output = function(*copies)
+        with record.stop_recording():
+            result = tf.identity(output)
+
+    def backward(gradient: tf.Tensor) -> list:
+        with tf.device(device):
+            return tape.gradient(output, [copies[i] for i in floating], gradient)
+
+    record.record_operation("OnDevice", [result], [inputs[i] for i in floating], backward)
+    return result

@@ -1,0 +1,119 @@
+"""Which layers are computed in parts: a rule for each type of layer, to which users add theirs.
+
+A rule stands for one method of a layer, `call` for nearly all. It is used for layers whose class
+inherits that method unchanged: a subclass that overrides it computes something else.
+
+A hook is put on a layer's instance when a weight of it is split, or when a layer around it is
+called; it stays. Without parts to compute with, a rule gives `NotImplemented`, and the layer's own
+method runs, which reads wholes.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import in_stateless_scope
+from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_state import enclosing_layers
+from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.tensor_parallel.group import Group
+from tfparallel.tensor_parallel.loops import is_in_loop
+
+_log = logging.getLogger("tfparallel")
+_hooked_around: weakref.WeakSet = weakref.WeakSet()  # outermost layers, whose layers all are hooked
+
+
+class _Rule(NamedTuple):
+    method: str
+    function: Callable
+
+
+_RULES: dict[type, _Rule] = {}
+
+
+def layer_rule(layer_type: type, method: str = "call") -> Callable:
+    """Registers how the devices of a group compute a type of layer. To decorate a function
+
+        rule(group, layer, original, *args, **kwargs)
+
+    which gets a `Group`, the layer, the layer's own bound method, and the method's arguments. It
+    returns what the method would, computed by `group`, or `NotImplemented` to leave it to
+    `original`, such as for weights that are not in parts.
+
+    Args:
+        layer_type: a subclass of `keras.Layer`; a second rule for it replaces the first.
+        method: which it stands for.
+    """
+
+    def register(function: Callable) -> Callable:
+        _RULES[layer_type] = _Rule(method, function)
+        return function
+
+    return register
+
+
+def rule_of(layer: keras.Layer) -> _Rule | None:
+    """The rule for a layer whose class does not override the method of that rule."""
+    for cls in type(layer).__mro__:
+        rule = _RULES.get(cls)
+        if rule is not None:
+            same = getattr(type(layer), rule.method) is getattr(cls, rule.method)
+            return rule if same else None
+    return None
+
+
+def hook_layer(layer: Any, extended: Any) -> None:
+    """Lets the groups of `extended` compute `layer` by its rule. Twice changes nothing."""
+    rule = rule_of(layer) if isinstance(layer, keras.Layer) else None
+    if rule is not None:
+        by_rule = functools.partial(_call, extended, layer, rule.function)
+        hook_once(
+            layer,
+            rule.method,
+            wrapped(layer, rule.method, by_rule),
+            why="The devices of a group compute the layer, each its part.",
+        )
+
+
+def name_layers_without_rule(layer: Any, path: str) -> None:
+    """Says once that a layer with a split weight computes with the whole of it."""
+    if isinstance(layer, keras.Layer) and rule_of(layer) is None:
+        _log.warning(
+            "No rule computes layer '%s' (%s) in parts: it reads the whole of '%s', which saves "
+            "memory only. See tfparallel.tensor_parallel.layer_rule.",
+            layer.name,
+            type(layer).__name__,
+            path,
+        )
+
+
+def _call(
+    extended: Any, layer: Any, rule: Callable, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    if not extended.is_own_context() or in_stateless_scope() or is_in_loop() or is_exporting():
+        return original(*args, **kwargs)
+    _hook_around(extended)
+    group = Group(extended.own_group())
+    result = rule(group, layer, original, *args, **kwargs)
+    return original(*args, **kwargs) if result is NotImplemented else result
+
+
+def _hook_around(extended: Any) -> None:
+    """Hooks all layers of the outermost one: those that come next may go on with parts."""
+    outermost = next(iter(enclosing_layers()), None)
+    if outermost is None or outermost in _hooked_around:
+        return
+    _hooked_around.add(outermost)
+    for layer in layers_of(outermost):
+        hook_layer(layer, extended)
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Whether a rule can compute with it: a dense tensor of known rank."""
+    return isinstance(tensor, tf.Tensor) and tensor.shape.rank is not None

@@ -1,0 +1,102 @@
+"""What a `LayoutMap` says of each variable: which dim is in parts, or why none is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from tfparallel.internals.keras_layers import layers_of
+from tfparallel.tensor_parallel.mesh_groups import MeshGroups
+from tfparallel.tensor_parallel.rows import Rows, even_sizes
+
+_OUTPUT = "/output"  # the end of a key that lays out what a layer returns
+
+
+@dataclass(frozen=True)
+class VariableLayout:
+    """How one variable is kept.
+
+    Attributes:
+        path: Keras's.
+        shape: of the whole.
+        rows: its parts, None where each replica has the whole.
+        reason: why it is not in parts; "" where it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    rows: Rows | None
+    reason: str = ""
+
+
+@dataclass
+class Layouts:
+    """A `LayoutMap` as it is used: what it was asked, and which of its patterns matched.
+
+    Attributes:
+        layout_map: of Keras.
+        groups: of the mesh.
+        placements: of the variables made so far, by path.
+    """
+
+    layout_map: Any
+    groups: MeshGroups
+    placements: dict[str, VariableLayout] = field(default_factory=dict)
+    _matched: set[str] = field(default_factory=set)
+
+    def place(self, path: str, shape: Sequence[int], trainable: bool) -> VariableLayout:
+        """Decides for a new variable of a layer.
+
+        Raises:
+            ValueError: if two patterns match, or the layout is of another rank.
+        """
+        rows, reason = self._rows(path, tuple(shape), trainable)
+        placement = VariableLayout(path, tuple(shape), rows, reason)
+        self.placements[path] = placement
+        return placement
+
+    def _rows(self, path: str, shape: tuple, trainable: bool) -> tuple[Rows | None, str]:
+        layout = self._layout_of(path)
+        if layout is None:
+            return None, "no pattern matches"
+        if len(layout.axes) != len(shape):
+            raise ValueError(
+                f"The layout of '{path}' must name an axis, or None, for each dim of {shape}. "
+                f"Received: {tuple(layout.axes)}."
+            )
+        if self.groups.model_axis not in layout.axes:
+            return None, "its layout does not name the model's axis"
+        if not trainable:
+            return None, "it is not trainable: each replica assigns it"
+        dim = layout.axes.index(self.groups.model_axis)
+        if shape[dim] < self.groups.parts:
+            return None, f"dim {dim} has {shape[dim]} indices for {self.groups.parts} devices"
+        if self.groups.parts == 1:
+            return None, "the model's axis has one device"
+        return Rows(dim, even_sizes(shape[dim], self.groups.parts)), ""
+
+    def _layout_of(self, path: str) -> Any:
+        layout = self.layout_map[path]  # raises where several patterns match
+        for pattern in self.layout_map:
+            if self.layout_map[pattern] is layout:
+                self._matched.add(pattern)
+        return layout
+
+    def check_patterns(self, model: keras.Model) -> None:
+        """Refuses patterns that have matched nothing, once `model` has all of its variables.
+
+        Raises:
+            ValueError: naming the patterns, and the paths that there are.
+        """
+        paths = [layer.path for layer in layers_of(model) if layer.path]
+        for path in paths:
+            self._layout_of(path + _OUTPUT)
+        unused = [p for p in self.layout_map if p not in self._matched]
+        if unused:
+            raise ValueError(
+                f"Every pattern of the LayoutMap must match a variable. Received: {unused}, which "
+                f"match none of {sorted(self.placements)}. Patterns are regular expressions of "
+                f"the whole path, such as '.*dense.*kernel', or of a layer's path and "
+                f"'{_OUTPUT}': {paths}."
+            )

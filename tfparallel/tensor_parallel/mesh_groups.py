@@ -1,0 +1,103 @@
+"""A `keras.distribution.DeviceMesh` as groups of devices: one group computes each replica.
+
+DeviceMesh((2, 3), ("batch", "model"))        batch 0:  [ CPU:0  CPU:1  CPU:2 ]   group 0
+                                              batch 1:  [ CPU:3  CPU:4  CPU:5 ]   group 1
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.replicas.checks import check_devices
+
+_BATCH_NAMES = ("batch", "data")
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """Which devices belong together, and what the axes are called.
+
+    Attributes:
+        groups: names of devices, a list of equal length for each replica.
+        batch_axis: along which the mesh has replicas, None for a single one.
+        model_axis: along which a group has devices, None where each has one.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    batch_axis: str | None
+    model_axis: str | None
+
+    @property
+    def parts(self) -> int:
+        """Devices of a group."""
+        return len(self.groups[0])
+
+
+def mesh_groups(mesh: Any, batch_dim_name: str | None = None) -> MeshGroups:
+    """The groups of a mesh of one or two axes (others may have size 1).
+
+    Args:
+        mesh: a `keras.distribution.DeviceMesh`.
+        batch_dim_name: its axis of replicas; by default the one called "batch" or "data", else the
+            first of two. A mesh of one axis with another name has a single replica.
+
+    Raises:
+        TypeError: for something else than a mesh.
+        ValueError: for axes that do not exist, for more than one axis of the model, and for devices
+            that do not exist or are named twice.
+    """
+    if not isinstance(mesh, keras.distribution.DeviceMesh):
+        raise TypeError(
+            "Expected a LayoutMap over a keras.distribution.DeviceMesh. Received: a LayoutMap with "
+            f"device_mesh={mesh!r}. Make it with keras.distribution.LayoutMap(device_mesh)."
+        )
+    names = list(mesh.axis_names)
+    batch = _batch_axis(names, batch_dim_name)
+    model = [n for n, size in zip(names, mesh.shape, strict=True) if n != batch and size > 1]
+    if len(model) > 1:
+        raise ValueError(
+            "Expected a mesh of one axis for the batch and one for the model. Received: axes "
+            f"{names} of sizes {list(mesh.shape)}, of which {model} would be the model's. Give the "
+            "others size 1, or join them into one axis."
+        )
+    devices = _existing(np.asarray(mesh.devices).flatten()).reshape(mesh.shape)
+    if batch is not None:
+        devices = np.moveaxis(devices, names.index(batch), 0)
+    devices = devices.reshape(devices.shape[0] if batch is not None else 1, -1)
+    remaining = [n for n in names if n != batch]
+    return MeshGroups(
+        tuple(tuple(str(name) for name in row) for row in devices),
+        batch,
+        (model or remaining or [None])[0],
+    )
+
+
+def _batch_axis(names: list[str], asked: str | None) -> str | None:
+    if asked is not None:
+        if asked not in names:
+            raise ValueError(
+                f"batch_dim_name must be an axis of the mesh. Received: {asked!r}; the mesh has "
+                f"{names}."
+            )
+        return asked
+    known = [name for name in names if name in _BATCH_NAMES]
+    if known:
+        return known[0]
+    return names[0] if len(names) > 1 else None
+
+
+def _existing(names: np.ndarray) -> np.ndarray:
+    """Full names of the devices of this process that a mesh calls `cpu:0`."""
+    upper = [str(name).upper() if "/" not in str(name) else str(name) for name in names]
+    count = len(tf.config.list_logical_devices())
+    if len(set(upper)) > count:
+        raise ValueError(
+            f"The mesh has {len(set(upper))} devices, and this process has {count}: "
+            f"{[d.name for d in tf.config.list_logical_devices()]}. Received: {upper}. Take a "
+            "smaller mesh. Logical CPU devices are made by "
+            "`tf.config.set_logical_device_configuration` before TensorFlow starts."
+        )
+    return np.array(check_devices(upper, "devices of the mesh"))

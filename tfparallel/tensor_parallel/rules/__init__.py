@@ -1,0 +1,11 @@
+"""The rules of Keras's own layers; importing this package registers them."""
+
+from tfparallel.tensor_parallel.rules import (
+    attention,
+    convolution,
+    dense,
+    elementwise_layers,
+    embedding,
+)
+
+__all__ = ["attention", "convolution", "dense", "elementwise_layers", "embedding"]

@@ -1,0 +1,137 @@
+"""Layers that stay in parts because they treat every number, or every channel, alike.
+
+They have nothing to split themselves. Between a layer that gives parts and one that takes them
+they are computed part by part; elsewhere as always.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras import layers
+
+from tfparallel.internals import record
+from tfparallel.tensor_parallel.group import Group
+from tfparallel.tensor_parallel.layer_rules import layer_rule
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
+
+_ACTIVATIONS = (layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Identity)
+_MERGES = (
+    layers.Add,
+    layers.Subtract,
+    layers.Multiply,
+    layers.Average,
+    layers.Maximum,
+    layers.Minimum,
+)
+_BY_CHANNEL = (
+    layers.AveragePooling1D,
+    layers.AveragePooling2D,
+    layers.AveragePooling3D,
+    layers.MaxPooling1D,
+    layers.MaxPooling2D,
+    layers.MaxPooling3D,
+    layers.ZeroPadding2D,
+    layers.ZeroPadding3D,
+)
+_GLOBAL = (
+    layers.GlobalAveragePooling2D,
+    layers.GlobalAveragePooling3D,
+    layers.GlobalMaxPooling2D,
+    layers.GlobalMaxPooling3D,
+)
+
+
+@layer_rule(layers.Activation)
+def activation(
+    group: Group, layer: Any, original: Callable, inputs: Any, **kwargs: Any
+) -> tf.Tensor:
+    """`Activation.call` of a function of single numbers."""
+    if not is_elementwise_function(layer.activation):
+        return NotImplemented
+    return _part_by_part(group, layer, original, inputs, **kwargs)
+
+
+def _part_by_part(
+    group: Group, layer: Any, original: Callable, inputs: Any, **kwargs: Any
+) -> tf.Tensor:
+    del layer
+    rows = group.known_rows(inputs)
+    if rows is None or kwargs:
+        return NotImplemented
+    return group.joined(group.compute(original, group.parts(inputs, rows)), rows.dim)
+
+
+def _by_channel(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    rows = group.known_rows(inputs)
+    if rows is None or rows.dim != _channels(layer, inputs):
+        return NotImplemented
+    return group.joined(group.compute(original, group.parts(inputs, rows)), rows.dim)
+
+
+def _channels(layer: Any, inputs: tf.Tensor) -> int:
+    last = inputs.shape.rank - 1
+    return 1 if getattr(layer, "data_format", None) == "channels_first" else last
+
+
+def _global(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    rows = group.known_rows(inputs)
+    if rows is None or rows.dim != _channels(layer, inputs):
+        return NotImplemented
+    pooled = group.compute(original, group.parts(inputs, rows))
+    return group.joined(pooled, rows.dim if layer.keepdims else 1)
+
+
+def _merge(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    del layer
+    if not isinstance(inputs, (list, tuple)):
+        return NotImplemented
+    rows = group.known_rows(inputs[0])
+    if rows is None or any(group.known_rows(x) != rows for x in inputs):
+        return NotImplemented
+    if len({len(x.shape) for x in inputs}) > 1:
+        return NotImplemented
+    parts = [group.parts(x, rows) for x in inputs]
+    return group.joined(group.compute(lambda *xs: original(list(xs)), *parts), rows.dim)
+
+
+@layer_rule(layers.Dropout)
+def dropout(
+    group: Group, layer: Any, original: Callable, inputs: Any, training: Any = False
+) -> tf.Tensor:
+    """`Dropout.call`: the mask that one device draws, of which each device gets its part."""
+    rows = group.known_rows(inputs)
+    if rows is None:
+        return NotImplemented
+    if not training or layer.rate <= 0:
+        return inputs
+    parts = group.parts(inputs, rows)
+    with record.stop_recording():
+        mask = original(tf.ones(_whole_shape(parts, rows), inputs.dtype), training=training)
+        masks = group.parts(mask, rows)
+    kept = group.compute(_masked, parts, masks)
+    return group.joined(kept, rows.dim)
+
+
+def _masked(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    return tf.where(mask > 0, x * tf.stop_gradient(mask), tf.zeros_like(x))
+
+
+def _whole_shape(parts: list, rows: Rows) -> Any:
+    """Of the tensor that has these parts, which is not asked: it would be computed."""
+    static = rows.whole_shape(parts[0].shape)
+    if None not in static:
+        return static
+    known = tf.shape(parts[0])
+    return [known[i] if size is None else size for i, size in enumerate(static)]
+
+
+for _types, _rule in (
+    (_ACTIVATIONS, _part_by_part),
+    (_MERGES, _merge),
+    (_BY_CHANNEL, _by_channel),
+    (_GLOBAL, _global),
+):
+    for _type in _types:
+        layer_rule(_type)(_rule)

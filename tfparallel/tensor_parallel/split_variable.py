@@ -1,0 +1,307 @@
+"""One variable whose parts are on the devices of a replica's group.
+
+context                                            reads                  assignments
+-------------------------------------------------  ---------------------  --------------------------
+an optimizer's update of part i (`in_part`)        part i                 part i
+a rule of a layer (`part_values`)                  every part, where
+                                                   it is
+anywhere else in a replica                         the whole              each part its rows
+outside of replicas                                the whole, of the      each part its rows, in
+                                                   first group            every group
+
+Whoever reads the whole gets the right one; that it is in parts saves its memory only.
+Saved files hold the whole under the variable's own name.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.internals import (
+    DistributedVariable,
+    SaveSpec,
+    device_util,
+    distribute_lib,
+    record,
+    values_util,
+    variable_accessed,
+)
+from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.replicas.variables import ReplicatedVariable
+from tfparallel.tensor_parallel.known_parts import joined, parts_of
+from tfparallel.tensor_parallel.loops import before_loops
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.whole_copy import OnePiece
+
+_VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def in_part(index: int) -> Iterator[None]:
+    """Within it, split variables are their part number `index`."""
+    _thread.part = index
+    try:
+        yield
+    finally:
+        _thread.part = None
+
+
+def split_of(variable: Any) -> "SplitVariable | None":
+    """The split variable behind a Keras variable or a `tf.Variable`, if it is one."""
+    value = behind(variable) if isinstance(variable, keras.Variable) else variable
+    return value if isinstance(value, SplitVariable) else None
+
+
+def slices_of_part(
+    slices: tf.IndexedSlices, rows: Rows, part: int, part_shape: Sequence
+) -> tf.IndexedSlices:
+    """What of a sparse gradient or value of the whole is for part number `part`."""
+    shape = tf.constant(list(part_shape), slices.indices.dtype)
+    if rows.dim > 0:
+        return tf.IndexedSlices(parts_of(slices.values, rows)[part], slices.indices, shape)
+    start, size = rows.starts[part], rows.sizes[part]
+    own = (slices.indices >= start) & (slices.indices < start + size)
+    values = tf.boolean_mask(slices.values, own)
+    return tf.IndexedSlices(values, tf.boolean_mask(slices.indices, own) - start, shape)
+
+
+class SplitVariable(ReplicatedVariable):
+    """Reads and assignments of the table above.
+
+    Args:
+        strategy, values, aggregation, var_policy: what a distributed variable takes, with all parts
+            of replica 0, then those of replica 1 and so on as values.
+        rows: of each replica's copy.
+
+    Attributes:
+        rows: which dim is divided, and how.
+        parts: of each replica, variables.
+    """
+
+    trainable: bool
+    distribute_strategy: Any
+    dtype: tf.DType
+    name: str
+    _values: Any
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence,
+        aggregation: Any,
+        var_policy: Any = None,
+        *,
+        rows: Rows,
+    ):
+        count = len(rows.sizes)
+        super().__init__(strategy, values[::count], aggregation, var_policy)
+        self.rows = rows
+        self.parts = [tuple(values[i : i + count]) for i in range(0, len(values), count)]
+        for part in values:
+            part._distributed_container = weakref.ref(self)
+            part.handle._distributed_container = weakref.ref(self)
+        shape = values[0].shape.as_list()
+        shape[rows.dim] = sum(rows.sizes)
+        self._whole_shape = tf.TensorShape(shape)
+        self._piece = OnePiece(self._values_of_parts, rows.dim, self._host())
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return self._whole_shape
+
+    def get_shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return self._whole_shape
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _replica(self) -> int | None:
+        """Whose parts the caller computes with; None outside of this strategy's replicas."""
+        context = distribute_lib.get_replica_context()
+        if context is not None and context.strategy is not self.distribute_strategy:
+            return None  # outside of every scope TensorFlow's default replica has number 0
+        return values_util.get_current_replica_id_as_int()
+
+    def own_parts(self) -> tuple:
+        """The parts that the calling replica computes with."""
+        return self.parts[self._replica() or 0]
+
+    def read_parts(self) -> list[tf.Tensor]:
+        """The value of each part, read where it is, unknown to gradient tapes."""
+        values = []
+        with record.stop_recording():
+            for part in self.own_parts():
+                with tf.device(part.device):
+                    values.append(part.read_value())
+        return values
+
+    def _values_of_parts(self) -> list[tf.Tensor]:
+        """Of the first group; not by `read_value`, for which a traced function would own them."""
+        return [
+            tf.raw_ops.ReadVariableOp(resource=part.handle, dtype=part.dtype)
+            for part in self.parts[0]
+        ]
+
+    def part_values(self) -> list[tf.Tensor]:
+        """The value of each part, where it is. Tapes see a read of this variable."""
+        values = self.read_parts()
+        if self.trainable:
+            variable_accessed(self._tape_variable())
+            record.record_operation(
+                "ReadParts",
+                values,
+                [self._tape_variable().handle],
+                lambda *gradients: [joined(gradients, self.rows.dim)],
+            )
+        return values
+
+    def _tape_variable(self) -> Any:
+        """The part whose handle stands for the whole in `tape.gradient`: that of `handle`."""
+        return self.own_parts()[0]
+
+    def whole(self) -> tf.Tensor:
+        """All parts as one; in a loop, read before it."""
+        if not self.trainable:
+            return tf.concat(self.read_parts(), self.rows.dim)
+        with before_loops():
+            return joined(self.part_values(), self.rows.dim)
+
+    def _current(self) -> Any:
+        part = getattr(_thread, "part", None)
+        return None if part is None else self.own_parts()[part]
+
+    def _get(self) -> Any:  # what operators such as `*` compute with
+        part = self._current()
+        return self.value() if part is None else part
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return self.value()
+
+    def value(self) -> tf.Tensor:
+        part = self._current()
+        if part is not None:
+            return part.read_value()
+        if is_exporting():
+            return self._piece.kept_by_graph(self._own_name(), self.trainable).read_value()
+        return self.whole()
+
+    read_value = value
+
+    def _dense_var_to_tensor(
+        self, dtype: Any = None, name: Any = None, as_ref: bool = False
+    ) -> Any:
+        del as_ref
+        return tf.convert_to_tensor(self.value(), dtype, name=name)
+
+    def numpy(self) -> np.ndarray:
+        """The whole."""
+        if not tf.executing_eagerly():
+            raise NotImplementedError("numpy() is only available when eager execution is enabled.")
+        return np.concatenate([p.numpy() for p in self.own_parts()], self.rows.dim)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Rows of the whole: `[*indices, ...]`."""
+        return tf.gather(self.value(), indices, name=name)
+
+    # ---- assigning -------------------------------------------------------------------------------
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign", value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign_add", delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("assign_sub", delta)
+
+    def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_add", slices)
+
+    def scatter_sub(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_sub", slices)
+
+    def scatter_update(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._to_parts("scatter_update", slices)
+
+    def _refused(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"A variable in parts takes assign, assign_add, assign_sub, scatter_add, scatter_sub "
+            f"and scatter_update. Received: {name} of '{self.name}'. Leave it out of the layout."
+        )
+
+    def scatter_max(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refused("scatter_max")
+
+    def scatter_min(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refused("scatter_min")
+
+    def scatter_mul(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refused("scatter_mul")
+
+    def scatter_div(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refused("scatter_div")
+
+    def _to_parts(self, name: str, value: Any) -> Any:
+        part = self._current()
+        if part is not None:
+            return getattr(part, name)(value)
+        replica = self._replica()
+        copies = self.parts if replica is None else [self.parts[replica]]
+        for copy in copies:
+            for target, piece in zip(copy, self.pieces(value), strict=True):
+                with tf.device(target.device):
+                    getattr(target, name)(piece)
+        return self
+
+    def pieces(self, value: Any) -> list:
+        """A value of the whole, dense or sparse, as one for each part."""
+        if isinstance(value, tf.IndexedSlices):
+            with record.stop_recording():
+                return [
+                    slices_of_part(value, self.rows, i, part.shape)
+                    for i, part in enumerate(self.parts[0])
+                ]
+        if isinstance(value, DistributedVariable):
+            value = value.value()
+        value = tf.convert_to_tensor(value, self.dtype)
+        value.shape.assert_is_compatible_with(self.shape)
+        if not value.shape.is_fully_defined():
+            value = tf.ensure_shape(value, self.shape)
+        with record.stop_recording():
+            return parts_of(value, self.rows)
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
+        def read() -> tf.Tensor:
+            with tf.device(self._host()):
+                return tf.identity(self.whole())
+
+        return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=self._host())}
+
+    def _host(self) -> str:
+        """The full name of the CPU: a file for a shorter one would count as another task's."""
+        return device_util.canonicalize("/device:CPU:0", self.parts[0][0].device)
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+        return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
+    ) -> list:
+        piece = self._piece.updated(self._own_name(), self.trainable)
+        resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+        object_map[self], tensor_map[self] = object_map[piece], tensor_map[piece.handle]
+        return [*resources, self]
+
+    def _own_name(self) -> str:
+        return self.name.split(":")[0]
