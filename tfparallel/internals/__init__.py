@@ -66,6 +66,7 @@ from tensorflow.python import pywrap_tfe
 
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
+from tensorflow.python.data.ops.cache_op import CacheDataset
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_ops,
@@ -149,6 +150,7 @@ __all__ = [
     "device_util",
     "distribute_lib",
     "distribute_utils",
+    "fills_a_cache",
     "function_of_graph",
     "get_keras_mask",
     "global_seed_generator",
@@ -487,6 +489,13 @@ def dataset_as_graph(dataset: tf.data.Dataset, largest_bytes: int) -> tf.compat.
     except tf.errors.OpError:  # a generator, `py_function`, random operations, lookup tables
         return None
     return tf.compat.v1.GraphDef.FromString(serialized) if len(serialized) < largest_bytes else None
+
+
+def fills_a_cache(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` reads its input in the first pass only."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    return isinstance(dataset, CacheDataset) or any(map(fills_a_cache, dataset._inputs()))
 
 
 def unrepeatable_parts(dataset: Any) -> list[str]:

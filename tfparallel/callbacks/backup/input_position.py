@@ -4,8 +4,9 @@ Keras makes an iterator over the dataset for every epoch, or one for all (`steps
 class stands between the two and counts what is taken from each. To come back to a position,
 
 1. the iterators of earlier epochs are made again, because a `shuffle` draws its next seed when an
-   iterator is made. One batch of each is read: enough where epochs differ by nothing else. All
-   batches are read where the input keeps a state of its own (stateful ops, Python generators).
+   iterator is made. One batch of each is read: enough where epochs differ by nothing else. The
+   first is read as far as it was where a `cache` fills meanwhile. All batches are read where the
+   input keeps a state of its own (stateful ops, Python generators).
 2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
    dataset supports one. Of a `shuffle` that has come to its end, also because a `prefetch` has, it
    does not hold how far the seeds of later passes have come: then it is set to the beginning of its
@@ -30,7 +31,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.random_states import host_random_state, set_host_random_state
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
-from tfparallel.internals import unrepeatable_parts
+from tfparallel.internals import fills_a_cache, unrepeatable_parts
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"
@@ -50,6 +51,7 @@ class InputPosition:
         self._dataset = epoch_iterator._distributed_dataset
         epoch_iterator._distributed_dataset = self
         self._taken: list[int] = []  # batches, of each iterator made so far
+        self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
         self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
@@ -68,9 +70,15 @@ class InputPosition:
     def _make_iterator(self) -> Any:
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
+        if not self._taken:  # Keras does not ask once it knows how many there are
+            self._is_read_to_its_end = self._has_unknown_size()
         self._taken.append(0)
         self._beginning = None if self._has_checkpoints is False else self._checkpoint()
         return self._last
+
+    def _has_unknown_size(self) -> bool:
+        iterator = self._epoch_iterator
+        return iterator.steps_per_epoch is None and iterator._num_batches is None
 
     def took(self, num_batches: int) -> None:
         """Tells that a step has taken batches from the newest iterator."""
@@ -166,7 +174,12 @@ class InputPosition:
     def _read_again(self, earlier: list[int], all_batches: bool) -> None:
         started, num_read = time.monotonic(), 0
         for count in earlier:
-            num_read += _drop(self._make_iterator(), count if all_batches else min(count, 1))
+            is_filling = fills_a_cache(self._dataset) and not self._taken
+            is_needed = all_batches or is_filling
+            iterator = self._make_iterator()
+            num_read += _drop(iterator, count if is_needed else min(count, 1))
+            if is_filling and self._is_read_to_its_end:
+                _drop(iterator, 1)  # only then is the cache complete
             self._taken[-1] = count
         if all_batches:
             self._count_cost(num_read, started)
