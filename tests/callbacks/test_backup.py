@@ -97,7 +97,7 @@ def test_training_goes_on_while_a_backup_is_written(folder, monkeypatch):
     """And what is written is the state at the time of the save."""
     gate, weights = threading.Event(), {}
     begin = Storage.begin
-    monkeypatch.setattr(Storage, "begin", lambda self: gate.wait(10) and begin(self))
+    monkeypatch.setattr(Storage, "begin", lambda *a, **k: gate.wait(10) and begin(*a, **k))
     backup = BackupAndRestore(folder, save_freq=2, delete_on_success=False)
 
     def remember(name):
@@ -255,7 +255,7 @@ def test_a_folder_that_cannot_be_written():
 def test_an_error_surfaces_at_the_next_batch(folder, monkeypatch):
     batches = []
 
-    def fail(self):
+    def fail(*arguments, **options):
         raise OSError("broken")
 
     monkeypatch.setattr(Storage, "begin", fail)

@@ -78,10 +78,21 @@ def numbers(count=23):
         lambda: numbers().batch(4).shuffle(3),
         lambda: numbers().shuffle(8, reshuffle_each_iteration=False).batch(4),
         lambda: numbers().shuffle(8).map(lambda x: x + 1, num_parallel_calls=2).shuffle(4).batch(5),
+        lambda: numbers(15).batch(3).shuffle(2).shuffle(2),
         lambda: numbers(15).shuffle(2).cache().batch(3),
         lambda: numbers(15).shuffle(4).cache().shuffle(3).batch(4).prefetch(1),
     ],
-    ids=["batched", "prefetched", "repeated", "of batches", "same", "twice", "cached", "two"],
+    ids=[
+        "batched",
+        "prefetched",
+        "repeated",
+        "of batches",
+        "same",
+        "mapped",
+        "twice",
+        "cached",
+        "two",
+    ],
 )
 def test_shuffled_data_go_on_anywhere(make):
     """Near the end of a pass TensorFlow's checkpoint lacks how far a shuffle's seeds have come."""

@@ -67,6 +67,7 @@ from tensorflow.python import pywrap_tfe
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
 from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_ops,
@@ -169,6 +170,7 @@ __all__ = [
     "model_of_predict_step",
     "let_idle_threads_sleep",
     "new_executor",
+    "num_shuffles",
     "numpy_dataset",
     "own_eager_seeds",
     "owner_of_new_variable",
@@ -496,6 +498,13 @@ def fills_a_cache(dataset: Any) -> bool:
     if not isinstance(dataset, tf.data.Dataset):
         return False
     return isinstance(dataset, CacheDataset) or any(map(fills_a_cache, dataset._inputs()))
+
+
+def num_shuffles(dataset: Any) -> int:
+    """How many shuffles a `tf.data.Dataset` goes through; those in functions of it do not count."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return 0
+    return isinstance(dataset, _ShuffleDataset) + sum(map(num_shuffles, dataset._inputs()))
 
 
 def unrepeatable_parts(dataset: Any) -> list[str]:

@@ -31,10 +31,11 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.random_states import host_random_state, set_host_random_state
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
-from tfparallel.internals import fills_a_cache, unrepeatable_parts
+from tfparallel.internals import fills_a_cache, num_shuffles, unrepeatable_parts
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"
+_DRAWN_PER_SHUFFLE = 2  # by its iterator, and by the generator of its passes' seeds
 
 
 class InputPosition:
@@ -131,7 +132,10 @@ class InputPosition:
 
     def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
         """Whether later passes would be wrong after it, in an order that can be right."""
-        is_lacking = _num_shuffles(checkpoint) < _num_shuffles(self._beginning or [])
+        # At its beginning, an iterator has made none of those that it reads from.
+        of_dataset = _DRAWN_PER_SHUFFLE * num_shuffles(self._dataset)
+        of_beginning = _num_seeds_drawn(self._beginning or [])
+        is_lacking = _num_seeds_drawn(checkpoint) < max(of_beginning, of_dataset)
         return is_lacking and not unrepeatable_parts(self._dataset)
 
     def _checkpoint(self) -> list[np.ndarray] | None:
@@ -229,8 +233,8 @@ def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
     return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
 
 
-def _num_shuffles(checkpoint: list[np.ndarray]) -> int:
-    """Of how many shuffles a checkpoint tells how far their seeds have come."""
+def _num_seeds_drawn(checkpoint: list[np.ndarray]) -> int:
+    """How often a checkpoint tells how far the seeds of a shuffle have come."""
     return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
 
 
