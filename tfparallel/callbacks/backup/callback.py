@@ -4,6 +4,7 @@ import datetime
 import functools
 import math
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -97,6 +98,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._call = call
         self._workers = Workers(call.model.distribute_strategy)
         self._agreement = self._workers.agreement("write")
+        self._agreement_of_epochs = self._workers.agreement("epoch")
         self._writer = writer_for(self._storage.root)
         self._in_writer(self._writer.wait)
         self._lease = self._take_folder()
@@ -105,7 +107,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._steps = StepAgreement(self._workers)
         parts = find_backup(self._storage, self._workers)
         if parts is not None:
-            call.build_model()
+            call.build_model(len(parts["shared"]["model"]["paths"]))
         self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
         if parts is not None:
             self._restoration = Restoration(call, parts, self._workers)
@@ -127,9 +129,15 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restoration = None
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Waits for the last backup, then deletes all of them if asked to."""
-        exchange(self._workers.agreement("end"), "end a training", None)
+        """Waits for the last backup, then deletes all of them if asked to.
+
+        After SIGTERM they stay: whatever follows `fit` is done by the run that is started again.
+        """
+        if self._is_exit_asked("end a training"):
+            self._save_and_exit()
         self._stop_watching()
+        if self._notice is not None and self._notice.has_come:  # in between
+            signal.raise_signal(signal.SIGTERM)
         self._call.forget_start()
         self._in_writer(self._writer.wait)
         if self._lease is not None and self._lease.fence:
@@ -181,7 +189,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._call.forget_logs()
         self._progress = Progress(epoch + 1)
         self._in_writer(self._raise_errors)
-        if self._save_freq == "epoch":
+        if self._is_exit_asked("validate"):
+            self._save_and_exit()
+        elif self._save_freq == "epoch":
             self._save()
 
     def _wanted(self) -> set[str]:
@@ -199,6 +209,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._lease is not None:
             self._lease.raise_if_lost()
         self._writer.raise_error()
+
+    def _is_exit_asked(self, kind: str) -> bool:
+        """Whether SIGTERM has come to any worker since the last step: while it validated, say."""
+        has_come = self._notice is not None and self._notice.has_come
+        return any(exchange(self._agreement_of_epochs, kind, has_come))
 
     def _is_due(self) -> bool:
         """Whether all workers know that it is time to save, because they count the batches."""

@@ -5,15 +5,19 @@ stack. What is changed on them and on the model is undone once it has
 served.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfparallel.callbacks.backup.model_state import count_mirrored
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.replicas.model_hooks import batch_of_specs
+from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.step_build import build
 
 
@@ -89,14 +93,21 @@ class FitCall:
             callbacks.remove(callback)
         return True
 
-    def build_model(self) -> None:
+    def build_model(self, num_variables: int) -> None:
         """Creates the variables that the first step would create, from the shapes of the data.
 
-        Under a strategy Keras has done so already.
+        Under a strategy Keras has done so already. A step that only Python can run is run, on
+        zeros: whatever it changes is put back afterwards.
+
+        Args:
+            num_variables: that the backup has.
         """
         if self.model._distribute_strategy is None:
             spec = self.epoch_iterator._distributed_dataset.element_spec
-            build(self.model, "fit", batch_of_specs(spec))
+            with _optimizers_in_own_scope(self.model):
+                build(self.model, "fit", batch_of_specs(spec))
+            if self.model.run_eagerly and count_mirrored(self.model) < num_variables:
+                self.model.train_step(tf.nest.map_structure(_zeros, spec))
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""
@@ -137,3 +148,35 @@ class FitCall:
     def forget_logs(self) -> None:
         """Undoes `keep_logs`."""
         vars(self.model).pop("_get_metrics_result_or_logs", None)
+
+
+@contextlib.contextmanager
+def _optimizers_in_own_scope(model: keras.Model) -> Iterator[None]:
+    """Lets optimizers name their variables as they do where a step builds them.
+
+    A step calls `apply`, which opens a scope around `build`: that of an optimizer that holds
+    another one is in the names of the other's variables.
+    """
+
+    def shadow(optimizer: Any) -> None:
+        build_plainly = optimizer.build
+
+        def build_in_scope(variables: Any) -> None:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                build_plainly(variables)
+
+        vars(optimizer)["build"] = build_in_scope
+
+    optimizers = [each for each in optimizers_of(model) if "build" not in vars(each)]
+    for optimizer in optimizers:
+        shadow(optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del vars(optimizer)["build"]
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """One row, in an unknown dimension."""
+    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)

@@ -26,6 +26,11 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
     }
 
 
+def count_mirrored(model: keras.Model) -> int:
+    """How many variables `mirrored_state` has."""
+    return len(_mirrored_variables(model))
+
+
 def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
     """Sets what `mirrored_state` returned.
 
