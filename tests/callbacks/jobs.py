@@ -1,6 +1,7 @@
 """Processes that save into one folder, over and over, as trainings do but without TensorFlow."""
 
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -89,6 +90,12 @@ def hold(root: str, job: str, is_elsewhere: bool) -> None:
     lease.acquire()
     save(storage, lease, job)
     time.sleep(60)
+
+
+def make_bucket(name: str) -> None:
+    """Makes a bucket in the S3 that the environment leads to."""
+    s3fs = importlib.import_module("s3fs")
+    s3fs.S3FileSystem().mkdir(name)
 
 
 def until_saved(storage: Storage, count: int = 1) -> None:

@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,11 +18,42 @@ from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.storage import InvalidBackupError, LeaseError, Storage
 
 
-@pytest.fixture(params=["path", "file://"])
+@pytest.fixture(scope="module")
+def s3():
+    """The address of an S3 that runs here; the environment leads to it."""
+    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
+    pytest.importorskip("moto", reason="an S3 that runs here needs moto[server]")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        status = jobs.in_fork(jobs.make_bucket, "runs")
+        assert os.waitpid(status, 0)[1] == 0
+        yield "s3://runs"
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture(params=["path", "file://", "s3://"])
 def root(request, tmp_path):
-    if request.param != "path":
-        pytest.importorskip("fsspec", reason="remote folders need fsspec")
-    return str(tmp_path / "b") if request.param == "path" else f"file://{tmp_path}/b"
+    if request.param == "path":
+        return str(tmp_path / "b")
+    pytest.importorskip("fsspec", reason="remote folders need fsspec")
+    if request.param == "s3://":
+        return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    return f"file://{tmp_path}/b"
 
 
 @pytest.fixture

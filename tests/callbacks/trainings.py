@@ -92,6 +92,13 @@ def eager_arrays(*arguments):
     _train(None, arguments, run_eagerly=True, epochs=6, x=x, y=y, batch_size=BATCH)
 
 
+def impatient_arrays(*arguments):
+    """Gives up soon if another training has the folder, and lasts longer than that itself."""
+    x, y = tiny_data(ROWS)
+    options = {"epochs": 30, "lease_s": 1.0, "x": x, "y": y, "batch_size": BATCH}
+    _train(None, arguments, run_eagerly=True, **options)
+
+
 def plain_dataset(*arguments):
     """A shuffled dataset whose augmentation draws in a stateful op: no checkpoint of it exists."""
 
@@ -298,6 +305,7 @@ def _train(
     run_eagerly=False,
     epochs=EPOCHS,
     make_model=None,
+    lease_s=60.0,
     **fit_options,
 ):
     """Trains with a backup after every batch and writes everything that can differ to a file."""
@@ -308,7 +316,7 @@ def _train(
         model = make_model(options) if make_model else _classifier(strategy, optimizer, options)
     counter = CountsAndDraws()
     # Who kills itself at a given batch knows which backup it leaves: the one before.
-    options = {"save_freq": save_freq, "asynchronous": kill_at == "0"}
+    options = {"save_freq": save_freq, "asynchronous": kill_at == "0", "lease_s": lease_s}
     backup = [BackupAndRestore(backup_dir, **options)] if backup_dir else []
     number = signal.SIGKILL if int(kill_at) > 0 else signal.SIGTERM
     kill = After(abs(int(kill_at)), lambda: os.kill(os.getpid(), number))

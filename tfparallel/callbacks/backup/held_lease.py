@@ -78,7 +78,7 @@ class Lease:
                 has_told = True
                 text = "%s is in use by %s. Waiting up to %.0f s for it to end, or to be silent."
                 _logger.warning(text, self._storage.root, _name(claim), patience_s)
-            time.sleep(self._lease_s / _POLLS if decision == "wait" else 0)
+            time.sleep(self._lease_s / _POLLS)
         _leases[self._storage.key] = self
         threading.Thread(target=self._beat, name="tfparallel-lease", daemon=True).start()
 
