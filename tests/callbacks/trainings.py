@@ -8,6 +8,8 @@ import contextlib
 import datetime
 import os
 import signal
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,7 +18,7 @@ import tensorflow as tf
 import tfparallel
 from tests.conformance.cases.unbuilt import GAN
 from tests.helpers import numbered, open_logical_cpus, tiny_data
-from tfparallel.callbacks import BackupAndRestore
+from tfparallel.callbacks import BackupAndRestore, LeaseError
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 EPOCHS = 4
@@ -93,10 +95,23 @@ def eager_arrays(*arguments):
 
 
 def impatient_arrays(*arguments):
-    """Gives up soon if another training has the folder, and lasts longer than that itself."""
+    """Gives up soon if another training has the folder; if not, waits until another gave up."""
+    told = Path(arguments[1]).with_name("told")
     x, y = tiny_data(ROWS)
-    options = {"epochs": 30, "lease_s": 1.0, "x": x, "y": y, "batch_size": BATCH}
-    _train(None, arguments, run_eagerly=True, **options)
+    options = {"epochs": 2, "lease_s": 1.0, "x": x, "y": y, "batch_size": BATCH}
+    waits = [After(3, lambda: _until(told.exists))] if arguments[0] else []
+    try:
+        _train(None, arguments, run_eagerly=True, callbacks=waits, **options)
+    except LeaseError:
+        told.touch()
+        raise
+
+
+def _until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def plain_dataset(*arguments):

@@ -67,6 +67,7 @@ from tensorflow.python import pywrap_tfe
 # StrategyExtended implementations we build on: the device bookkeeping, custom loops, `tf.data`
 # distribution and replica threads of `tf.distribute` are kept as they are.
 from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
@@ -175,6 +176,7 @@ __all__ = [
     "own_eager_seeds",
     "owner_of_new_variable",
     "record",
+    "repeats_a_shuffle",
     "run_independently",
     "set_keras_mask",
     "surround_epochs",
@@ -505,6 +507,15 @@ def num_shuffles(dataset: Any) -> int:
     if not isinstance(dataset, tf.data.Dataset):
         return 0
     return isinstance(dataset, _ShuffleDataset) + sum(map(num_shuffles, dataset._inputs()))
+
+
+def repeats_a_shuffle(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` shuffles several times in a pass."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    if isinstance(dataset, _RepeatDataset) and num_shuffles(dataset):
+        return True
+    return any(map(repeats_a_shuffle, dataset._inputs()))
 
 
 def unrepeatable_parts(dataset: Any) -> list[str]:

@@ -9,9 +9,10 @@ class stands between the two and counts what is taken from each. To come back to
    input keeps a state of its own (stateful ops, Python generators).
 2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
    dataset supports one. Of a `shuffle` that has come to its end, also because a `prefetch` has, it
-   does not hold how far the seeds of later passes have come: then it is set to the beginning of its
-   pass. From there, or where there is no checkpoint from the first batch of all, the batches that
-   were trained on are read again and dropped.
+   does not hold how far the seeds of later passes have come. Then, and where there is none, the
+   batches of its pass that were trained on are read again and dropped. (After the checkpoint of
+   the pass's beginning, where a `repeat` shuffles several times in a pass. It is taken there only:
+   it waits for the shuffle's buffer, and holds it.)
    Where workers read batches by numbers, it is the iterator of the numbers.
    While that goes on, Python's and NumPy's random states are what they were then.
 
@@ -31,7 +32,12 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.random_states import host_random_state, set_host_random_state
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
-from tfparallel.internals import fills_a_cache, num_shuffles, unrepeatable_parts
+from tfparallel.internals import (
+    fills_a_cache,
+    num_shuffles,
+    repeats_a_shuffle,
+    unrepeatable_parts,
+)
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"
@@ -55,9 +61,9 @@ class InputPosition:
         self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
-        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
+        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
         self._has_checkpoints: bool | None = None  # not known before the first save
         self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
         self._num_read_again, self._reading_again_s = 0, 0.0
@@ -74,7 +80,8 @@ class InputPosition:
         if not self._taken:  # Keras does not ask once it knows how many there are
             self._is_read_to_its_end = self._has_unknown_size()
         self._taken.append(0)
-        self._beginning = None if self._has_checkpoints is False else self._checkpoint()
+        needs_beginning = self._has_checkpoints is not False and repeats_a_shuffle(self._dataset)
+        self._beginning = self._checkpoint() if needs_beginning else None
         return self._last
 
     def _has_unknown_size(self) -> bool:
@@ -99,13 +106,13 @@ class InputPosition:
         spans_epochs = iterator.steps_per_epoch is not None
         goes_on = is_mid_epoch or (spans_epochs and iterator._current_iterator is not None)
         checkpoint = None
-        num_to_drop = 0
         if self._has_checkpoints is None:
             self._tell_what_differs()
         if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
             checkpoint = self._checkpoint()
             self._has_checkpoints = checkpoint is not None
-        if goes_on and checkpoint and self._beginning and self._lacks_seeds(checkpoint):
+        num_to_drop = 0
+        if goes_on and checkpoint and self._lacks_seeds(checkpoint):
             checkpoint, num_to_drop = self._beginning, self._taken[-1]
         return {
             "taken": list(self._taken),
@@ -132,10 +139,8 @@ class InputPosition:
 
     def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
         """Whether later passes would be wrong after it, in an order that can be right."""
-        # At its beginning, an iterator has made none of those that it reads from.
-        of_dataset = _DRAWN_PER_SHUFFLE * num_shuffles(self._dataset)
-        of_beginning = _num_seeds_drawn(self._beginning or [])
-        is_lacking = _num_seeds_drawn(checkpoint) < max(of_beginning, of_dataset)
+        num_expected = _DRAWN_PER_SHUFFLE * num_shuffles(self._dataset)
+        is_lacking = _num_seeds_drawn(checkpoint) < num_expected
         return is_lacking and not unrepeatable_parts(self._dataset)
 
     def _checkpoint(self) -> list[np.ndarray] | None:
@@ -165,7 +170,9 @@ class InputPosition:
             self._generator.go_to(sum(state["taken"]), state["generator"][0])
             self._taken = list(earlier)
         else:
-            self._read_again(earlier, all_batches=not state["has_checkpoint"])
+            draws_in_between = repeats_a_shuffle(self._dataset) and not state["goes_on"]
+            all_batches = not state["has_checkpoint"] or draws_in_between
+            self._read_again(earlier, all_batches)
         iterator._steps_seen = state["steps_seen"]
         iterator._num_batches = state["num_batches"]
         if state["goes_on"] and iterator.steps_per_epoch is None:
@@ -199,7 +206,7 @@ class InputPosition:
         elif _can_restore(iterator, state):
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
             _position(iterator)._restore_from_tensors({"_STATE": tf.stack(parts)})
-            self._beginning = state["checkpoint"]
+            self._beginning = state["checkpoint"] if state.get("num_to_drop", 0) else None
             _drop(iterator, state.get("num_to_drop", 0))
         else:
             self._count_cost(_drop(iterator, state["taken"][-1]), started)
