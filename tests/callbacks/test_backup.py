@@ -20,12 +20,13 @@ from tfparallel.coordination.writer import writer_for
 BATCHES = 3  # of an epoch
 
 
-def fit(*callbacks, epochs=2, units=4):
+def fit(*callbacks, epochs=2, units=4, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Dense(units), keras.layers.Dense(3)])
     model.compile(optimizer="adam", **tiny_compile_options(), run_eagerly=True)
     x, y = tiny_data(4 * BATCHES)
-    return model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    options = {"batch_size": 4, "epochs": epochs, "verbose": 0, **options}
+    return model.fit(x, y, callbacks=list(callbacks), **options)
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -97,7 +98,7 @@ def test_training_goes_on_while_a_backup_is_written(folder, monkeypatch):
     """And what is written is the state at the time of the save."""
     gate, weights = threading.Event(), {}
     begin = Storage.begin
-    monkeypatch.setattr(Storage, "begin", lambda self: gate.wait(10) and begin(self))
+    monkeypatch.setattr(Storage, "begin", lambda *a, **k: gate.wait(10) and begin(*a, **k))
     backup = BackupAndRestore(folder, save_freq=2, delete_on_success=False)
 
     def remember(name):
@@ -255,7 +256,7 @@ def test_a_folder_that_cannot_be_written():
 def test_an_error_surfaces_at_the_next_batch(folder, monkeypatch):
     batches = []
 
-    def fail(self):
+    def fail(*arguments, **options):
         raise OSError("broken")
 
     monkeypatch.setattr(Storage, "begin", fail)
@@ -290,6 +291,37 @@ def test_sigterm_saves_after_the_step_and_exits(folder):
     assert raised.value.code == EXIT_STATUS == 143
     assert Storage(folder).manifest(1).about["batch"] == 1
     assert fit(BackupAndRestore(folder)).history == expected.history
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_sigterm_while_it_validates_saves_and_exits(folder, epoch):
+    """Also in the last epoch, after which no step comes: the next run goes on behind `fit`."""
+    x, y = tiny_data(4)
+    expected = fit(validation_data=(x, y))
+    ends = iter([lambda: None] * (epoch - 1) + [sigterm] + [lambda: None])
+    stop = keras.callbacks.LambdaCallback()
+    stop.on_test_end = lambda logs=None: next(ends)()
+    with pytest.raises(SystemExit) as raised:
+        fit(BackupAndRestore(folder, save_freq=False), stop, validation_data=(x, y))
+    assert raised.value.code == 143
+    assert Storage(folder).manifest(1).about["epoch"] == epoch
+    steps = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: steps.append(b))
+    received = fit(BackupAndRestore(folder), count, validation_data=(x, y))
+    assert received.history == expected.history
+    assert len(steps) == (2 - epoch) * BATCHES
+    assert not folder.exists()
+
+
+def test_sigterm_after_the_last_epoch_is_not_forgotten(folder):
+    class Late(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            sigterm()
+
+    with pytest.raises(SystemExit):
+        fit(Late(), BackupAndRestore(folder))
+    assert Storage(folder).numbers()
+    assert fit(BackupAndRestore(folder), Interrupt(1)).epoch == [0, 1]
 
 
 def test_sigterm_goes_to_its_old_handler_when_no_training_runs(folder):

@@ -3,6 +3,8 @@
 Several replicas add up in parallel, whose rounding is not always the same: 1e-6 is allowed there.
 """
 
+import re
+
 import pytest
 
 from tests.callbacks.kill_many import kill_many
@@ -44,6 +46,19 @@ def test_killed_run_ends_as_the_uninterrupted_one(zygote, tmp_path, training, ki
         assert status == (1 if " " in str(kill_at) else -9), zygote.log()
     assert zygote.run(training, backups, tmp_path / "received.npz", 0) == 0, zygote.log()
     assert_equal_results(tmp_path / "expected.npz", tmp_path / "received.npz", atol)
+    assert not backups.exists()
+
+
+@pytest.mark.timeout(200)
+def test_of_two_trainings_in_one_folder_one_ends_with_the_name_of_the_other(zygote, tmp_path):
+    """The one that stays is not disturbed."""
+    backups, training = tmp_path / "backups", "impatient_arrays"
+    assert zygote.run(training, "", tmp_path / "expected.npz", 0) == 0, zygote.log()
+    calls = [(backups, tmp_path / f"{i}.npz", 0) for i in (0, 1)]
+    statuses = zygote.run_together(training, calls)
+    assert sorted(statuses) == [0, 1], zygote.log()
+    assert re.search(r"LeaseError: .*in use by process \d+ on host .*, job '", zygote.log())
+    assert_equal_results(tmp_path / "expected.npz", tmp_path / f"{statuses.index(0)}.npz")
     assert not backups.exists()
 
 

@@ -55,9 +55,9 @@ def test_what_was_begun_does_not_count_and_is_removed(storage, store):
     storage.write(begun, {FILES[0]: [b"half"]})
     assert storage.numbers() == [number]
     assert storage.begin() == begun
-    assert not store.exists(inside(storage, begun, FILES[0]))
+    assert not store.exists(inside(storage, begun.number, FILES[0]))
     storage.abandon(begun)
-    assert save(storage) == begun
+    assert save(storage) == begun.number
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
@@ -92,7 +92,7 @@ def test_killed_before_any_call_of_a_save(tmp_path):
     storage = Storage(f"file://{tmp_path}/backups")
     save(storage, b"old")
     for num_calls in range(100):
-        status = child_killed_after(storage, num_calls, storage._files._store, CALLS)
+        status = child_killed_after(storage, num_calls, storage.files._store, CALLS)
         newest = storage.numbers()[-1]
         assert set(storage.read(newest).values()) <= {b"old", b"new"}
         assert all(map(storage.read, storage.numbers()))

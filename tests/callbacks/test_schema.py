@@ -50,14 +50,14 @@ def parts() -> dict[str, BackupPart]:
 
 def save(storage: Storage, about: Any = None, change: Callable = lambda name, content: content):
     """A backup whose hashes are right, of files that `change` may have changed."""
-    number = storage.begin()
+    draft = storage.begin()
     files = {
         name: [change(name, b"".join(chunks))]
         for part_name, part in parts().items()
         for name, chunks in part.files(part_name).items()
     }
-    storage.commit(number, storage.write(number, files), about or {"num_workers": 1})
-    return number
+    storage.commit(draft, storage.write(draft, files), about or {"num_workers": 1})
+    return draft.number
 
 
 def read(storage: Storage, number: int) -> dict[str, BackupPart]:

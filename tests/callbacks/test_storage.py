@@ -15,9 +15,9 @@ FILES = ("shared.json", "shared.safetensors")
 
 
 def save(storage: Storage, content: bytes = b"state" * 100) -> int:
-    number = storage.begin()
-    storage.commit(number, storage.write(number, {name: [content] for name in FILES}), ABOUT)
-    return number
+    draft = storage.begin()
+    storage.commit(draft, storage.write(draft, {name: [content] for name in FILES}), ABOUT)
+    return draft.number
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import contextlib
 import datetime
 import os
 import signal
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,7 +18,7 @@ import tensorflow as tf
 import tfparallel
 from tests.conformance.cases.unbuilt import GAN
 from tests.helpers import numbered, open_logical_cpus, tiny_data
-from tfparallel.callbacks import BackupAndRestore
+from tfparallel.callbacks import BackupAndRestore, LeaseError
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 EPOCHS = 4
@@ -90,6 +92,26 @@ def eager_arrays(*arguments):
     """Nothing is traced, so that a process is soon in the midst of its training."""
     x, y = tiny_data(ROWS)
     _train(None, arguments, run_eagerly=True, epochs=6, x=x, y=y, batch_size=BATCH)
+
+
+def impatient_arrays(*arguments):
+    """Gives up soon if another training has the folder; if not, waits until another gave up."""
+    told = Path(arguments[1]).with_name("told")
+    x, y = tiny_data(ROWS)
+    options = {"epochs": 2, "lease_s": 1.0, "x": x, "y": y, "batch_size": BATCH}
+    waits = [After(3, lambda: _until(told.exists))] if arguments[0] else []
+    try:
+        _train(None, arguments, run_eagerly=True, callbacks=waits, **options)
+    except LeaseError:
+        told.touch()
+        raise
+
+
+def _until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def plain_dataset(*arguments):
@@ -307,6 +329,7 @@ def _train(
     run_eagerly=False,
     epochs=EPOCHS,
     make_model=None,
+    lease_s=60.0,
     **fit_options,
 ):
     """Trains with a backup after every batch and writes everything that can differ to a file."""
@@ -317,7 +340,7 @@ def _train(
         model = make_model(options) if make_model else _classifier(strategy, optimizer, options)
     counter = CountsAndDraws()
     # Who kills itself at a given batch knows which backup it leaves: the one before.
-    options = {"save_freq": save_freq, "asynchronous": kill_at == "0"}
+    options = {"save_freq": save_freq, "asynchronous": kill_at == "0", "lease_s": lease_s}
     backup = [BackupAndRestore(backup_dir, **options)] if backup_dir else []
     number = signal.SIGKILL if int(kill_at) > 0 else signal.SIGTERM
     kill = After(abs(int(kill_at)), lambda: os.kill(os.getpid(), number))

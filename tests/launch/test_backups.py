@@ -84,9 +84,9 @@ def test_verify_finds_what_list_cannot(backups, storage, name):
 def test_verify_finds_a_part_that_no_manifest_speaks_of(backups, storage):
     """A folder put together by hand: hashes right, a worker missing."""
     files = {name: [content] for name, content in storage.read(storage.numbers()[-1]).items()}
-    number = storage.begin()
+    draft = storage.begin()
     about = {**storage.manifest(storage.numbers()[-1]).about, "num_workers": 2}
-    storage.commit(number, storage.write(number, files), about)
+    storage.commit(draft, storage.write(draft, files), about)
     status, output = backups("verify")
     assert status == 1
     assert "worker-1.json is not a file of this backup" in output

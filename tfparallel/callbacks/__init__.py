@@ -6,12 +6,12 @@ They load on first use, so that the command line reads backups without TensorFlo
 from typing import TYPE_CHECKING, Any
 
 from tfparallel.callbacks.backup.resumable import resumable
-from tfparallel.callbacks.backup.storage import BackupError
+from tfparallel.callbacks.backup.storage import BackupError, LeaseError
 
 if TYPE_CHECKING:
     from tfparallel.callbacks.backup.callback import BackupAndRestore
 
-__all__ = ["BackupAndRestore", "BackupError", "resumable"]
+__all__ = ["BackupAndRestore", "BackupError", "LeaseError", "resumable"]
 
 
 def __getattr__(name: str) -> Any:

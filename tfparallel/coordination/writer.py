@@ -64,6 +64,11 @@ class Writer:
         if failure is not None:
             raise failure
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Returns when no job is running.
 

@@ -7,11 +7,19 @@ import tensorflow as tf
 # The arrays behind a dataset that Keras made of them, for workers that keep arrays.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+# The classes of datasets that keep, repeat and shuffle: what a resumed training must read again.
+from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
+
 __all__ = [
     "ArrayDataAdapter",
     "Arrays",
     "arrays_of",
     "dataset_as_graph",
+    "fills_a_cache",
+    "num_shuffles",
+    "repeats_a_shuffle",
     "set_state_of_iterator",
     "state_of_iterator",
     "unrepeatable_parts",
@@ -72,3 +80,26 @@ def unrepeatable_parts(dataset: Any) -> list[str]:
     if is_deterministic == "false" or dataset.options().deterministic is False:
         names.append("deterministic=False")
     return list(dict.fromkeys(names))
+
+
+def fills_a_cache(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` reads its input in the first pass only."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    return isinstance(dataset, CacheDataset) or any(map(fills_a_cache, dataset._inputs()))
+
+
+def num_shuffles(dataset: Any) -> int:
+    """How many shuffles a `tf.data.Dataset` goes through; those in functions of it do not count."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return 0
+    return isinstance(dataset, _ShuffleDataset) + sum(map(num_shuffles, dataset._inputs()))
+
+
+def repeats_a_shuffle(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` shuffles several times in a pass."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    if isinstance(dataset, _RepeatDataset) and num_shuffles(dataset):
+        return True
+    return any(map(repeats_a_shuffle, dataset._inputs()))

@@ -253,6 +253,12 @@ def is_fit_under(frame: FrameType | None, epoch_iterator: Any) -> bool:
     return False
 
 
+def is_fit_running(epoch_iterator: Any) -> bool:
+    """Whether the call of `fit` with this iterator has not ended, in whatever thread it runs."""
+    frames = list(sys._current_frames().values())
+    return any(is_fit_under(frame, epoch_iterator) for frame in frames)
+
+
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
     """Where the call of `fit` that begins shall start, counted from 0; None: where it was told."""
     model._initial_epoch = epoch

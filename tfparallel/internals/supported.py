@@ -34,6 +34,9 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
+    "tensorflow.python.data.ops.cache_op": ("CacheDataset",),
+    "tensorflow.python.data.ops.repeat_op": ("_RepeatDataset",),
+    "tensorflow.python.data.ops.shuffle_op": ("_ShuffleDataset",),
     "tensorflow.python.distribute.collective_all_reduce_strategy": ("CollectiveAllReduceExtended",),
     "tensorflow.python.distribute.cross_device_ops": (
         "CollectiveAllReduce",

@@ -1,7 +1,10 @@
 """The callback that backs a training up and resumes it exactly where it stopped."""
 
 import datetime
+import functools
+import math
 import os
+import signal
 import time
 from typing import Any
 
@@ -10,15 +13,18 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.fit_call import FitCall
+from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.search import find_backup
 from tfparallel.callbacks.backup.snapshot import Restoration, TrainingProgress, take_snapshot
 from tfparallel.callbacks.backup.step_agreement import StepAgreement
-from tfparallel.callbacks.backup.storage import BackupError, Storage
+from tfparallel.callbacks.backup.storage import BackupError, LeaseError, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
-from tfparallel.coordination.writer import writer_for
+from tfparallel.coordination.writer import Writer, writer_for
 from tfparallel.version import __version__
+
+_SHORTEST_LEASE_S = 1.0
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -44,9 +50,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             A backup that cannot be restored always raises.
         asynchronous: write on another thread while training goes on. At most one backup is being
             written; the next one waits for it, and its error is raised at the next batch.
+        lease_s: the folder is this training's while it runs. After so many seconds without a sign
+            of life from another machine, a training that is started there takes the folder over;
+            on the same machine it does so as soon as the process has ended.
 
     Raises:
         ValueError: for arguments out of range.
+        LeaseError: a `BackupError`, by `fit`, if another training has the folder.
         BackupError: by `fit`, if there are backups but none can be restored, or, with
             `on_error="raise"`, if one cannot be written.
     """
@@ -60,10 +70,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_on_success: bool = True,
         on_error: str = "raise",
         asynchronous: bool = True,
+        lease_s: float = 60.0,
     ):
         super().__init__()
-        _check(backup_dir, save_freq, keep, on_error)
+        _check(backup_dir, save_freq, keep, on_error, lease_s)
         self._storage = Storage(backup_dir)
+        self._lease_s = float(lease_s)
+        self._lease: Lease | None = None
         self._save_freq = save_freq
         self._keep = keep
         self._delete_on_success = delete_on_success
@@ -84,14 +97,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._call = call
         self._workers = Workers(call.model.distribute_strategy)
         self._agreement = self._workers.agreement("write")
+        self._agreement_of_epochs = self._workers.agreement("epoch")
         self._writer = writer_for(self._storage.root)
         self._in_writer(self._writer.wait)
+        self._lease = self._take_folder()
         self._progress, self._restoration = TrainingProgress(), None
         self._unsaved_batches, self._last_save = 0, time.monotonic()
         self._steps = StepAgreement(self._workers)
         parts = find_backup(self._storage, self._workers)
         if parts is not None:
-            call.build_model()
+            call.build_model(len(parts["shared"]["model"]["paths"]))
         self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
         if parts is not None:
             self._restoration = Restoration(call, parts, self._workers)
@@ -113,13 +128,44 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restoration = None
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Waits for the last backup, then deletes all of them if asked to."""
-        exchange(self._workers.agreement("end"), "end a training", None)
+        """Waits for the last backup, then deletes all of them if asked to.
+
+        After SIGTERM they stay: whatever follows `fit` is done by the run that is started again.
+        """
+        if self._is_exit_asked("end a training"):
+            self._save_and_exit()
         self._stop_watching()
+        if self._notice is not None and self._notice.has_come:  # in between
+            signal.raise_signal(signal.SIGTERM)
         self._call.forget_start()
         self._in_writer(self._writer.wait)
-        if self._delete_on_success and self._workers.is_chief:
-            self._storage.delete_all()
+        if self._lease is not None and self._lease.fence:
+            self._in_writer(self._leave_folder)
+
+    def _leave_folder(self) -> None:
+        """Gives the folder back, empty if the training is to leave nothing."""
+        assert self._lease is not None
+        if self._delete_on_success:
+            self._storage.delete_all(check=self._lease.require)
+        self._lease.release(forget=not self._storage.numbers())
+        self._storage.delete_root()
+
+    def _take_folder(self) -> Lease | None:
+        """The chief's lease; where the folder cannot be written, the first save says so."""
+        lease, error = None, None
+        if self._workers.is_chief:
+            is_needed = functools.partial(_is_needed, self._call, self._writer)
+            lease = Lease(self._storage, self._lease_s, is_needed)
+            try:
+                lease.acquire()
+            except LeaseError as in_use:
+                error = in_use
+            except OSError as failure:
+                tf.get_logger().warning("%s cannot be written: %s", self._storage.root, failure)
+        told = exchange(self._workers.agreement("lease"), "take the folder", error and str(error))
+        if told[0] is not None:
+            raise LeaseError(told[0]) from error
+        return lease
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -130,7 +176,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._progress.batch = batch + 1
         self._progress.logs = keras.tree.map_structure(_as_number, logs or {})
         self._unsaved_batches += steps
-        self._in_writer(self._writer.raise_error)
+        self._in_writer(self._raise_errors)
         due = self._steps.at_end_of_step(self._wanted())
         if "exit" in due:
             self._save_and_exit()
@@ -141,8 +187,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Saves if it is time to."""
         self._call.forget_logs()
         self._progress = TrainingProgress(epoch + 1)
-        self._in_writer(self._writer.raise_error)
-        if self._save_freq == "epoch":
+        self._in_writer(self._raise_errors)
+        if self._is_exit_asked("validate"):
+            self._save_and_exit()
+        elif self._save_freq == "epoch":
             self._save()
 
     def _wanted(self) -> set[str]:
@@ -154,6 +202,17 @@ class BackupAndRestore(keras.callbacks.Callback):
             is_time = time.monotonic() - self._last_save >= self._save_freq.total_seconds()
             wanted |= {"save"} if is_time else set()
         return wanted
+
+    def _raise_errors(self) -> None:
+        """Raises what has failed on other threads."""
+        if self._lease is not None:
+            self._lease.raise_if_lost()
+        self._writer.raise_error()
+
+    def _is_exit_asked(self, kind: str) -> bool:
+        """Whether SIGTERM has come to any worker since the last step: while it validated, say."""
+        has_come = self._notice is not None and self._notice.has_come
+        return any(exchange(self._agreement_of_epochs, kind, has_come))
 
     def _is_due(self) -> bool:
         """Whether all workers know that it is time to save, because they count the batches."""
@@ -167,7 +226,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         def write() -> None:
             rank = self._workers.rank
-            write_backup(self._storage, self._agreement, rank, parts, about, self._keep)
+            arguments = (self._storage, self._agreement, rank, parts, about, self._keep)
+            write_backup(*arguments, self._lease)
 
         self._unsaved_batches, self._last_save = 0, time.monotonic()
         self._in_writer(lambda: self._writer.submit(write))
@@ -178,6 +238,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._save()
         self._in_writer(self._writer.wait)
         self._stop_watching()
+        if self._lease is not None:
+            self._lease.release()
         raise SystemExit(EXIT_STATUS)
 
     def _stop_watching(self) -> None:
@@ -189,6 +251,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Runs `action`, which may raise what the writing of a backup raised."""
         try:
             action()
+        except LeaseError:
+            raise  # two trainings in one folder are no matter of taste
         except Exception as error:
             if self._raises:
                 raise BackupError(f"A backup could not be written: {error}") from error
@@ -201,17 +265,23 @@ class BackupAndRestore(keras.callbacks.Callback):
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "strategy": self._call.strategy_name,
             "num_workers": self._workers.num_workers,
+            "fence": 0 if self._lease is None else self._lease.fence,
             "tfparallel": __version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
         }
 
 
+def _is_needed(call: FitCall, writer: Writer) -> bool:
+    """Whether a training runs, or its last backup is being written."""
+    return writer.is_busy or call.runs()
+
+
 def _as_number(value: Any) -> Any:
     return value.numpy() if tf.is_tensor(value) else value
 
 
-def _check(backup_dir: Any, save_freq: Any, keep: Any, on_error: Any) -> None:
+def _check(backup_dir: Any, save_freq: Any, keep: Any, on_error: Any, lease_s: Any) -> None:
     if not os.fspath(backup_dir):
         raise ValueError("`backup_dir` must name a folder. Received: an empty string.")
     is_number = isinstance(save_freq, int) and save_freq >= 0 and save_freq is not True
@@ -225,3 +295,8 @@ def _check(backup_dir: Any, save_freq: Any, keep: Any, on_error: Any) -> None:
         raise ValueError(f"`keep` must be a number of backups, at least 1. Received: {keep!r}.")
     if on_error not in ("raise", "warn"):
         raise ValueError(f"`on_error` must be 'raise' or 'warn'. Received: {on_error!r}.")
+    if not (isinstance(lease_s, (int, float)) and _SHORTEST_LEASE_S <= lease_s < math.inf):
+        raise ValueError(
+            f"`lease_s` must be a number of seconds, at least {_SHORTEST_LEASE_S:g}: a sixth of it "
+            f"passes between two signs of life. Received: {lease_s!r}."
+        )

@@ -5,7 +5,8 @@
  begin      makes the folder  --- number --->
  parts      shared, worker-0                    worker-r
             <------------ hashes of the files, or an error ------------>
- commit     manifest, rename  --- done ----->
+ commit     manifest, a last look at its lease, rename
+                              --- done ----->
 ```
 
 A worker that fails or dies before `commit` leaves the backups before this one as they were.
@@ -15,9 +16,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfparallel.callbacks.backup.backup_names import Draft
+from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.schema import FileRecord
-from tfparallel.callbacks.backup.storage import BackupError, Storage
+from tfparallel.callbacks.backup.storage import BackupError, LeaseError, Storage
 from tfparallel.callbacks.backup.workers import exchange
 from tfparallel.coordination.agreement import Agreement
 
@@ -29,7 +32,8 @@ def write_backup(
     parts: Mapping[str, BackupPart],
     about: Mapping[str, Any],
     keep: int,
-) -> None:
+    lease: Lease | None,
+) -> int:
     """Writes a backup, with all workers.
 
     Args:
@@ -39,17 +43,21 @@ def write_backup(
         parts: what this worker writes, by name.
         about: for the manifest; the chief's counts.
         keep: how many backups stay, this one included.
+        lease: the chief's right to do so.
+
+    Returns:
+        Its number.
 
     Raises:
         BackupError: on every worker, if any of them could not do its part.
+        LeaseError: on every worker, if another training has the folder.
     """
-    is_chief = rank == 0
-    number = _together(agreement, "begin a backup", storage.begin if is_chief else _nothing)[0]
+    draft = Draft(*_together(agreement, "begin a backup", lease.begin if lease else _nothing)[0])
 
     def write() -> dict[str, list]:
         files: dict[str, FileRecord] = {}
         for name, part in parts.items():
-            files |= storage.write(number, part.files(name))
+            files |= storage.write(draft, part.files(name))
         return {name: [record.size_bytes, record.sha256] for name, record in files.items()}
 
     try:
@@ -61,34 +69,50 @@ def write_backup(
         }
 
         def commit() -> None:
-            storage.commit(number, records, about)
+            assert lease is not None
+            storage.commit(draft, records, about, check=lease.require)
 
-        _together(agreement, "commit a backup", commit if is_chief else _nothing)
+        _together(agreement, "commit a backup", commit if lease else _nothing)
     except BaseException:
-        if is_chief and number not in storage.numbers():
-            with contextlib.suppress(OSError):  # the next backup tries again
-                storage.abandon(number)
+        if lease is not None:
+            if draft.number not in storage.numbers():
+                with contextlib.suppress(OSError):  # the next backup tries again
+                    storage.abandon(draft)
+            lease.require()  # who has lost the folder finds its files gone: say why
         raise
-    if is_chief:
-        delete_old(storage, keep)
+    if lease is not None:
+        delete_old(storage, keep, check=lease.require)
+    return draft.number
 
 
-def delete_old(storage: Storage, keep: int) -> None:
-    """Deletes what is older than the newest `keep` backups; damaged ones do not count as such."""
+def delete_old(storage: Storage, keep: int, check: Callable[[], None] = lambda: None) -> None:
+    """Deletes what is older than the newest `keep` backups; damaged ones do not count as such.
+
+    Args:
+        storage: the folder.
+        keep: how many stay.
+        check: called before each deletion; what it raises leaves the rest.
+    """
     whole = [number for number in storage.numbers() if storage.is_whole(number)]
     for old in storage.numbers():
         if len(whole) >= keep and old < whole[-keep]:
+            check()
             storage.delete(old)
 
 
 def _together(agreement: Agreement | None, kind: str, work: Callable[[], Any]) -> list:
     """What `work` returned on every worker, by rank; an error on all if it failed on any."""
-    error = None
+    error: Exception | None = None
+    result: dict[str, Any]
     try:
         result = {"done": work()}
+    except LeaseError as failure:
+        error, result = failure, {"error": str(failure), "is_lease": True}
     except Exception as failure:
         error, result = failure, {"error": f"{type(failure).__name__}: {failure}"}
     results = exchange(agreement, kind, result)
+    if any("is_lease" in result for result in results):
+        raise LeaseError(next(r["error"] for r in results if "is_lease" in r)) from error
     failed = [f"rank {i}: {r['error']}" for i, r in enumerate(results) if "error" in r]
     if failed:
         where = "" if agreement is None else "All workers must see the same backup_dir. "

@@ -6,17 +6,21 @@ served.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfparallel.callbacks.backup.model_state import count_mirrored
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
 from tfparallel.internals.keras_trainer import (
     dataset_of_iterator,
     fit_that_tells,
+    is_fit_running,
     is_fit_under,
     set_first_epoch,
     set_steps_seen,
@@ -24,6 +28,7 @@ from tfparallel.internals.keras_trainer import (
     strategy_of,
 )
 from tfparallel.replicas.model_hooks import batch_of_specs
+from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.step_build import build
 
 
@@ -70,6 +75,10 @@ class FitCall:
         """Whether `frame` was called by this call of `fit`, which thus has not ended."""
         return is_fit_under(frame, self.epoch_iterator)
 
+    def runs(self) -> bool:
+        """Whether this call of `fit` has not ended."""
+        return is_fit_running(self.epoch_iterator)
+
     def told_last(self, callback: keras.callbacks.Callback) -> bool:
         """Whether `callback` is the last of the list; if not, it is now, and is told once more.
 
@@ -89,14 +98,21 @@ class FitCall:
             callbacks.remove(callback)
         return True
 
-    def build_model(self) -> None:
+    def build_model(self, num_variables: int) -> None:
         """Creates the variables that the first step would create, from the shapes of the data.
 
-        Under a strategy Keras has done so already.
+        Under a strategy Keras has done so already. A step that only Python can run is run, on
+        zeros: whatever it changes is put back afterwards.
+
+        Args:
+            num_variables: that the backup has.
         """
         if strategy_of(self.model) is None:
             spec = dataset_of_iterator(self.epoch_iterator).element_spec
-            build(self.model, "fit", batch_of_specs(spec))
+            with _optimizers_in_own_scope(self.model):
+                build(self.model, "fit", batch_of_specs(spec))
+            if self.model.run_eagerly and count_mirrored(self.model) < num_variables:
+                self.model.train_step(tf.nest.map_structure(_zeros, spec))
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""
@@ -147,3 +163,34 @@ class FitCall:
     def forget_logs(self) -> None:
         """Undoes `keep_logs`."""
         self._kept.close()
+
+
+@contextlib.contextmanager
+def _optimizers_in_own_scope(model: keras.Model) -> Iterator[None]:
+    """Lets optimizers name their variables as they do where a step builds them.
+
+    A step calls `apply`, which opens a scope around `build`: that of an optimizer that holds
+    another one is in the names of the other's variables.
+    """
+
+    def build_in_scope(optimizer: Any, build_plainly: Callable, variables: Any) -> None:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            build_plainly(variables)
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(
+                shadowed(
+                    optimizer,
+                    "build",
+                    wrapped(optimizer, "build", functools.partial(build_in_scope, optimizer)),
+                    during="the build of a model that is resumed",
+                    why="An optimizer names its slots as where a step builds it.",
+                )
+            )
+        yield
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """One row, in an unknown dimension."""
+    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)

@@ -4,13 +4,15 @@ Keras makes an iterator over the dataset for every epoch, or one for all (`steps
 class stands between the two and counts what is taken from each. To come back to a position,
 
 1. the iterators of earlier epochs are made again, because a `shuffle` draws its next seed when an
-   iterator is made. One batch of each is read: enough where epochs differ by nothing else. All
-   batches are read where the input keeps a state of its own (stateful ops, Python generators).
+   iterator is made. One batch of each is read: enough where epochs differ by nothing else. The
+   first is read as far as it was where a `cache` fills meanwhile. All batches are read where the
+   input keeps a state of its own (stateful ops, Python generators).
 2. The last iterator is made and set by TensorFlow's own checkpoint of an iterator, where the
    dataset supports one. Of a `shuffle` that has come to its end, also because a `prefetch` has, it
-   does not hold how far the seeds of later passes have come: then it is set to the beginning of its
-   pass. From there, or where there is no checkpoint from the first batch of all, the batches that
-   were trained on are read again and dropped.
+   does not hold how far the seeds of later passes have come. Then, and where there is none, the
+   batches of its pass that were trained on are read again and dropped. (After the checkpoint of
+   the pass's beginning, where a `repeat` shuffles several times in a pass. It is taken there only:
+   it waits for the shuffle's buffer, and holds it.)
    Where workers read batches by numbers, it is the iterator of the numbers.
    While that goes on, Python's and NumPy's random states are what they were then.
 
@@ -29,8 +31,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
-from tfparallel.internals import unrepeatable_parts
-from tfparallel.internals.datasets import set_state_of_iterator, state_of_iterator
+from tfparallel.internals.datasets import (
+    fills_a_cache,
+    num_shuffles,
+    repeats_a_shuffle,
+    set_state_of_iterator,
+    state_of_iterator,
+    unrepeatable_parts,
+)
 from tfparallel.internals.keras_trainer import (
     dataset_of_iterator,
     iterator_of_epochs,
@@ -44,6 +52,7 @@ from tfparallel.replicas.random_states import host_random_state, set_host_random
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"
+_DRAWN_PER_SHUFFLE = 2  # by its iterator, and by the generator of its passes' seeds
 
 
 class InputPosition:
@@ -60,11 +69,12 @@ class InputPosition:
         self._dataset = dataset_of_iterator(epoch_iterator)
         set_dataset_of_iterator(epoch_iterator, self)
         self._taken: list[int] = []  # batches, of each iterator made so far
+        self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
         self._random_state: dict[str, Any] = {}  # before the newest iterator was made
-        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
+        self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
         self._has_checkpoints: bool | None = None  # not known before the first save
         self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
         self._num_read_again, self._reading_again_s = 0, 0.0
@@ -78,9 +88,16 @@ class InputPosition:
     def _make_iterator(self) -> Any:
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
+        if not self._taken:  # Keras does not ask once it knows how many there are
+            self._is_read_to_its_end = self._has_unknown_size()
         self._taken.append(0)
-        self._beginning = None if self._has_checkpoints is False else self._checkpoint()
+        needs_beginning = self._has_checkpoints is not False and repeats_a_shuffle(self._dataset)
+        self._beginning = self._checkpoint() if needs_beginning else None
         return self._last
+
+    def _has_unknown_size(self) -> bool:
+        iterator = self._epoch_iterator
+        return iterator.steps_per_epoch is None and iterator._num_batches is None
 
     def took(self, num_batches: int) -> None:
         """Tells that a step has taken batches from the newest iterator."""
@@ -101,13 +118,13 @@ class InputPosition:
         goes_on = is_mid_epoch or (spans_epochs and iterator_of_epochs(iterator) is not None)
         steps_seen, num_batches = steps_of_iterator(iterator)
         checkpoint = None
-        num_to_drop = 0
         if self._has_checkpoints is None:
             self._tell_what_differs()
         if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
             checkpoint = self._checkpoint()
             self._has_checkpoints = checkpoint is not None
-        if goes_on and checkpoint and self._beginning and self._lacks_seeds(checkpoint):
+        num_to_drop = 0
+        if goes_on and checkpoint and self._lacks_seeds(checkpoint):
             checkpoint, num_to_drop = self._beginning, self._taken[-1]
         return {
             "taken": list(self._taken),
@@ -134,7 +151,8 @@ class InputPosition:
 
     def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
         """Whether later passes would be wrong after it, in an order that can be right."""
-        is_lacking = _num_shuffles(checkpoint) < _num_shuffles(self._beginning or [])
+        num_expected = _DRAWN_PER_SHUFFLE * num_shuffles(self._dataset)
+        is_lacking = _num_seeds_drawn(checkpoint) < num_expected
         return is_lacking and not unrepeatable_parts(self._dataset)
 
     def _checkpoint(self) -> list[np.ndarray] | None:
@@ -164,7 +182,9 @@ class InputPosition:
             self._generator.go_to(sum(state["taken"]), state["generator"][0])
             self._taken = list(earlier)
         else:
-            self._read_again(earlier, all_batches=not state["has_checkpoint"])
+            draws_in_between = repeats_a_shuffle(self._dataset) and not state["goes_on"]
+            all_batches = not state["has_checkpoint"] or draws_in_between
+            self._read_again(earlier, all_batches)
         set_steps_seen(iterator, state["steps_seen"])
         set_steps_of_epoch(iterator, state["num_batches"])
         if state["goes_on"] and iterator.steps_per_epoch is None:
@@ -177,7 +197,12 @@ class InputPosition:
     def _read_again(self, earlier: list[int], all_batches: bool) -> None:
         started, num_read = time.monotonic(), 0
         for count in earlier:
-            num_read += _drop(self._make_iterator(), count if all_batches else min(count, 1))
+            is_filling = fills_a_cache(self._dataset) and not self._taken
+            is_needed = all_batches or is_filling
+            iterator = self._make_iterator()
+            num_read += _drop(iterator, count if is_needed else min(count, 1))
+            if is_filling and self._is_read_to_its_end:
+                _drop(iterator, 1)  # only then is the cache complete
             self._taken[-1] = count
         if all_batches:
             self._count_cost(num_read, started)
@@ -193,7 +218,7 @@ class InputPosition:
         elif _can_restore(iterator, state):
             parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
             set_state_of_iterator(_position(iterator), tf.stack(parts))
-            self._beginning = state["checkpoint"]
+            self._beginning = state["checkpoint"] if state.get("num_to_drop", 0) else None
             _drop(iterator, state.get("num_to_drop", 0))
         else:
             self._count_cost(_drop(iterator, state["taken"][-1]), started)
@@ -227,8 +252,8 @@ def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
     return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
 
 
-def _num_shuffles(checkpoint: list[np.ndarray]) -> int:
-    """Of how many shuffles a checkpoint tells how far their seeds have come."""
+def _num_seeds_drawn(checkpoint: list[np.ndarray]) -> int:
+    """How often a checkpoint tells how far the seeds of a shuffle have come."""
     return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
 
 

@@ -4,18 +4,31 @@
 backup_dir/                     mode 0700
   backup-00000007/              complete: it has this name only once every byte is on disk
     manifest.json  shared.json  shared.safetensors  worker-0.json  worker-0.safetensors
-  writing-00000008/             incomplete: what a killed process leaves, removed by the next save
+  writing-00000008-TOKEN/       incomplete: what a killed process leaves, removed by the next save
   deleting-00000006/            renamed before its files go, for the same reason
+  lease-00000002                whose the folder is; TOKEN is its owner's (`lease.py`)
 ```
 """
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from tfparallel.callbacks.backup.backup_names import FILE, folder_name, numbered
+from tfparallel.callbacks.backup.backup_names import (
+    CLAIMING,
+    FILE,
+    KINDS,
+    Draft,
+    drafts,
+    folder_name,
+    numbered,
+)
+from tfparallel.callbacks.backup.lease import LARGEST_CLAIM_BYTES
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LocalFiles:
@@ -34,33 +47,50 @@ class LocalFiles:
     def path(self, number: int, kind: str = "backup") -> Path:
         return self._root / folder_name(kind, number)
 
-    def begin(self) -> int:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        taken = self._numbered("backup")
+    def sweep(self) -> int:
+        """A draft gets another name at once: a process that slept cannot publish half of it."""
+        if not self._root.exists():
+            return 0
+        for name in drafts(names := os.listdir(self._root), "writing"):
+            _move(self._root / name.name("writing"), self._root / name.name("deleting"))
         for kind in ("writing", "deleting"):
-            for leftover in self._numbered(kind):
-                _remove(self.path(leftover, kind))
-            taken += self._numbered(kind)  # those that are not ours, or hold files of others
-        number = max(taken, default=0) + 1
-        self.path(number, "writing").mkdir(mode=0o700)
-        return number
+            for leftover in drafts(os.listdir(self._root), kind):
+                _remove(self._root / leftover.name(kind))
+        for unfinished in filter(CLAIMING.fullmatch, names):
+            (self._root / unfinished).unlink(missing_ok=True)
+        return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
 
-    def write(self, number: int, name: str, content: Iterable[bytes | memoryview]) -> None:
-        path = self.path(number, "writing") / name
+    def begin(self, token: str, above: int) -> Draft:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = Draft(max(self.sweep() if token else self._highest_left(), above) + 1, token)
+        (self._root / draft.name("writing")).mkdir(mode=0o700)
+        return draft
+
+    def _highest_left(self) -> int:
+        """After a sweep; without a lease, what was begun and never counted is counted again."""
+        self.sweep()
+        names = os.listdir(self._root)  # those that are not ours, or hold files of others, too
+        return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
+
+    def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
+        path = self._root / draft.name("writing") / name
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for chunk in content:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self, number: int) -> None:
-        folder = self.path(number, "writing")
+    def publish(self, draft: Draft) -> None:
+        folder = self._root / draft.name("writing")
         _sync_folder(folder)
-        os.rename(folder, self.path(number))
+        os.rename(folder, self.path(draft.number))
         _sync_folder(self._root)
 
-    def abandon(self, number: int) -> None:
-        _remove(self.path(number, "writing"))
+    def abandon(self, draft: Draft) -> None:
+        _remove(self._root / draft.name("writing"))
+
+    def size(self, number: int, name: str) -> int:
+        return os.lstat(self.path(number) / name).st_size
 
     def read(self, number: int, name: str, largest_bytes: int) -> bytes:
         """Nothing is read through a link, a pipe or a device."""
@@ -87,6 +117,43 @@ class LocalFiles:
         os.rename(self.path(number), doomed)
         _remove(doomed)
 
+    def claims(self) -> list[int]:
+        return self._numbered("lease")
+
+    def read_claim(self, fence: int) -> bytes:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            with open(os.open(self.path(fence, "lease"), flags), "rb") as file:
+                return file.read(LARGEST_CLAIM_BYTES)
+        except FileNotFoundError:
+            return b""
+
+    def create_claim(self, fence: int, data: bytes) -> bool:
+        """A link to a whole file: it is there with all its bytes, or not at all."""
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished = self._root / f"claiming-{fence:08d}-{secrets.token_hex(8)}"
+        try:
+            _write_new(unfinished, data)
+            return _link_new(unfinished, self.path(fence, "lease"), data)
+        except FileNotFoundError:  # the one who got it has swept, or removed the folder
+            return False
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def rewrite_claim(self, fence: int, data: bytes) -> None:
+        """In place, so that a full disk stops no heartbeat."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW
+        with open(os.open(self.path(fence, "lease"), flags), "wb", buffering=0) as file:
+            file.write(data)
+            file.truncate(len(data))
+            os.fsync(file.fileno())
+
+    def delete_claim(self, fence: int) -> None:
+        self.path(fence, "lease").unlink(missing_ok=True)
+
+    def accepted(self) -> None:
+        return None  # a draft that was swept away cannot be published
+
     def delete_root(self) -> None:
         try:
             self._root.rmdir()
@@ -96,6 +163,37 @@ class LocalFiles:
 
     def _numbered(self, kind: str) -> list[int]:
         return numbered(os.listdir(self._root), kind) if self._root.exists() else []
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link_new(source: Path, path: Path, data: bytes) -> bool:
+    """Gives a file a second name unless the name is taken; whether it did."""
+    try:
+        try:
+            os.link(source, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_new(path, data)  # who reads it half written takes it for damaged, and waits
+    except FileExistsError:
+        return False
+    return True
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Gives a folder another name; leaves what is no folder, or would lie on files of others."""
+    if folder.is_dir() and not folder.is_symlink():
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
 
 
 def too_large(path: object, size_bytes: int, largest_bytes: int) -> OSError:

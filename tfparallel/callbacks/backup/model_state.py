@@ -32,6 +32,11 @@ def is_read_together(model: keras.Model) -> bool:
     return any(hasattr(behind(v), "parts") for v in _mirrored_variables(model))
 
 
+def count_mirrored(model: keras.Model) -> int:
+    """How many variables `mirrored_state` has."""
+    return len(_mirrored_variables(model))
+
+
 def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
     """Sets what `mirrored_state` returned.
 

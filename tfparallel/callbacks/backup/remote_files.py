@@ -5,12 +5,15 @@ backup does not count; making and deleting one object is atomic.
 
 ```
 gs://bucket/run/
-  backup-00000007/shared.json ...
-  backup-00000008/shared.json ...        does not count: begun, or half deleted
-  writing-00000008                       its mark; `publish` deletes it, as the last thing
+  backup-00000007-TOKEN/shared.json ...
+  backup-00000008-TOKEN/shared.json ...  does not count: begun, or half deleted
+  writing-00000008-TOKEN                 its mark; `publish` deletes it, as the last thing
+  lease-00000002                         whose the folder is, and which older backups count
 ```
 
-A backup that is deleted gets its mark, `deleting-N`, first.
+A backup that is deleted gets its mark, `deleting-N-TOKEN`, first. TOKEN is that of the lease it was
+made under; earlier versions wrote none. An object can appear that was sent long ago: the claim says
+whose backups count (`lease.counting`).
 """
 
 import contextlib
@@ -19,7 +22,15 @@ import posixpath
 from collections.abc import Iterable
 from typing import Any
 
-from tfparallel.callbacks.backup.backup_names import FILE, folder_name, numbered
+from tfparallel.callbacks.backup.backup_names import (
+    FILE,
+    KINDS,
+    Draft,
+    drafts,
+    folder_name,
+    numbered,
+)
+from tfparallel.callbacks.backup.lease import Claim, counting
 from tfparallel.callbacks.backup.local_files import too_large
 
 
@@ -44,53 +55,126 @@ class RemoteFiles:
         self._url = url
         self._store: Any
         self._store, self._root = fsspec.url_to_fs(url)
+        self._known: dict[int, Draft] = {}
 
     def numbers(self) -> list[int]:
-        names = self._names()
-        marked = {*numbered(names, "writing"), *numbered(names, "deleting")}
-        return [number for number in numbered(names, "backup") if number not in marked]
+        return [draft.number for draft in self._counting(self._names())]
 
     def path(self, number: int, kind: str = "backup") -> str:
-        return f"{self._url.rstrip('/')}/{folder_name(kind, number)}"
+        return f"{self._url.rstrip('/')}/{self._draft(number).name(kind)}"
 
-    def begin(self) -> int:
+    def sweep(self) -> int:
         names = self._names()
-        for kind in ("writing", "deleting"):
-            for leftover in numbered(names, kind):
-                self._remove(leftover, kind)
-        number = max(numbered(self._names(), "backup"), default=0) + 1
-        self._store.makedirs(self._root, exist_ok=True)
-        self._store.pipe_file(self._object(number, "writing"), b"")
-        self._store.makedirs(self._object(number), exist_ok=True)
-        return number
+        published = self._published(names)
+        for draft in drafts(names, "writing"):
+            self._mark(draft, "deleting")  # its owner may take the other mark away at any time
+            self._remove(draft, "writing")
+        for draft in drafts(self._names(), "deleting"):
+            self._remove(draft, "deleting")
+        counting_ones = self._counting(names)
+        for draft in published:
+            if draft not in counting_ones:
+                self._delete(draft)
+        return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
 
-    def write(self, number: int, name: str, content: Iterable[bytes | memoryview]) -> None:
-        with self._store.open(f"{self._object(number)}/{name}", "wb") as file:
+    def begin(self, token: str, above: int) -> Draft:
+        self._store.makedirs(self._root, exist_ok=True)
+        highest = self.sweep()
+        if not token:  # what was begun and never counted is counted again
+            names = self._names()
+            highest = max((n.number for k in KINDS for n in drafts(names, k)), default=0)
+        draft = Draft(max(highest, above) + 1, token)
+        self._mark(draft, "writing")
+        self._store.makedirs(self._object(draft), exist_ok=True)
+        return draft
+
+    def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
+        with self._store.open(f"{self._object(draft)}/{name}", "wb") as file:
             for chunk in content:
                 file.write(chunk)
 
-    def publish(self, number: int) -> None:
-        self._store.rm_file(self._object(number, "writing"))
+    def publish(self, draft: Draft) -> None:
+        self._store.rm_file(self._object(draft, "writing"))
 
-    def abandon(self, number: int) -> None:
-        self._remove(number, "writing")
+    def abandon(self, draft: Draft) -> None:
+        self._remove(draft, "writing")
+
+    def size(self, number: int, name: str) -> int:
+        self._store.invalidate_cache()
+        return self._store.size(f"{self._object(self._draft(number))}/{name}")
 
     def read(self, number: int, name: str, largest_bytes: int) -> bytes:
-        path = f"{self._object(number)}/{name}"
+        path = f"{self._object(self._draft(number))}/{name}"
         if (size_bytes := self._store.size(path)) > largest_bytes:
             raise too_large(path, size_bytes, largest_bytes)
         return self._store.cat_file(path)
 
     def delete(self, number: int) -> None:
-        self._store.pipe_file(self._object(number, "deleting"), b"")
-        self._remove(number, "deleting")
+        self._delete(self._draft(number))
+
+    def claims(self) -> list[int]:
+        return numbered(self._names(), "lease")
+
+    def read_claim(self, fence: int) -> bytes:
+        try:
+            return self._store.cat_file(self._claim(fence))
+        except FileNotFoundError:
+            return b""
+
+    def create_claim(self, fence: int, data: bytes) -> bool:
+        """Stores that cannot refuse to replace an object are asked whose it is afterwards."""
+        self._store.makedirs(self._root, exist_ok=True)
+        if fence in self.claims():
+            return False
+        try:
+            if "file" in _protocols(self._store):  # its `pipe_file` looks first, and writes then
+                with self._store.open(self._claim(fence), "xb") as file:
+                    file.write(data)
+            else:
+                self._store.pipe_file(self._claim(fence), data, mode="create")
+        except FileExistsError:
+            return False
+        return self.read_claim(fence) == data
+
+    def rewrite_claim(self, fence: int, data: bytes) -> None:
+        self._store.pipe_file(self._claim(fence), data)
+
+    def delete_claim(self, fence: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._store.rm_file(self._claim(fence))
+
+    def accepted(self) -> list[Draft]:
+        return self._counting(self._names())
 
     def delete_root(self) -> None:
         if not self._names():
             self._remove_folder(self._root)
 
-    def _object(self, number: int, kind: str = "backup") -> str:
-        return f"{self._root.rstrip('/')}/{folder_name(kind, number)}"
+    def _object(self, draft: Draft, kind: str = "backup") -> str:
+        return f"{self._root.rstrip('/')}/{draft.name(kind)}"
+
+    def _claim(self, fence: int) -> str:
+        return f"{self._root.rstrip('/')}/{folder_name('lease', fence)}"
+
+    def _mark(self, draft: Draft, kind: str) -> None:
+        self._store.pipe_file(self._object(draft, kind), b"")
+
+    def _draft(self, number: int) -> Draft:
+        """The backup with a number, whoever has made it."""
+        if number not in self._known:
+            self.numbers()
+        return self._known.get(number, Draft(number))
+
+    def _published(self, names: list[str]) -> list[Draft]:
+        marked = {*drafts(names, "writing"), *drafts(names, "deleting")}
+        return [draft for draft in drafts(names, "backup") if draft not in marked]
+
+    def _counting(self, names: list[str]) -> list[Draft]:
+        fences = reversed(numbered(names, "lease"))
+        claims = [Claim.from_bytes(fence, self.read_claim(fence)) for fence in fences]
+        found = [Draft(*each) for each in counting(self._published(names), claims)]
+        self._known = {draft.number: draft for draft in found}
+        return found
 
     def _names(self, folder: str = "") -> list[str]:
         """What lies in a folder of the root, fresh from the store; nothing where it is missing."""
@@ -101,17 +185,29 @@ class RemoteFiles:
             return []
         return [posixpath.basename(path.rstrip("/")) for path in paths]
 
-    def _remove(self, number: int, kind: str) -> None:
+    def _delete(self, draft: Draft) -> None:
+        self._mark(draft, "deleting")
+        self._remove(draft, "deleting")
+
+    def _remove(self, draft: Draft, kind: str) -> None:
         """Removes our files of a backup that has a mark, and then the mark."""
-        folder = self._object(number)
+        folder = self._object(draft)
         names = self._names(folder)
         for name in filter(FILE.fullmatch, names):
-            self._store.rm_file(f"{folder}/{name}")
+            self._remove_object(f"{folder}/{name}")
         if all(map(FILE.fullmatch, names)):
             self._remove_folder(folder)
-            self._store.rm_file(self._object(number, kind))
+            self._remove_object(self._object(draft, kind))
+
+    def _remove_object(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another job may have swept it away
+            self._store.rm_file(path)
 
     def _remove_folder(self, folder: str) -> None:
         # Object stores have no folders: there it went with its last object.
         with contextlib.suppress(OSError, NotImplementedError):
             self._store.rmdir(folder)
+
+
+def _protocols(store: Any) -> tuple[str, ...]:
+    return (store.protocol,) if isinstance(store.protocol, str) else tuple(store.protocol)

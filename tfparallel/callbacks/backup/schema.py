@@ -70,6 +70,37 @@ class About(_Checked):
     keras: str = ""
 
 
+class Owner(_Checked):
+    """A process that has, or had, a folder of backups to itself.
+
+    Attributes:
+        host, pid, job, since: for messages; since when it runs the training.
+        machine: the boot of the machine and the namespace of process numbers; empty if unknown.
+        started: when the process did, as the kernel counts.
+    """
+
+    host: Annotated[str, Field(max_length=1000)]
+    pid: Annotated[int, Field(ge=1, lt=1 << 31)]
+    job: Annotated[str, Field(max_length=1000)]
+    since: Annotated[str, Field(max_length=1000)]
+    machine: Annotated[str, Field(max_length=1000)]
+    started: Annotated[str, Field(max_length=1000)]
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, job {self.job!r}, since {self.since}"
+
+
+class ClaimContent(_Checked):
+    """The file of a claim; see `lease.py`."""
+
+    token: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    owner: Owner
+    beat: Count
+    last_number: Count
+    is_released: bool
+    accepted: list[Annotated[list, Field(min_length=2, max_length=2)]] | None
+
+
 class ManifestContent(_Checked):
     """The manifest, without its own hash."""
 

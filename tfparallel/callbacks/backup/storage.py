@@ -8,11 +8,11 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST
+from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST, Draft
 from tfparallel.callbacks.backup.local_files import LocalFiles
 from tfparallel.callbacks.backup.remote_files import RemoteFiles
 from tfparallel.callbacks.backup.schema import (
@@ -27,6 +27,10 @@ FORMAT = 1
 
 class BackupError(RuntimeError):
     """A backup could not be written, or none could be restored."""
+
+
+class LeaseError(BackupError):
+    """Another training has the folder, or has taken it over."""
 
 
 class InvalidBackupError(BackupError):
@@ -61,17 +65,23 @@ class Files(Protocol):
     def path(self, number: int, kind: str = "backup") -> Any:
         """Where a backup lies, for messages."""
 
-    def begin(self) -> int:
-        """Makes room for a backup; returns its number, above all others."""
+    def sweep(self) -> int:
+        """Removes what was begun, or half deleted; returns the highest number there has been."""
 
-    def write(self, number: int, name: str, content: Iterable[bytes | memoryview]) -> None:
+    def begin(self, token: str, above: int) -> Draft:
+        """Makes room for a backup, with a number above all others and above `above`."""
+
+    def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
         """Writes a file of a backup that was begun; it is on the disk when this returns."""
 
-    def publish(self, number: int) -> None:
-        """Makes a backup count, all of its files at once."""
+    def publish(self, draft: Draft) -> None:
+        """Makes a backup count, all of its files at once; fails if it was swept away."""
 
-    def abandon(self, number: int) -> None:
+    def abandon(self, draft: Draft) -> None:
         """Removes a backup that was begun."""
+
+    def size(self, number: int, name: str) -> int:
+        """The bytes of a file."""
 
     def read(self, number: int, name: str, largest_bytes: int) -> bytes:
         """The bytes of a regular file; an error, before any is read, if there are more."""
@@ -81,6 +91,26 @@ class Files(Protocol):
 
     def delete_root(self) -> None:
         """Removes the folder of all backups if nothing is in it."""
+
+    # Claims, `lease-00000001`: see `lease.py`.
+
+    def claims(self) -> list[int]:
+        """The fencing numbers of all claims, ascending."""
+
+    def read_claim(self, fence: int) -> bytes:
+        """What a claim holds; nothing if it has gone."""
+
+    def create_claim(self, fence: int, data: bytes) -> bool:
+        """Makes a claim, whole, unless there is one with this number; whether it did."""
+
+    def rewrite_claim(self, fence: int, data: bytes) -> None:
+        """Changes a claim that is there; needs no more space, where that can be had."""
+
+    def delete_claim(self, fence: int) -> None:
+        """Removes a claim that may have gone."""
+
+    def accepted(self) -> list[Draft] | None:
+        """The backups that count now; None where no other can appear later (see `counting`)."""
 
 
 class Storage:
@@ -95,30 +125,40 @@ class Storage:
     def __init__(self, root: str | os.PathLike):
         is_url = isinstance(root, str) and "://" in root
         self.root: str | Path = str(root) if is_url else Path(root)
-        self._files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root))
+        self.files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root))
+
+    @property
+    def key(self) -> str:
+        """The same for equal folders, of one process."""
+        return self.root if isinstance(self.root, str) else os.path.realpath(self.root)
 
     def numbers(self) -> list[int]:
         """The numbers of the backups that claim to be complete, ascending."""
-        return self._files.numbers()
+        return self.files.numbers()
 
     def path(self, number: int, kind: str = "backup") -> Any:
         """Where a backup lies: a `Path`, or the text of a URL."""
-        return self._files.path(number, kind)
+        return self.files.path(number, kind)
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def begin(self) -> int:
-        """Starts a new backup and removes what killed processes left; returns its number."""
-        return self._files.begin()
+    def begin(self, token: str = "", above: int = 0) -> Draft:
+        """Starts a new backup and removes what killed processes left.
+
+        Args:
+            token: of the lease that the writer has; without one nobody else may write.
+            above: its number is higher.
+        """
+        return self.files.begin(token, above)
 
     def write(
-        self, number: int, files: Mapping[str, Iterable[bytes | memoryview]]
+        self, draft: Draft, files: Mapping[str, Iterable[bytes | memoryview]]
     ) -> dict[str, FileRecord]:
         """Writes and syncs files of a backup that was begun, in this process or another."""
-        return {name: self._write_file(number, name, content) for name, content in files.items()}
+        return {name: self._write_file(draft, name, content) for name, content in files.items()}
 
     def _write_file(
-        self, number: int, name: str, content: Iterable[bytes | memoryview]
+        self, draft: Draft, name: str, content: Iterable[bytes | memoryview]
     ) -> FileRecord:
         digest, size_bytes = hashlib.sha256(), 0
 
@@ -129,23 +169,37 @@ class Storage:
                 size_bytes += len(chunk)
                 yield chunk
 
-        self._files.write(number, name, hashed())
+        self.files.write(draft, name, hashed())
         return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
 
-    def commit(self, number: int, files: Mapping[str, FileRecord], about: Mapping) -> None:
-        """Makes a backup complete: its manifest is written and the backup published."""
+    def commit(
+        self,
+        draft: Draft,
+        files: Mapping[str, FileRecord],
+        about: Mapping,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes a backup complete: its manifest is written and the backup published.
+
+        Args:
+            draft: what `begin` returned.
+            files: what `write` returned, of all workers.
+            about: for the manifest.
+            check: called between the two; what it raises leaves the backup unpublished.
+        """
         content = {
             "format": FORMAT,
             "about": about,
             "files": {name: record.model_dump() for name, record in files.items()},
         }
         content["sha256"] = _hash_of(content)
-        self._files.write(number, MANIFEST, [json.dumps(content, indent=1).encode()])
-        self._files.publish(number)
+        self.files.write(draft, MANIFEST, [json.dumps(content, indent=1).encode()])
+        check()
+        self.files.publish(draft)
 
-    def abandon(self, number: int) -> None:
+    def abandon(self, draft: Draft) -> None:
         """Removes a backup that was begun and will not be committed."""
-        self._files.abandon(number)
+        self.files.abandon(draft)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -173,12 +227,13 @@ class Storage:
         return Manifest(content["about"], checked.files, found)
 
     def is_whole(self, number: int) -> bool:
-        """Whether a backup has a manifest that is as it was written; its files are not read."""
+        """Whether a backup has its manifest and files of the right sizes; these are not read."""
         try:
-            self.manifest(number)
-        except InvalidBackupError:
+            records = self.manifest(number).files
+            sizes = {name: self.files.size(number, name) for name in records}
+        except (InvalidBackupError, OSError):
             return False
-        return True
+        return all(sizes[name] == record.size_bytes for name, record in records.items())
 
     def read(self, number: int, names: Iterable[str] | None = None) -> dict[str, bytes]:
         """The files `names` of a backup (None: all), each with the size and hash it should have.
@@ -204,7 +259,7 @@ class Storage:
 
     def _read_file(self, number: int, name: str, largest_bytes: int) -> bytes:
         try:
-            return self._files.read(number, name, largest_bytes)
+            return self.files.read(number, name, largest_bytes)
         except OSError as error:
             path = f"{self.path(number)}/{name}"
             raise InvalidBackupError(f"{path} cannot be read: {error}.") from error
@@ -213,13 +268,22 @@ class Storage:
 
     def delete(self, number: int) -> None:
         """Deletes a backup; files in it that are not ours stay where they do not count."""
-        self._files.delete(number)
+        self.files.delete(number)
 
-    def delete_all(self) -> None:
-        """Deletes every backup, the newest last, and the folder if nothing else is in it."""
+    def delete_all(self, check: Callable[[], None] = lambda: None) -> None:
+        """Deletes every backup, the newest last, and the folder if nothing else is in it.
+
+        Args:
+            check: called before each; what it raises leaves the rest.
+        """
         for number in self.numbers():
+            check()
             self.delete(number)
-        self._files.delete_root()
+        self.delete_root()
+
+    def delete_root(self) -> None:
+        """Removes the folder if nothing is in it."""
+        self.files.delete_root()
 
 
 def _record_of(data: bytes) -> FileRecord:
