@@ -19,18 +19,18 @@ class Timeouts:
     """How long tasks wait for one another, in seconds.
 
     Attributes:
-        start_s: the chief, for all tasks at the start; None waits for ever.
-        worker_s: async mode: the chief, for a step of one worker before the worker counts as
-            stopped; None never gives up on a worker that is alive. Longer than any step, tracing
-            included.
+        start_s: the chief, for all tasks at the start, and they for the chief; None waits for ever.
+        worker_s: async mode: the chief, for a step of one worker that answers, before the step is
+            given to another; None never gives up on a worker that is alive. Longer than any step,
+            tracing included.
         all_workers_s: the chief, for a worker without which training cannot go on to come back:
             the first when all are gone; in sync mode every one.
-        ps_s: the chief, for a sign of life of a parameter server; in sync mode of a worker too.
+        ps_s: the chief, for a sign of life of a parameter server or a worker.
         chief_s: workers and parameter servers, for a chief that is gone to come back.
     """
 
     start_s: float | None = 600.0
-    worker_s: float | None = None
+    worker_s: float | None = 1800.0
     all_workers_s: float = 300.0
     ps_s: float = 30.0
     chief_s: float = 20.0
@@ -68,6 +68,7 @@ class ParameterServerCluster:
             self.task_type,
             self.task_index,
             self.tasks["chief"][0],
+            timeouts.start_s,
             timeouts.chief_s,
             self.protocol,
         )

@@ -21,8 +21,9 @@ import tensorflow as tf
 
 from tfparallel.coordination.connection import connect, device_name
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
+from tfparallel.coordination.probe import answering
 from tfparallel.coordination.serving import serve
-from tfparallel.coordination.watch import Watch, answering
+from tfparallel.coordination.watch import always, watch_once
 from tfparallel.internals import let_idle_threads_sleep
 from tfparallel.segments.threads import has_one_thread
 
@@ -34,7 +35,8 @@ class Timeouts:
     """How long the processes of a pipeline wait for one another, in seconds.
 
     Attributes:
-        start_s: the chief, for all processes at the start; None waits for ever.
+        start_s: the chief, for all processes at the start, and they for the chief; None waits for
+            ever.
         stage_s: the chief, for a process that does not answer (its stages may compute for as long
             as they like); None waits for ever for one that is stopped.
         chief_s: the others, for a chief that is gone to come back.
@@ -90,7 +92,7 @@ class StageCluster:
         """Serves until the chief is done, and ends this process; for all but the chief."""
         kind, index = self._own
         spec, chief = tf.train.ClusterSpec(self.tasks), self._address(self._ranked[0])
-        serve(spec, kind, index, chief, timeouts.chief_s, self._protocol)
+        serve(spec, kind, index, chief, timeouts.start_s, timeouts.chief_s, self._protocol)
 
     def connect(self, timeouts: Timeouts) -> None:
         """Waits for all tasks and makes their devices ours; chief only."""
@@ -99,8 +101,8 @@ class StageCluster:
         servers = self._ranked[1:]
         connect(self.tasks, *self._own, servers, timeouts.start_s, self._protocol)
         addresses = {f"{kind} {i}": self._address((kind, i)) for kind, i in servers}
-        if timeouts.stage_s is not None and str(addresses) not in _watches:
-            _watches[str(addresses)] = Watch(addresses, timeouts.stage_s)
+        if timeouts.stage_s is not None:
+            watch_once(addresses, timeouts.stage_s, always, cuts_all=True)
 
     def devices(self) -> list[str]:
         """The GPUs of every task, or its CPU where it has none; once connected."""
@@ -155,6 +157,3 @@ class StageCluster:
 
     def _address(self, task: tuple[str, int]) -> str:
         return self.tasks[task[0]][task[1]]
-
-
-_watches: dict[str, Watch] = {}  # of this process, by what they watch

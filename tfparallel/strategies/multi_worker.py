@@ -18,8 +18,10 @@ from tfparallel.communication.ring import connect_ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
-from tfparallel.coordination.waiting import report_absent_peers
+from tfparallel.coordination.timeouts import WorkerTimeouts
+from tfparallel.coordination.watch import Watch, always, watch_once
 from tfparallel.internals import (
     CollectiveAllReduceExtended,
     PerReplica,
@@ -46,9 +48,13 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         communication_options: a `tf.distribute.experimental.CommunicationOptions`.
         compression: how gradients cross workers: a compressor of `tfparallel.compression`, or its
             name, such as "fp16". None sends them as they are.
+        timeouts: how long workers wait for one another; `timeout_seconds` of the options is its
+            `stall_s`, where it is given.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
+        PortTakenError: if something else listens at this worker's address.
+        WaitedTooLong: naming the workers that have not started, and what answers instead.
         ValueError: for a `compression` that is none.
     """
 
@@ -57,6 +63,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         compression: Compressor | str | None = None,
+        timeouts: WorkerTimeouts | None = None,
     ):
         compressor = None if compression is None else as_compressor(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
@@ -64,7 +71,13 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         super().__init__(
-            MultiWorkerExtended(self, cluster_resolver, communication_options, compressor)
+            MultiWorkerExtended(
+                self,
+                cluster_resolver,
+                communication_options,
+                compressor,
+                timeouts or WorkerTimeouts(),
+            )
         )
 
     @property
@@ -88,22 +101,28 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         cluster_resolver: Any,
         communication_options: Any,
         compressor: Compressor | None,
+        timeouts: WorkerTimeouts,
     ):
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
-        report_absent_peers(rank, [each for i, each in enumerate(addresses) if i != rank])
+        if len(addresses) > 1 and rank is not None and not self._std_server_started:
+            meet(addresses, rank, timeouts.start_s)
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
+        stall_s = communication_options.timeout_seconds or timeouts.stall_s
+        self._watch = self._watch_others(addresses, timeouts.silent_s)
         self._agreement = Agreement(
-            CoordinationStore(addresses, tasks),
+            CoordinationStore(addresses, tasks, self._watch),
             str(self._collective_key_base),
             self._id_in_cluster,
             self._num_workers,
+            stall_s,
+            timeouts.write_s,
         )
         self._ring_all_reduce: RingAllReduce | None = None
         if self._num_workers > 1:
             self._agree_on_seed()
-            self._open_ring()
+            self._open_ring(stall_s)
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in cross_device_ops._launchers:
                 launcher._use_unique_instance_key = self._draws_keys_at_call_time
@@ -121,7 +140,15 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
         return devices, device_type
 
-    def _open_ring(self) -> None:
+    def _watch_others(self, addresses: list[str], silent_s: float) -> Watch | None:
+        """Calls to a worker that is silent fail from then on, TensorFlow's collectives too."""
+        if self._num_workers == 1:
+            return None
+        own = self._id_in_cluster
+        others = {f"rank {rank}": each for rank, each in enumerate(addresses) if rank != own}
+        return watch_once(others, silent_s, always, cuts_all=False)
+
+    def _open_ring(self, stall_s: float | None) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
 
         In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
@@ -135,7 +162,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 self._num_workers,
                 host,
                 self._agreement.exchange,
-                options.timeout_seconds,
+                stall_s,
+                self._watch,
             )
         except OSError as error:
             if self._is_chief:
@@ -250,10 +278,10 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         return self._host_cross_device_ops._launchers[0].all_gather(rows, axis=0)
 
 
-def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int]:
-    """The tasks that train, their addresses, and which of them this process is."""
+def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int | None]:
+    """The tasks that train, their addresses, and which of them this process is, if any."""
     cluster = resolver.cluster_spec().as_dict() if resolver is not None else {}
     tasks = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, ())))]
     me = (resolver.task_type, resolver.task_id) if tasks else None
     addresses = [cluster[job][i] for job, i in tasks]
-    return tasks, addresses, tasks.index(me) if me in tasks else 0
+    return tasks, addresses, tasks.index(me) if me in tasks else None

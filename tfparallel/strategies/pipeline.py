@@ -28,6 +28,7 @@ from tfparallel.pipeline.summary import Summary, short_name, summarise
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.reporting_scope import ReportingScope
 
 
 class PipelineStrategy(KerasStrategy):
@@ -119,7 +120,7 @@ class PipelineStrategy(KerasStrategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
         reports = self.extended._reports_lost_stages()
-        return super().scope() if reports is None else _Scope(super().scope(), reports)
+        return super().scope() if reports is None else ReportingScope(super().scope(), reports)
 
     @property
     def schedule(self) -> Schedule:
@@ -195,19 +196,6 @@ class PipelineStrategy(KerasStrategy):
             return args
         self.extended._note_batch(step_function.__self__, args[0])
         return self.extended._batch_for_step(args[0]), *args[1:]
-
-
-class _Scope(contextlib.ExitStack):
-    """A scope within another context; like a plain scope, it may be entered and never left."""
-
-    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
-        super().__init__()
-        self._scope, self._around = scope, around
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self.enter_context(self._around)
-        return self.enter_context(self._scope)
 
 
 def _find_cluster(
