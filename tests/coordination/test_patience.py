@@ -54,7 +54,9 @@ def test_it_says_for_whom_and_why_from_15_seconds_on_and_warns_after_half_its_li
 @pytest.mark.parametrize("limit_s", [2.0, 20.0, 600.0])
 def test_it_ends_at_its_limit_with_the_name_and_the_way_out(limit_s):
     world = Simulated()
-    with pytest.raises(WaitedTooLong, match=r"Expected ps 0 .host:1. to start within .* start_s"):
+    with pytest.raises(
+        WaitedTooLong, match=r"Expected ps 0 .host:1. to start within .* s\. .*start_s"
+    ):
         wait_until_nobody_is_missing(
             lambda: "ps 0 (host:1)", "chief 0", "start", limit_s, "Timeouts.start_s", world.clock()
         )

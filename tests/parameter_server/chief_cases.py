@@ -549,6 +549,17 @@ def chief_of_others() -> dict:
 
 
 @case
+def chief_waits_for_others() -> dict:
+    """Of servers that are not its own, for some seconds."""
+    timeouts = Timeouts(start_s=float(os.environ["TEST_START_S"]))
+    try:
+        tfparallel.ParameterServerStrategy(timeouts=timeouts)
+    except TimeoutError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+@case
 def with_backup() -> dict:
     """The same, resuming from the backup in the case's folder."""
     strategy, say = tfparallel.ParameterServerStrategy(), Say()
