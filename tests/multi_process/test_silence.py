@@ -180,3 +180,32 @@ def run(*command: str) -> None:
     if finished.returncode and "netns" in command and command[2] == "add":
         pytest.skip(f"no network namespaces here: {finished.stderr}")
     assert finished.returncode == 0, (command, finished.stderr)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("what", "wrong"), [("bit", 1), ("bit", 0), ("no", 9)])
+def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, monkeypatch, what, wrong):
+    """After step 6 of 10; weights are compared every 4 steps."""
+    monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))
+    job.arguments = [str(wrong), what]
+    for rank, environment in enumerate(cluster_environments(3)):
+        job.start(rank, environment)
+    for rank in range(3):
+        status, log = job.status(rank, timeout_s=90), job.log(rank)
+        assert ("step 7" in log) and (status == 0) == ("trained" in log) == (what == "no"), log
+        if what != "no":
+            assert f"other weights in rank {wrong}, in step 8" in log, log[-3000:]
+            assert "step 8\n" not in log
+
+
+@pytest.mark.timeout(200)
+def test_the_worker_on_which_a_NaN_came_up_is_named_by_all(job, monkeypatch):
+    """A step later it is on all of them, where one device would have it too."""
+    monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))
+    job.arguments = ["1", "NaN"]
+    for rank, environment in enumerate(cluster_environments(3)):
+        job.start(rank, environment)
+    for rank in range(3):
+        assert job.status(rank, timeout_s=90) == 0
+        told = "The loss or a metric of rank 1 was not finite in step 7, before that of any other."
+        assert job.log(rank).count(told) == 1, job.log(rank)[-3000:]

@@ -65,6 +65,8 @@ class HorovodStrategy(KerasStrategy):
         stall_timeout_s: how long ranks wait in the reduction of gradients for one that does not
             come. They then log which rank that is, and end with an error; None waits for ever.
         process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
+        check_weights_every: after so many steps the ranks compare a hash of their weights, and end
+            with an error that names who has other ones. None compares nothing.
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
@@ -85,6 +87,7 @@ class HorovodStrategy(KerasStrategy):
         sparse_as_dense: bool = False,
         stall_timeout_s: float | None = 300.0,
         process_set: Any = None,
+        check_weights_every: int | None = None,
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = None if compression is None else as_compressor(compression)
@@ -111,6 +114,7 @@ class HorovodStrategy(KerasStrategy):
         )
         if stall_timeout_s is not None:
             extended._watch_for_stalls(stall_timeout_s)
+        extended._check_weights(check_weights_every)
         super().__init__(extended)
 
     def scope(self) -> contextlib.AbstractContextManager:

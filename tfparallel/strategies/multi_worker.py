@@ -50,6 +50,8 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
             name, such as "fp16". None sends them as they are.
         timeouts: how long workers wait for one another; `timeout_seconds` of the options is its
             `stall_s`, where it is given.
+        check_weights_every: after so many steps the workers compare a hash of their weights, and
+            end with an error that names who has other ones. None compares nothing.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
@@ -64,6 +66,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         compression: Compressor | str | None = None,
         timeouts: WorkerTimeouts | None = None,
+        check_weights_every: int | None = None,
     ):
         compressor = None if compression is None else as_compressor(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
@@ -79,6 +82,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
                 timeouts or WorkerTimeouts(),
             )
         )
+        self.extended._check_weights(check_weights_every)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -235,7 +239,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _step_of(self, model: keras.Model) -> Iterator[None]:
         self._is_in_loop = model.steps_per_execution > 1
         try:
-            yield
+            with super()._step_of(model):
+                yield
         finally:
             self._is_in_loop = False
 
