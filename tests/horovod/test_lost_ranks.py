@@ -42,3 +42,29 @@ def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):
         for process in ranks:
             process.kill()
             process.wait()
+
+
+@pytest.mark.timeout(240)
+def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
+    program = [sys.executable, "-m", "tests.multi_process.wrong_worker", "2", "bit"]
+    ranks = [
+        subprocess.Popen(
+            program,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            stdout=(tmp_path / f"{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, environment in enumerate(horovod_environments(3))
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            assert process.wait(ENDS_IN_S) != 0
+            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            # One that has not compared yet when the first ends finds Horovod ended.
+            told = ["other weights in rank 2, in step 8", "has ended, its own log says why"]
+            assert any(each in log for each in told), log[-3000:]
+            assert "step 8\n" not in log
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

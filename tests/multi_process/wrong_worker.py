@@ -1,5 +1,6 @@
 """One of three workers, of which one's memory fails: `python wrong_worker.py RANK bit|NaN`."""
 
+import os
 import sys
 
 import keras
@@ -9,8 +10,10 @@ import tensorflow as tf
 import tfparallel
 
 wrong_rank, what = int(sys.argv[1]), sys.argv[2]
-strategy = tfparallel.MultiWorkerMirroredStrategy(check_weights_every=4)
-rank = strategy.cluster_resolver.task_id
+is_horovod = "HOROVOD_RANK" in os.environ
+name = "HorovodStrategy" if is_horovod else "MultiWorkerMirroredStrategy"
+strategy = getattr(tfparallel, name)(check_weights_every=4)
+rank = strategy.rank if is_horovod else strategy.cluster_resolver.task_id
 
 
 class Fails(keras.callbacks.Callback):

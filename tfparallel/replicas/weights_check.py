@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfparallel.coordination.waiting import say
 from tfparallel.internals import ResourceVariable
 
-_PIECE_BITS, _PIECES = 21, 3  # of a hash; a float32 holds whole numbers of 24 bits
+_PIECE_BITS, _PIECES = 22, 3  # of 64 bits; a float32 holds whole numbers of 24
 _FACTOR = 1_000_003  # odd: of two variables that swap their values the hash differs
 
 
@@ -81,24 +81,25 @@ class WeightsCheck:
 
     def _tell(self, slots: np.ndarray, step: np.ndarray) -> np.bool_:
         hashes = [tuple(each) for each in slots[:, :-1]]
+        not_finite = first_not_finite(slots[:, -1])
         if len(set(hashes)) > 1:
-            raise WeightsDifferError(describe(hashes, int(step), self._rank))
+            raise WeightsDifferError(describe(hashes, int(step), self._rank) + not_finite)
         if not self._has_warned:
             self._has_warned = True
-            say(
-                logging.WARNING,
-                f"{first_not_finite(slots[:, -1])} (Rank {self._rank} is speaking.)",
-            )
+            say(logging.WARNING, f"[rank {self._rank}]{not_finite}")
         return np.True_
 
 
 def first_not_finite(steps: np.ndarray) -> str:
     """Whose metrics were the first that were not finite, by rank; 0 where they are."""
-    first = int(min(step for step in steps if step))
+    first = int(min((step for step in steps if step), default=0))
     ranks = [rank for rank, step in enumerate(steps) if step == first]
+    if not first or len(ranks) == len(steps):
+        return ""
     return (
-        f"The loss or a metric of rank {', '.join(map(str, ranks))} was not finite in step {first}, "
-        "before that of any other. The rows of that step, or the memory of that rank, are the cause."
+        f" The loss or a metric of rank {', '.join(map(str, ranks))} was not finite in step "
+        f"{first}, before that of any other: the rows of that step or the memory of that rank "
+        "are the cause."
     )
 
 
