@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ClusterConfigError,
         read_tf_config,
     )
-    from tfparallel.coordination.timeouts import Timeouts
+    from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
@@ -61,6 +61,7 @@ _MODULES = {
     "ClusterConfigError": "tfparallel.coordination.cluster",
     "ElasticJob": "tfparallel.elastic",
     "Timeouts": "tfparallel.coordination.timeouts",
+    "WorkerTimeouts": "tfparallel.coordination.timeouts",
     "coupled_loss": "tfparallel.replicas.loss_kinds",
     "in_chunks": "tfparallel.replicas.row_chunks",
     "mean_loss": "tfparallel.replicas.loss_kinds",
@@ -83,6 +84,7 @@ __all__ = [
     "ShardedStrategy",
     "TPUStrategy",
     "Timeouts",
+    "WorkerTimeouts",
     "TensorParallelStrategy",
     "__version__",
     "callbacks",

@@ -54,7 +54,7 @@ def connect_all(num_workers: int, timeout_s: float | None = 10.0, host="127.0.0.
     board = Board(num_workers)
     return on_all(
         num_workers,
-        lambda rank: connect_ring(rank, num_workers, host, board.of(rank), timeout_s, TASKS),
+        lambda rank: connect_ring(rank, num_workers, host, board.of(rank), timeout_s, tasks=TASKS),
     )
 
 

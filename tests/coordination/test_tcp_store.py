@@ -90,7 +90,7 @@ def test_connections_are_bounded(monkeypatch):
     with socket.create_connection(("localhost", server.port), timeout=10) as third:
         assert_is_closed(third)
     first[0]._presence.close()
-    assert first[1]._presence.closed is False
+    assert first[1]._presence.file.closed is False
     server.close()
 
 

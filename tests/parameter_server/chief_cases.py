@@ -315,6 +315,27 @@ def worker_is_lost() -> dict:
 
 
 @case
+def worker_is_stopped_in_the_first_epoch() -> dict:
+    """In its first step and later, for good, as `Timeouts` are but for a shorter silence."""
+    servers = make_cluster(num_workers=3)
+    strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(ps_s=4))
+    stops = [At(0, lambda: servers.stop("worker", 1)), At(9, lambda: servers.stop("worker", 2))]
+    return {**_fit(strategy, stops, epochs=3), "workers": servers.cluster["worker"]}
+
+
+@case
+def all_workers_are_stopped() -> dict:
+    servers = make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(ps_s=3, all_workers_s=3))
+    stops = [At(3 + i, lambda i=i: servers.stop("worker", i)) for i in range(2)]
+    try:
+        _fit(strategy, stops, epochs=20)
+    except TimeoutError as error:
+        return {"error": str(error), "workers": servers.cluster["worker"]}
+    return {"error": None}
+
+
+@case
 def all_workers_die() -> dict:
     servers = make_cluster()
     strategy = tfparallel.ParameterServerStrategy(timeouts=Timeouts(all_workers_s=3))
@@ -527,6 +548,17 @@ class Say(keras.callbacks.Callback):
 def chief_of_others() -> dict:
     """Trains with servers that are not its own."""
     return _fit(tfparallel.ParameterServerStrategy(), [Say()], int(os.environ["CASE_EPOCHS"]))
+
+
+@case
+def chief_waits_for_others() -> dict:
+    """Of servers that are not its own, for some seconds."""
+    timeouts = Timeouts(start_s=float(os.environ["TEST_START_S"]))
+    try:
+        tfparallel.ParameterServerStrategy(timeouts=timeouts)
+    except TimeoutError as error:
+        return {"error": str(error)}
+    return {"error": None}
 
 
 @case

@@ -11,10 +11,11 @@ from tfparallel.pipeline.remote_stages import StageCluster
 def serve() -> None:
     """Serves until the chief is done."""
     chief_s = float(os.environ.get("TEST_CHIEF_S", "20"))
+    start_s = float(os.environ.get("TEST_START_S", "600"))
     config = read_tf_config()
     assert config is not None
     resolver = config.cluster_resolver()
     if "ps" in config.cluster:
-        ParameterServerCluster(resolver).serve(Timeouts(chief_s=chief_s))
+        ParameterServerCluster(resolver).serve(Timeouts(start_s, chief_s=chief_s))
     else:
-        StageCluster(resolver).serve(Timeouts(chief_s=chief_s))
+        StageCluster(resolver).serve(Timeouts(start_s, chief_s=chief_s))

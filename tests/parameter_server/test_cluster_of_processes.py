@@ -38,15 +38,25 @@ def test_training_goes_on_without_a_worker_and_nothing_counts_twice(run_case):
             assert part["iterations"] == part["expected"]
             assert part["seen"] == EACH_ONCE
         assert then["steps_of_worker"][1] > first["steps_of_worker"][1], "It never came back."
-    assert "is lost" in result["log"] and "has been silent for 4 s" in result["log"]
+    assert "is lost" in result["log"] and "to finish step" in result["log"]
+    assert "within 4 s" in result["log"]
     assert "worker 1 (127.0.0.1:" in result["log"]
 
 
-def test_chief_gives_up_when_all_workers_are_gone_and_names_them(run_case):
-    result = run_case("all_workers_die")
+def test_workers_stopped_in_the_first_epoch_are_named_and_hold_up_nobody(run_case):
+    result = run_case("worker_is_stopped_in_the_first_epoch")
+    assert result["iterations"] == result["expected"]
+    assert result["seen"] == EACH_ONCE
+    for worker in (1, 2):
+        assert f"worker {worker} ({result['workers'][worker]}) is lost" in result["log"]
+
+
+@pytest.mark.parametrize("name", ["all_workers_die", "all_workers_are_stopped"])
+def test_chief_gives_up_when_all_workers_are_gone_and_names_them(run_case, name):
+    result = run_case(name)
     for worker, address in enumerate(result["workers"]):
         assert f"worker {worker} ({address})" in result["error"]
-    assert "chief waits for worker 0" in result["log"] or "within 3 s" in result["error"]
+    assert "to come back within 3 s" in result["error"]
 
 
 @pytest.mark.parametrize("name", ["server_dies", "server_is_stopped"])

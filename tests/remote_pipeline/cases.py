@@ -304,7 +304,6 @@ def _loses_a_stage(lose: Callable[[ServerProcesses], None]) -> dict:
         lose(servers)
 
     thread = threading.Thread(target=lose_soon, daemon=True)
-    # Not before: a stage that stops while the step is traced is waited for, for ever.
     soon = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: batch == 0 and thread.start()
     )
@@ -328,6 +327,42 @@ def stage_is_killed() -> dict:
 def stage_is_stopped() -> dict:
     """SIGSTOP in the middle of a step."""
     return _loses_a_stage(lambda servers: servers.stop("worker", 0))
+
+
+@case
+def stage_is_stopped_while_a_step_is_traced() -> dict:
+    """SIGSTOP by a layer that is called to be traced: TensorFlow then waits with Python's lock."""
+    servers = make_cluster(2)
+    strategy = tfparallel.PipelineStrategy(num_microbatches=2, timeouts=Timeouts(stage_s=_STAGE_S))
+    stopped_s: list[float] = []
+
+    class Stops(layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            if strategy_is_training and not stopped_s:
+                stopped_s.append(time.monotonic())
+                servers.stop("worker", 0)
+            return x
+
+    strategy_is_training = False
+    with strategy.scope():
+        x = inputs = keras.Input((6,))
+        for i in range(2):
+            with strategy.stage(i):
+                x = layers.Dense(6)(Stops()(x))
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+    strategy_is_training = True
+    x = np.ones((6, 6), "float32")
+    try:
+        model.fit(x, x, verbose=0)
+    except StageLost as error:
+        return {
+            "error": str(error),
+            "after_s": time.monotonic() - stopped_s[0],
+            "address": servers.cluster["worker"][0],
+            "local": float(tf.reduce_sum(tf.ones([3]))),
+        }
+    raise AssertionError("fit ended as if nothing had happened")
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ import socket
 
 import pytest
 
+from tfparallel.coordination.cut_off import cut_connections
 from tfparallel.coordination.probe import is_answering, is_listening
-from tfparallel.coordination.watch import _cut_connections
 
 
-@pytest.mark.parametrize("name", ["stage_is_killed", "stage_is_stopped"])
+@pytest.mark.parametrize(
+    "name", ["stage_is_killed", "stage_is_stopped", "stage_is_stopped_while_a_step_is_traced"]
+)
 def test_training_ends_with_an_error_that_names_stage_task_and_address(run_case, name):
     result = run_case(name)
     assert f"no answer from stage 1 (worker 0, {result['address']})," in result["error"]
@@ -31,7 +33,7 @@ def test_only_connections_to_the_named_addresses_are_cut():
         socket.create_connection(named.getsockname()) as cut,
         socket.create_connection(other.getsockname()) as kept,
     ):
-        _cut_connections({"stage": f"localhost:{named.getsockname()[1]}"})
+        cut_connections([f"localhost:{named.getsockname()[1]}"])
         with pytest.raises(BrokenPipeError):
             cut.send(b"x")
         assert kept.send(b"x") == 1

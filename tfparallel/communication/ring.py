@@ -24,24 +24,47 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from tfparallel.coordination.listening import accept_known, listen
+from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
+from tfparallel.coordination.waiting import look
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
 # Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.
 _SENT_AT_ONCE_BYTES = 1 << 14
 _CONNECT_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 16
+_LOOK_S = LONGEST_LOOK_S / 5  # how often one who waits looks whether the others are there
 _GREETING = struct.Struct("<Q8sQ8s")  # number and kind of the collective, bytes, dtype
 _NUM_ROWS = struct.Struct("<Q")
 
 
 class PeerLostError(ConnectionError):
-    """A neighbour in the ring has ended, or has been silent for too long."""
+    """A worker of the ring has ended, or has been silent for too long."""
+
+
+class Liveness(Protocol):
+    """Who of the others is there; `coordination.watch.Watch` is one."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long one may be silent."""
+
+    def lost(self) -> list[str]:
+        """Those that have not answered for `patience_s`, with their addresses."""
+
+    def absent(self) -> list[str]:
+        """Those that do not answer now."""
+
+
+class _Silent(TimeoutError):
+    """Somebody does not answer, or nothing has come for too long."""
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -54,7 +77,8 @@ class Ring:
     Args:
         rank, num_workers: this worker's position, and how many there are.
         to_next, from_previous: connected stream sockets; the ring closes them.
-        timeout_s: how long to wait for a neighbour; None waits until its connection breaks.
+        timeout_s: how long to wait for a neighbour that is there; None waits for ever.
+        liveness: asked while waiting: a connection to a process that is stopped does not break.
         tasks: the name of each rank's task, for messages.
     """
 
@@ -64,15 +88,18 @@ class Ring:
         num_workers: int,
         to_next: socket.socket,
         from_previous: socket.socket,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 1800.0,
+        liveness: Liveness | None = None,
         tasks: Sequence[str] = (),
     ):
         self._rank, self._num_workers, self._tasks = rank, num_workers, tasks
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous, self._to_next = from_previous, to_next
-        self._timeout_s = timeout_s
+        self._timeout_s, self._liveness = timeout_s, liveness
+        self._what = ""
+        self._wait: Wait | None = None  # for the neighbour, while nothing comes
         for each in (to_next, from_previous):
-            each.settimeout(timeout_s)
+            _return_every(each, _LOOK_S if timeout_s is None else min(_LOOK_S, timeout_s / 2))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sender = _Sender(to_next)
         self._scratch = bytearray(SEGMENT_BYTES)
@@ -99,7 +126,7 @@ class Ring:
         with self._lock, self._closed_on_error():
             send = self._sender.put
             if flat.nbytes <= _SENT_AT_ONCE_BYTES:
-                send = self._sender.send_at_once
+                send = self._send_at_once
             self._greet("reduce", flat.nbytes, flat.dtype)
             for segment in self._segments(flat, self._rank):
                 send(flat[segment])
@@ -114,7 +141,7 @@ class Ring:
                     self._receive(total[segment])
                     if step < self._num_workers - 2:
                         send(total[segment])
-            self._sender.flush()  # whoever reads `total` may also overwrite it
+            self._flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
@@ -149,7 +176,7 @@ class Ring:
                     np.add(own[segment], received, out=partial[segment])
                     if partial is not total:
                         self._sender.put(partial[segment])
-            self._sender.flush()
+            self._flush()
         return (rows[0] if self._num_workers == 1 else total).reshape(array.shape[1:])
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
@@ -177,7 +204,7 @@ class Ring:
                 incoming = np.empty(shape, array.dtype)
                 self._receive(incoming.reshape(-1))
                 parts[(self._rank - step - 1) % self._num_workers] = incoming
-            self._sender.flush()
+            self._flush()
         return np.concatenate([parts[rank] for rank in range(self._num_workers)])
 
     def _segments(self, flat: np.ndarray, chunk: int) -> Iterator[slice]:
@@ -196,7 +223,8 @@ class Ring:
         """Makes sure that the previous worker is about to do the same."""
         self._number += 1
         ours = (self._number, kind.encode(), size_bytes, dtype.name[:8].encode())
-        self._sender.send_at_once(np.frombuffer(_GREETING.pack(*ours), np.uint8))
+        self._what = f"come to {_describe(ours)}"
+        self._send_at_once(np.frombuffer(_GREETING.pack(*ours), np.uint8))
         greeting = np.empty(_GREETING.size, np.uint8)
         self._receive(greeting)
         number, their_kind, their_bytes, their_dtype = _GREETING.unpack(greeting.tobytes())
@@ -215,10 +243,45 @@ class Ring:
     def _receive(self, array: np.ndarray) -> None:
         view = array.view(np.uint8).data
         while view:
-            received = self._from_previous.recv_into(view)
+            try:
+                received = self._from_previous.recv_into(view)
+            except BlockingIOError:
+                self._look(self._previous)
+                continue
             if not received:
                 raise ConnectionResetError("closed by the other side")
             view = view[received:]
+            self._wait = None
+
+    def _send_at_once(self, array: np.ndarray) -> None:
+        self._sender.send_at_once(array, lambda: self._look(self._next))
+
+    def _flush(self) -> None:
+        while not self._sender.is_done_in(_LOOK_S):
+            self._look(self._next)
+        self._wait = None
+
+    def _look(self, neighbour: int) -> None:
+        """Called again and again while `neighbour` lets this worker wait.
+
+        Raises:
+            _Silent: if a worker does not answer any more, or all do and it has taken too long.
+        """
+        if self._liveness is not None and (lost := self._liveness.lost()):
+            raise _Silent(
+                f"No answer from {', '.join(lost)} for {self._liveness.patience_s:g} s: stopped, "
+                "or cut off"
+            )
+        if self._wait is None:
+            speaker, option = f"rank {self._rank}", "A longer stall_s"
+            self._wait = Wait(speaker, self._what, self._timeout_s, time.monotonic(), option)
+        try:
+            look(self._wait, f"rank {neighbour}, or one that it waits for,")
+        except WaitedTooLong as error:
+            raise _Silent(
+                f"Rank {neighbour}, or one that it waits for, is stuck: silent for "
+                f"{self._timeout_s:g} s, though all workers answer"
+            ) from error
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -227,13 +290,13 @@ class Ring:
             yield
         except OSError as error:
             lost = self._next if self._sender.has_failed else self._previous
+            absent = self._liveness.absent() if self._liveness is not None else []
             self.close()
-            if isinstance(error, TimeoutError):
-                what = f"{self._described(lost)}, or one that it waits for, is stuck: silent for"
-                what += f" {self._timeout_s:g} s"
-            else:
-                what = f"{self._described(lost)} has ended, its own log says why: "
-                what += str(error)
+            what = f"{self._described(lost)} has ended, its own log says why: {error}"
+            if isinstance(error, _Silent):
+                what = str(error)
+            elif absent:  # the neighbour may have ended because of another
+                what = f"{', '.join(absent)} has ended, its own log says why: {error}"
             raise PeerLostError(
                 f"{what}, in a collective. (Rank {self._rank} is speaking.)"
             ) from error
@@ -247,7 +310,8 @@ def connect_ring(
     num_workers: int,
     host: str,
     exchange: Callable[[str, object], list],
-    timeout_s: float | None = None,
+    timeout_s: float | None = 1800.0,
+    liveness: Liveness | None = None,
     tasks: Sequence[str] = (),
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
@@ -258,7 +322,7 @@ def connect_ring(
         rank, num_workers: this worker's position, and how many there are.
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
-        timeout_s, tasks: see `Ring`.
+        timeout_s, liveness, tasks: see `Ring`.
 
     Raises:
         OSError: if a worker could not reach the next. All workers raise, and say which ones failed.
@@ -280,7 +344,7 @@ def connect_ring(
             connection.close()
         raise ConnectionError("; ".join(problems))
     to_next, from_previous = connections
-    return Ring(rank, num_workers, to_next, from_previous, timeout_s, tasks)
+    return Ring(rank, num_workers, to_next, from_previous, timeout_s, liveness, tasks)
 
 
 def _connect(host: str, port: int, token: bytes) -> socket.socket:
@@ -311,20 +375,23 @@ class _Sender:
         self.bytes_sent += array.nbytes
         self._arrays.put(array)
 
-    def send_at_once(self, array: np.ndarray) -> None:
+    def send_at_once(self, array: np.ndarray, look: Callable[[], None]) -> None:
         """Sends a small `array` in the calling thread; nothing may be waiting."""
         self.bytes_sent += array.nbytes
         try:
-            self._connection.sendall(array.view(np.uint8).data)
+            _send(self._connection, array, look)
         except OSError as error:
             self._error.append(error)
             raise
 
-    def flush(self) -> None:
-        """Waits until everything is sent, and raises what has gone wrong."""
-        self._arrays.join()
+    def is_done_in(self, seconds: float) -> bool:
+        """Waits so long until everything is sent, and raises what has gone wrong."""
+        done = self._arrays.all_tasks_done
+        with done:
+            is_done = done.wait_for(lambda: not self._arrays.unfinished_tasks, seconds)
         if self._error:
             raise self._error[0]
+        return is_done
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -335,11 +402,33 @@ def _send_all(connection: socket.socket, arrays: queue.Queue, errors: list[OSErr
     while (array := arrays.get()) is not None:
         try:
             if not errors:
-                connection.sendall(array.view(np.uint8).data)
+                # Who reads what comes back looks for us: the ring is closed, which raises here.
+                _send(connection, array, lambda: None)
         except OSError as error:
             errors.append(error)
         finally:
             arrays.task_done()
+
+
+def _return_every(connection: socket.socket, seconds: float) -> None:
+    """Lets a blocking send or receive raise BlockingIOError after so long, to look around.
+
+    Unlike Python's own timeout, which asks the system before every call, it costs nothing.
+    """
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _send(connection: socket.socket, array: np.ndarray, look: Callable[[], None]) -> None:
+    """`sendall` that looks around while nothing can be sent."""
+    view = array.view(np.uint8).data
+    while view:
+        try:
+            view = view[connection.send(view) :]
+        except BlockingIOError:
+            look()
 
 
 def _close(sender: _Sender, *connections: socket.socket) -> None:

@@ -8,15 +8,14 @@ kinds of steps.
 import hashlib
 import itertools
 import json
-import math
 import time
 from typing import Any
 
-import tensorflow as tf
-
+from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
 from tfparallel.coordination.store import Store
+from tfparallel.coordination.waiting import look
 
-_PATIENCE_S = 10.0  # until it is asked whether a silent peer is alive
+_PATIENCE_S = LONGEST_LOOK_S / 2  # until it is asked whether a silent peer is alive
 
 
 class DisagreementError(RuntimeError):
@@ -34,21 +33,29 @@ class Agreement:
         store: what the workers share.
         name: the same on all workers, different for each sequence of announcements.
         rank, num_workers: this worker's position, and how many there are.
-        timeout_s: how long to wait for a peer that lives but says nothing.
+        timeout_s: how long to wait for a peer that lives but says nothing; None waits for ever.
+        slow_timeout_s: the same, in sequences of their own, in which peers write files.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, num_workers: int, timeout_s: float = 600.0
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        num_workers: int,
+        timeout_s: float | None = 1800.0,
+        slow_timeout_s: float | None = 14_400.0,
     ):
         self.store, self.name = store, name
         self.rank, self.num_workers = rank, num_workers
-        self._timeout_s = timeout_s
+        self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
         self._step = 0
         self.numbers = itertools.count()  # for the names of sequences, the same on all workers
 
-    def sequence(self, name: str, timeout_s: float = math.inf) -> "Agreement":
+    def sequence(self, name: str) -> "Agreement":
         """Announcements of their own, for what has no fixed order with the others."""
-        return Agreement(self.store, f"{self.name}/{name}", self.rank, self.num_workers, timeout_s)
+        own, slow_s = f"{self.name}/{name}", self._slow_timeout_s
+        return Agreement(self.store, own, self.rank, self.num_workers, slow_s, slow_s)
 
     def exchange(self, kind: str, value: Any) -> list:
         """Announces `value`; returns what every worker announced, by rank.
@@ -94,18 +101,19 @@ class Agreement:
         Raises:
             DisagreementError: if it has died, or is silent for too long.
         """
-        begin = time.monotonic()
+        speaker, option = f"rank {self.rank}", "A longer stall_s (of backups: write_s)"
+        wait = Wait(speaker, kind, self._timeout_s, time.monotonic(), option)
+        whom = ""
         while True:
             try:
                 return self.store.get(key, _PATIENCE_S)
             except TimeoutError:
-                waited = time.monotonic() - begin
-            self._require_alive(rank, kind)
-            message = f"[rank {self.rank}] waits for rank {rank} of {self.num_workers} to {kind}"
-            message += f", for {waited:.0f} s"
-            if waited > self._timeout_s:
-                raise DisagreementError(f"{message}: gave up.")
-            tf.get_logger().warning("%s.", message)
+                self._require_alive(rank, kind)
+            whom = whom or f"rank {rank} of {self.num_workers} ({self.store.describe(rank)})"
+            try:
+                look(wait, whom)
+            except WaitedTooLong as error:
+                raise DisagreementError(str(error)) from error
 
     def _require_alive(self, rank: int, kind: str) -> None:
         try:
@@ -113,8 +121,7 @@ class Agreement:
         except ConnectionError as error:
             raise PeerEndedError(
                 f"Expected rank {rank} of {self.num_workers} ({self.store.describe(rank)}) to "
-                f"{kind}. It has ended, its own log says why: {error} (Rank {self.rank} is "
-                "speaking.)"
+                f"{kind}. {error} (Rank {self.rank} is speaking.)"
             ) from error
 
     def _key(self, rank: int, step: int) -> str:

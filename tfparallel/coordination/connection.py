@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfparallel.coordination.probe import task_names, wait_for_tasks
+from tfparallel.coordination.probe import task_names
 from tfparallel.coordination.serving import say_done
+from tfparallel.coordination.waiting import wait_for_tasks
 
 
 def connect(
@@ -39,8 +40,8 @@ def connect(
     wait_for_tasks(
         {f"{kind} {index}": named[f"{kind} {index}"] for kind, index in servers},
         timeout_s,
-        tf.get_logger().warning,
         f"{own_type} {own_index}",
+        "Timeouts.start_s",
     )
     # Without it, a client deletes remote tensors out of order with the calls that use them
     # ("Unable to find the relevant tensor remote_handle").

@@ -9,7 +9,8 @@ server keeps a pipe at a file descriptor that both sides know, and the chief run
     WriteFile("/proc/self/fd/200", "done") -->  a pipe --> os.read --> exit with status 0
 
 A chief that died says nothing. Its server's port then refuses connections, which a server notices
-by itself; for `chief_timeout_s` it serves on, in case the chief is started again.
+by itself; for `chief_s` it serves on, in case the chief is started again. A chief that never was
+there, or was done before this server started, is waited for `start_s`.
 """
 
 import contextlib
@@ -23,14 +24,16 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfparallel.coordination.probe import is_listening
+from tfparallel.coordination.patience import Silence, Wait
+from tfparallel.coordination.port import start_at_own_port
+from tfparallel.coordination.probe import is_listening, what_answers
+from tfparallel.coordination.waiting import look
 
 _MAILBOX_FD = 200
 _MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"
 _DONE = b"done"
 _HERE = "/device:CPU:0"
 _POLL_S = 1.0
-_REPORT_S = 30.0
 _LAST_CALLS_S = 10.0
 
 
@@ -39,7 +42,8 @@ def serve(
     task_type: str,
     task_index: int,
     chief_address: str,
-    chief_timeout_s: float,
+    start_s: float | None,
+    chief_s: float,
     protocol: str = "grpc",
 ) -> NoReturn:
     """Serves until the chief is done, then ends this process.
@@ -48,20 +52,30 @@ def serve(
         cluster: all tasks.
         task_type, task_index: this one.
         chief_address: "host:port".
-        chief_timeout_s: how long a chief that has been there may be gone.
+        start_s: how long to wait for a chief that has not been there; None waits for ever.
+        chief_s: how long a chief that has been there may be gone.
         protocol: of the servers.
 
     Raises:
-        SystemExit: with status 0 when the chief is done; with a message (status 1) when it is gone.
+        SystemExit: with status 0 when the chief is done; with a message (status 1) when it is gone
+            or never comes.
+        PortTakenError: if something listens at this task's own address.
     """
+    speaker = f"{task_type} {task_index}"
     reading_end = _open_mailbox()
     # `join` would never return; the server lives as long as this process.
-    server = tf.distribute.Server(
-        cluster, job_name=task_type, task_index=task_index, protocol=protocol
+    server = start_at_own_port(
+        lambda: tf.distribute.Server(
+            cluster, job_name=task_type, task_index=task_index, protocol=protocol
+        ),
+        cluster.task_address(task_type, task_index),
+        speaker,
     )
-    speaker = f"{task_type} {task_index}"
     try:
-        _wait_for_end(reading_end, speaker, chief_address, chief_timeout_s)
+        _wait_for_end(reading_end, speaker, chief_address, start_s, chief_s)
+    except TimeoutError as error:
+        sys.stderr.write(f"{error}\n")
+        _exit_without_destructors(1)
     finally:
         sys.stdout.flush()
     del server
@@ -69,32 +83,26 @@ def serve(
 
 
 def _wait_for_end(
-    reading_end: int, speaker: str, chief_address: str, chief_timeout_s: float
+    reading_end: int, speaker: str, chief: str, start_s: float | None, chief_s: float
 ) -> None:
-    chief_seen_s: float | None = None
-    start_s = reported_s = time.monotonic()
+    """Until the chief says that it is done; TimeoutError where it never comes, or has died."""
+    silence = Silence([chief], time.monotonic())
+    start: Wait | None = Wait(speaker, "start", start_s, time.monotonic(), "Timeouts.start_s")
     while True:
         readable, _, _ = select.select([reading_end], [], [], _POLL_S)
         if readable and _DONE in os.read(reading_end, 4096):
-            _serve_to_the_end_of(chief_address)
+            _serve_to_the_end_of(chief)
             return
-        now_s = time.monotonic()
-        if is_listening(chief_address):
-            chief_seen_s = now_s
-        elif chief_seen_s is not None and now_s - chief_seen_s > chief_timeout_s:
-            sys.stderr.write(
-                f"Expected the chief ({chief_address}) to say that it is done. Received: nothing, "
-                f"and its port has been closed for {chief_timeout_s:g} s: it died. "
-                f"({speaker} is speaking.)\n"
-            )
-            _exit_without_destructors(1)
-        elif chief_seen_s is None and now_s - reported_s > _REPORT_S:
-            reported_s = now_s
-            tf.get_logger().warning(
-                "%s has been waiting %.0f s for the chief (%s).",
-                speaker,
-                now_s - start_s,
-                chief_address,
+        is_there = is_listening(chief)
+        silence.heard(time.monotonic(), [chief] if is_there else [])
+        if start is not None and is_there and not what_answers(chief):
+            start = None
+        if start is not None:
+            look(start, f"the chief ({chief}, where {what_answers(chief) or 'it is'})")
+        elif silence.longer_than(chief_s):
+            raise TimeoutError(
+                f"Expected the chief ({chief}) to say that it is done. Received: nothing, and its "
+                f"port has been closed for {chief_s:g} s: it died. ({speaker} is speaking.)"
             )
 
 

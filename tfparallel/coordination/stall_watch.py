@@ -11,9 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
 from tfparallel.coordination.tcp_store import TcpStore
+from tfparallel.coordination.waiting import look
 
-_MAX_PERIOD_S = 5.0
+_MAX_PERIOD_S = LONGEST_LOOK_S * 0.8
+_OTHERS = "other ranks"
+_NAMES_AFTER_S = 10.0  # it asks the others how far they are, to name them when it says so
 _SILENT_PERIODS = 4  # a rank that has told nothing for so long does not run
 
 
@@ -68,24 +72,55 @@ class StallWatch:
             self._thread.join(self._period_s)
 
     def _watch(self) -> None:
-        last, since = (0, 0), time.monotonic()
-        try:
-            while not self._stopped.wait(self._period_s):
-                counts = self._counts()
+        last, wait = (0, 0), self._wait((0, 0))
+        while not self._stopped.wait(self._period_s):
+            counts = self._counts()
+            try:
                 self._tell(counts)
                 if counts != last or counts[0] == counts[1]:
-                    last, since = counts, time.monotonic()
-                elif time.monotonic() - since > self._timeout_s:
+                    last, wait = counts, self._wait(counts)
+                    continue
+                try:
+                    look(wait, self._behind(counts) if wait.waited_s > _NAMES_AFTER_S else _OTHERS)
+                except WaitedTooLong:
                     missing = self._missing(counts)
                     if missing and not self._stopped.is_set():
                         self._on_stall(StalledError(self._describe(missing, counts[0])))
                         return
-        except ConnectionError:  # rank 0 has ended, which is no stall: its own log says why
-            return
+            except ConnectionError as error:
+                self._watch_alone(counts, wait, str(error))
+                return
+
+    def _watch_alone(self, counts: tuple[int, int], wait: Wait, reason: str) -> None:
+        """Rank 0 has ended or does not answer, and nobody can be asked: is it waited for?"""
+        while counts[0] != counts[1] and self._counts() == counts:
+            try:
+                look(wait, "rank 0")
+            except WaitedTooLong:
+                self._on_stall(
+                    StalledError(
+                        f"All ranks must come to reduction {counts[0]} ({self._what()}) within "
+                        f"{self._timeout_s:g} s of one another. Received: {reason} "
+                        f"(Rank {self._rank} is speaking.)"
+                    )
+                )
+                return
+            if self._stopped.wait(self._period_s):
+                return
+
+    def _wait(self, counts: tuple[int, int]) -> Wait:
+        what, option = f"come to reduction {counts[0]}", "stall_timeout_s"
+        return Wait(f"rank {self._rank}", what, self._timeout_s, time.monotonic(), option)
+
+    def _behind(self, counts: tuple[int, int]) -> str:
+        """The ranks that have not come to this reduction, as far as they have told."""
+        others = {r: self._progress(r) for r in range(self._num_ranks) if r != self._rank}
+        behind = [r for r, each in others.items() if each is None or each.begun < counts[0]]
+        return ", ".join(f"rank {r} ({self._store.describe(r)})" for r in behind) or _OTHERS
 
     def _tell(self, counts: tuple[int, int]) -> None:
         self._beat += 1
-        self._store.replace(_key(self._rank), json.dumps([*counts, self._beat]))
+        self._store.replace(progress_key(self._rank), json.dumps([*counts, self._beat]))
 
     def _missing(self, counts: tuple[int, int]) -> dict[int, str]:
         """The ranks that hold up the others, and how."""
@@ -107,7 +142,7 @@ class StallWatch:
 
     def _progress(self, rank: int) -> RankProgress | None:
         try:
-            return RankProgress(*json.loads(self._store.get(_key(rank), timeout_s=0.0)))
+            return RankProgress(*json.loads(self._store.get(progress_key(rank), timeout_s=0.0)))
         except TimeoutError:
             return None
 
@@ -123,5 +158,6 @@ class StallWatch:
         )
 
 
-def _key(rank: int) -> str:
+def progress_key(rank: int) -> str:
+    """Where in the store a rank tells its progress; what is there changes while it runs."""
     return f"tfparallel/progress/{rank}"

@@ -5,9 +5,13 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from tfparallel.coordination.probe import is_closed
+from tfparallel.coordination.watch import Watch
 from tfparallel.internals import context
 
-_HEALTH_TIMEOUT_MS = 10_000
+
+class RankHasEnded(ConnectionError):
+    """A rank's process is not there any more."""
 
 
 class Store(Protocol):
@@ -40,10 +44,16 @@ class CoordinationStore:
     Args:
         addresses: `"host:port"` of every worker by rank.
         tasks: `(job, index)` of every worker by rank.
+        watch: asks the others whether they are there.
     """
 
-    def __init__(self, addresses: Sequence[str], tasks: Sequence[tuple[str, int]]):
-        self._addresses, self._tasks = addresses, tasks
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        tasks: Sequence[tuple[str, int]],
+        watch: Watch | None = None,
+    ):
+        self._addresses, self._tasks, self._watch = addresses, tasks, watch
 
     def put(self, key: str, value: str) -> bool:
         """See `Store`."""
@@ -76,10 +86,11 @@ class CoordinationStore:
 
     def require_alive(self, rank: int) -> None:
         """See `Store`."""
-        job, index = self._tasks[rank]
-        try:
-            context.context().check_collective_ops_peer_health(
-                f"/job:{job}/replica:0/task:{index}", timeout_in_ms=_HEALTH_TIMEOUT_MS
+        if is_closed(self._addresses[rank]):
+            raise RankHasEnded("It has ended, its own log says why: nothing listens there.")
+        if self._watch is not None and any(
+            each.startswith(f"rank {rank} ") for each in self._watch.lost()
+        ):
+            raise ConnectionError(
+                f"It is stopped, or cut off: it has been silent for {self._watch.patience_s:g} s."
             )
-        except tf.errors.OpError as error:
-            raise ConnectionError(error.message) from error

@@ -13,13 +13,16 @@ import secrets
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from tfparallel.coordination.listening import listen
+from tfparallel.coordination.store import RankHasEnded
 
 _CONNECT_TIMEOUT_S = 30.0
 _GREETING_TIMEOUT_S = 5.0
 _CHALLENGE_BYTES = 32
+_ANSWER_S = 30.0  # rank 0 answers at once, or does not run
 _MOST_CONNECTIONS = 4096  # each has a thread; a rank needs a handful
 _LARGEST_MESSAGE_BYTES = 1 << 24
 
@@ -138,6 +141,19 @@ class _State:
         return rank in self._left
 
 
+@dataclass(frozen=True)
+class _Stream:
+    """A connection, and the file that reads and writes it."""
+
+    connection: socket.socket
+    file: Any
+
+    def close(self) -> None:
+        """Ends it."""
+        self.file.close()
+        self.connection.close()
+
+
 class TcpStore:
     """A rank's access to a `StoreServer`, from any of its threads; see `store.Store`.
 
@@ -150,7 +166,7 @@ class TcpStore:
         self._host, self._port, self._token = host, port, token
         self._thread = threading.local()
         self._presence = self._connect()
-        _ask(self._presence, do="join", rank=rank, host=socket.gethostname())
+        _ask(self._presence, 0.0, do="join", rank=rank, host=socket.gethostname())
 
     def put(self, key: str, value: str) -> bool:
         """See `Store`."""
@@ -178,15 +194,15 @@ class TcpStore:
     def require_alive(self, rank: int) -> None:
         """See `Store`."""
         if self._ask(do="has_left", rank=rank):
-            raise ConnectionError("its connection is closed.")
+            raise RankHasEnded("It has ended, its own log says why: its connection is closed.")
 
     def _ask(self, **request: Any) -> Any:
         stream = getattr(self._thread, "stream", None)
         if stream is None:
             stream = self._thread.stream = self._connect()
-        return _ask(stream, **request)
+        return _ask(stream, request.get("timeout_s", 0.0), **request)
 
-    def _connect(self) -> Any:
+    def _connect(self) -> _Stream:
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while True:
             try:
@@ -198,21 +214,37 @@ class TcpStore:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-        challenge = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
-        connection.sendall(_proof(self._token, challenge))
-        connection.settimeout(None)
+        self._prove(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        stream = connection.makefile("rwb")
-        connection.close()  # the stream keeps it open
-        return stream
+        return _Stream(connection, connection.makefile("rwb"))
+
+    def _prove(self, connection: socket.socket) -> None:
+        """Shows that this rank knows the token, once it has been asked to."""
+        challenge = b""
+        with contextlib.suppress(OSError):  # a stranger, or a rank 0 that does not run
+            challenge = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
+        if len(challenge) < _CHALLENGE_BYTES:
+            connection.close()
+            raise ConnectionError(
+                f"Expected rank 0 at {self._host}:{self._port}, which keeps what the ranks agree "
+                f"on. Received: {challenge!r} from what listens there, within "
+                f"{_CONNECT_TIMEOUT_S:g} s."
+            )
+        connection.sendall(_proof(self._token, challenge))
 
 
-def _ask(stream: Any, **request: Any) -> Any:
+def _ask(stream: _Stream, waits_s: float, **request: Any) -> Any:
     try:
-        stream.write(json.dumps(request).encode() + b"\n")
-        stream.flush()
-        line = stream.readline()
+        stream.connection.settimeout(waits_s + _ANSWER_S)
+        stream.file.write(json.dumps(request).encode() + b"\n")
+        stream.file.flush()
+        line = stream.file.readline()
+    except TimeoutError as error:
+        raise ConnectionError(
+            f"Rank 0, which keeps what the ranks agree on, has not answered for {_ANSWER_S:g} s: "
+            "it is stopped, or cut off."
+        ) from error
     except OSError as error:
         raise ConnectionError(f"Rank 0, which keeps what the ranks agree on: {error}") from error
     if not line:

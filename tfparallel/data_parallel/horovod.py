@@ -6,7 +6,7 @@ import socket
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from tfparallel.communication.horovod_collectives import (
     hvd,
 )
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.lost_ranks import names_lost_ranks
 from tfparallel.coordination.stall_watch import StalledError, StallWatch
 from tfparallel.coordination.tcp_store import StoreServer, TcpStore
 from tfparallel.internals import (
@@ -27,6 +28,7 @@ from tfparallel.internals import (
     ReduceOp,
     ResourceVariable,
     TrainerCall,
+    surround_epochs,
 )
 from tfparallel.replicas.compressed_gradients import CompressedGradients
 from tfparallel.replicas.optimizer_hooks import gradient_source
@@ -51,6 +53,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._order = ResourceVariable(0.0)
             self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
+        self._broadcasts = [0, 0]  # begun and ended, outside of graphs
         self._reduced: list[str] = []  # paths of the variables whose gradients met last
         self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
         self._waits_for_last = True
@@ -90,17 +93,39 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _watch_for_stalls(self, timeout_s: float) -> None:
         if self._num_workers == 1:
             return
-        begun, ended, reduced = self._begun, self._ended, self._reduced
+        counts, reduced = self._counts_of_collectives(), self._reduced
         watch = StallWatch(
             cast(TcpStore, self._agreement.store),
             self._id_in_cluster,
             self._num_workers,
-            lambda: (int(begun.numpy()), int(ended.numpy())),
+            counts,
             lambda: f"gradients of {', '.join(reduced[:3])}{', ...' if reduced[3:] else ''}",
             timeout_s,
             _end_stalled_job,
         )
         weakref.finalize(self, watch.stop)
+
+    def _names_lost_ranks(self) -> contextlib.AbstractContextManager:
+        return names_lost_ranks(self._agreement, "Horovod")
+
+    def _counts_of_collectives(self) -> Callable[[], tuple[int, int]]:
+        """Gives how many this rank has begun and ended; keeps nothing alive but the counters."""
+        begun, ended, order, broadcasts = self._begun, self._ended, self._order, self._broadcasts
+
+        def counts() -> tuple[int, int]:
+            ordered = int(order.numpy())  # counts on before each of them and after it
+            return (
+                int(begun.numpy()) + (ordered + 1) // 2 + broadcasts[0],
+                int(ended.numpy()) + ordered // 2 + broadcasts[1],
+            )
+
+        return counts
+
+    def _broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
+        self._broadcasts[0] += 1
+        result = broadcast(tensor, self._process_set)
+        self._broadcasts[1] += 1
+        return result
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -116,7 +141,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
         def of_first_rank() -> tf.Tensor:
             with tf.device(device):
-                return broadcast(announced(), self._process_set)
+                return self._broadcast(announced())
 
         return of_first_rank
 
@@ -125,6 +150,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         dataset = super()._keras_dataset(dataset, call)
         if self._num_workers > 1:
+            surround_epochs(call, self._names_lost_ranks)
             self._spread_state(call.model)
         return dataset
 
@@ -149,7 +175,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
                 [rank for rank, each in enumerate(checksums) if each != checksums[0]],
             )
         for variable in variables:
-            variable.assign(broadcast(variable.read_value(), self._process_set))
+            variable.assign(self._broadcast(variable.read_value()))
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

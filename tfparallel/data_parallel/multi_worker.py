@@ -14,8 +14,10 @@ from tfparallel.communication.compression import (
 from tfparallel.communication.ring import connect_ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
-from tfparallel.coordination.waiting import report_absent_peers
+from tfparallel.coordination.timeouts import WorkerTimeouts
+from tfparallel.coordination.watch import Watch, always, watch_once
 from tfparallel.internals import (
     CollectiveAllReduceExtended,
     PerReplica,
@@ -40,22 +42,28 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         cluster_resolver: Any,
         communication_options: Any,
         compressor: Compressor | None,
+        timeouts: WorkerTimeouts,
     ):
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
-        report_absent_peers(rank, [each for i, each in enumerate(addresses) if i != rank])
+        if len(addresses) > 1 and rank is not None and not self._std_server_started:
+            meet(addresses, rank, timeouts.start_s)
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
+        stall_s = communication_options.timeout_seconds or timeouts.stall_s
+        self._watch = self._watch_others(addresses, timeouts.silent_s)
         self._agreement = Agreement(
-            CoordinationStore(addresses, tasks),
+            CoordinationStore(addresses, tasks, self._watch),
             str(self._collective_key_base),
             self._id_in_cluster,
             self._num_workers,
+            stall_s,
+            timeouts.write_s,
         )
         self._ring_all_reduce: RingAllReduce | None = None
         if self._num_workers > 1:
             self._agree_on_seed()
-            self._open_ring([f"/job:{job}/task:{i}" for job, i in tasks])
+            self._open_ring(stall_s, [f"/job:{job}/task:{i}" for job, i in tasks])
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
                 draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
@@ -73,7 +81,15 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
         return devices, device_type
 
-    def _open_ring(self, tasks: list[str]) -> None:
+    def _watch_others(self, addresses: list[str], silent_s: float) -> Watch | None:
+        """Calls to a worker that is silent fail from then on, TensorFlow's collectives too."""
+        if self._num_workers == 1:
+            return None
+        own = self._id_in_cluster
+        others = {f"rank {rank}": each for rank, each in enumerate(addresses) if rank != own}
+        return watch_once(others, silent_s, always, cuts_all=False)
+
+    def _open_ring(self, stall_s: float | None, tasks: list[str]) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
 
         In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
@@ -87,7 +103,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 self._num_workers,
                 host,
                 self._agreement.exchange,
-                options.timeout_seconds,
+                stall_s,
+                self._watch,
                 tasks,
             )
         except OSError as error:
@@ -160,7 +177,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _step_of(self, model: keras.Model) -> Iterator[None]:
         self._is_in_loop = model.steps_per_execution > 1
         try:
-            yield
+            with super()._step_of(model):
+                yield
         finally:
             self._is_in_loop = False
 
@@ -203,10 +221,10 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
 
 
-def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int]:
-    """The tasks that train, their addresses, and which of them this process is."""
+def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int | None]:
+    """The tasks that train, their addresses, and which of them this process is, if any."""
     cluster = resolver.cluster_spec().as_dict() if resolver is not None else {}
     tasks = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, ())))]
     me = (resolver.task_type, resolver.task_id) if tasks else None
     addresses = [cluster[job][i] for job, i in tasks]
-    return tasks, addresses, tasks.index(me) if me in tasks else 0
+    return tasks, addresses, tasks.index(me) if me in tasks else None

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.compression import CompressionReport, Compressor
-from tfparallel.coordination.probe import is_answering
+from tfparallel.coordination.probe import is_answering, task_names
 from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.coordination.watch import always, watch_once
 from tfparallel.internals import ReplicaContext, TrainerCall
 from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
@@ -57,6 +58,9 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         super().__init__(container_strategy, cluster, partitioner)
         devices = tuple(worker[0] for worker in cluster.worker_devices())
         self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
+        # The others train on: only what waits for the silent one shall fail.
+        addresses = task_names(cluster.tasks, "ps", "worker")
+        watch_once(addresses, timeouts.ps_s, always, cuts_all=False)
         self._worker = threading.local()
         self._states = WorkerStates(self._pool.generation)
         self._handed_in = GradientsHandedIn(compressor, self._states) if compressor else None

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
-from tfparallel.coordination.probe import is_listening, task_names
+from tfparallel.coordination.patience import Silence, Wait
+from tfparallel.coordination.probe import answering, is_answering, is_listening, task_names
 from tfparallel.coordination.timeouts import Timeouts
-from tfparallel.coordination.watch import answering
+from tfparallel.coordination.waiting import look
 from tfparallel.internals import context
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 
 START_AGAIN = "Start the job again; with the backup callback it resumes. (The chief is speaking.)"
 _POLL_S = 0.5
-_ASK_EVERY_S, _MAX_SINCE_S, _REPORT_S = 1.0, 3.0, 10.0
+_ASK_EVERY_S = 1.0
 
 
 class TaskLost(Exception):
@@ -49,8 +50,9 @@ class Recovery:
     def __init__(self, cluster: ParameterServerCluster, timeouts: Timeouts):
         self._cluster, self._timeouts = cluster, timeouts
         self._updating = threading.Lock()
-        self._silent_s: dict[str, float] = {}  # by the server's name
         self._asked_s = time.monotonic()
+        self._servers = task_names(cluster.tasks, "ps")
+        self._silence = Silence(self._servers, self._asked_s)
         self.generations = [0] * cluster.num_workers
 
     @contextlib.contextmanager
@@ -151,14 +153,10 @@ class Recovery:
         now_s = time.monotonic()
         if now_s - self._asked_s < _ASK_EVERY_S:
             return ""
-        # Less than has passed if nobody asked, or this process was stopped itself.
-        since_s, self._asked_s = min(now_s - self._asked_s, _MAX_SINCE_S), now_s
-        names = task_names(self._cluster.tasks, "ps")
-        there = answering(names)
-        for name in names:
-            self._silent_s[name] = 0.0 if name in there else self._silent_s.get(name, 0.0) + since_s
-        silent = [name for name in names if self._silent_s[name] > limit_s]
-        return ", ".join(f"{name} ({names[name]})" for name in silent)
+        self._asked_s = now_s
+        self._silence.heard(now_s, answering(self._servers))
+        silent = self._silence.longer_than(limit_s)
+        return ", ".join(f"{name} ({self._servers[name]})" for name in silent)
 
     def await_all_workers(self, error: tf.errors.OpError) -> None:
         """Waits until all tasks answer, after `error`, and makes the workers' devices known again.
@@ -171,7 +169,8 @@ class Recovery:
         if not speaks_of_lost_task(error):
             raise error
         tasks = task_names(self._cluster.tasks, "ps", "worker")
-        start_s, report_s = time.monotonic(), 0.0
+        limit_s, option = self._timeouts.all_workers_s, "Timeouts.all_workers_s"
+        wait = Wait("chief", "answer again", limit_s, time.monotonic(), option)
         while True:
             self._raise_if_server_gone(error)
             if silent := self.silent_servers(self._timeouts.ps_s):
@@ -181,16 +180,15 @@ class Recovery:
                 break
             absent = [name for name in tasks if name not in there]
             missed = ", ".join(f"{name} ({tasks[name]})" for name in absent)
-            waited_s = time.monotonic() - start_s
-            are_workers = all(name.startswith("worker") for name in absent)
-            if are_workers and waited_s > self._timeouts.all_workers_s:
+            if wait.waited_s == 0.0:
+                tf.get_logger().warning("chief waits for %s, which is gone or stopped.", missed)
+            try:
+                look(wait, missed)
+            except TimeoutError:
                 raise WorkerLost(
-                    f"Expected all workers to be there within {self._timeouts.all_workers_s:g} s, "
+                    f"Expected all workers to be there within {limit_s:g} s, "
                     f"as they share each batch. Received: no answer from {missed}. {START_AGAIN}"
                 ) from error
-            if waited_s >= report_s:
-                report_s = waited_s + _REPORT_S
-                tf.get_logger().warning("chief waits for %s, which is gone or stopped.", missed)
             time.sleep(_POLL_S)
         # What fails here fails in the next step, too.
         with contextlib.suppress(tf.errors.OpError):
@@ -209,9 +207,13 @@ class Recovery:
         )
 
     def await_worker(self, worker: int) -> None:
-        """Waits until `worker` listens and makes its devices known again."""
+        """Waits until `worker` answers and makes its devices known again.
+
+        Nobody else waits with it: the others train on. `WorkerPool` gives up where all are lost.
+        """
+        address = self._cluster.tasks["worker"][worker]
         while True:
-            while not self._is_there("worker", worker):
+            while not is_answering(address):
                 time.sleep(_POLL_S)
             try:
                 with self._updating:

@@ -45,6 +45,7 @@ class ParameterServerCluster:
             self.task_type,
             self.task_index,
             self.tasks["chief"][0],
+            timeouts.start_s,
             timeouts.chief_s,
             self.protocol,
         )

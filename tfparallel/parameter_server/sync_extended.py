@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel.coordination.probe import task_names
 from tfparallel.coordination.timeouts import Timeouts
-from tfparallel.coordination.watch import Watch
+from tfparallel.coordination.watch import watch_once
 from tfparallel.internals import (
     DistributedValues,
     ReductionToOneDevice,
@@ -45,8 +45,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         super().__init__(container_strategy, cluster, partitioner)
         self._recovery = Recovery(cluster, timeouts)
         addresses = task_names(cluster.tasks, "ps", "worker")
-        if str(addresses) not in _watches:
-            _watches[str(addresses)] = Watch(addresses, timeouts.ps_s, _somebody_waits_for)
+        watch_once(addresses, timeouts.ps_s, _somebody_waits_for, cuts_all=True)
         self._copy_every_steps = copy_every_steps
         self._fence = Fence(cluster.ps_devices) if copy_every_steps is not None else None
         self._steps: weakref.WeakSet[RepeatedSteps | StepsOnce] = weakref.WeakSet()  # by model
@@ -144,7 +143,6 @@ class SyncParameterServerExtended(ParameterServerExtended):
         return gather(ReductionToOneDevice(), value, destinations, axis)
 
 
-_watches: dict[str, Watch] = {}  # of this process, by what they watch
 _calls: dict[str, list] = {"all": [], "servers": []}  # under way, by whom they wait for
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.coordination.patience import Wait
 from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.coordination.waiting import look
 from tfparallel.parameter_server.batch_arguments import BatchArguments, Hosts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
 from tfparallel.parameter_server.remote_calls import own_executor
@@ -70,12 +72,12 @@ class WorkerPool:
         self._changed = threading.Condition()  # guards everything below
         self._queue: collections.deque[QueuedStep] = collections.deque()
         self._under_way: dict[
-            int, tuple[QueuedStep, float]
-        ] = {}  # by worker, with the time it began
+            int, tuple[QueuedStep, Wait]
+        ] = {}  # by worker, with the chief's wait for it
         self._staleness = StalenessBound(max_staleness)
         self._numbers = itertools.count()
         self._error: BaseException | None = None
-        self._lost: dict[int, float] = {}  # workers that are gone, and since when
+        self._lost: set[int] = set()  # workers that are gone, or hold on to a step for too long
         self._is_applying = False
         self.steps_of_worker = [0] * len(devices)
         self._threads: list[threading.Thread] = []
@@ -152,6 +154,7 @@ class WorkerPool:
             step = self._take(worker)
             try:
                 self._run(worker, step, executor)
+                self._is_back(worker)
             except TaskLost as lost:
                 executor.clear_error()
                 self._give_back(worker, step)
@@ -159,6 +162,7 @@ class WorkerPool:
             except BaseException as error:
                 executor.clear_error()
                 self._fail(worker, step, error)
+                self._is_back(worker)
 
     def _take(self, worker: int) -> QueuedStep:
         with self._changed:
@@ -168,7 +172,7 @@ class WorkerPool:
             step.worker = worker
             step.attempt += 1
             self._staleness.start(step.number)
-            self._under_way[worker] = (step, time.monotonic())
+            self._under_way[worker] = (step, self._wait_for(step))
             self._changed.notify_all()
             return step
 
@@ -239,62 +243,66 @@ class WorkerPool:
         name = self._cluster.describe("worker", worker)
         tf.get_logger().warning("%s is lost (%s); its step goes to another.", name, lost.reason)
         with self._changed:
-            self._lost.setdefault(worker, time.monotonic())
+            self._lost.add(worker)
         self._recovery.await_worker(worker)
         tf.get_logger().warning("%s is back.", name)
+        self._is_back(worker)
+
+    def _is_back(self, worker: int) -> None:
         with self._changed:
-            del self._lost[worker]
+            self._lost.discard(worker)
 
     # ---- the watch -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Takes steps from workers that are silent, and gives up where nobody is left."""
-        reported_s = time.monotonic()
+        for_anyone: Wait | None = None
         while True:
             time.sleep(0.5)
             with self._changed:
                 is_working = bool(self._queue or self._under_way)
             silent = self._recovery.silent_servers(self._timeouts.ps_s) if is_working else ""
             with self._changed:
-                now_s = time.monotonic()
-                self._take_from_silent(now_s)
-                error = self._hopeless(now_s, silent)
+                self._take_from_slow()
+                are_all_lost = is_working and len(self._lost) == len(self._devices)
+                for_anyone = (for_anyone or self._wait_for_anyone()) if are_all_lost else None
+                error = self._hopeless(for_anyone, silent)
                 if error is not None and self._error is None and (self._queue or self._under_way):
                     self._error = error
                     self._queue.clear()
                     self._under_way.clear()
                     self._changed.notify_all()
-                if len(self._lost) == len(self._devices) and now_s - reported_s > 10:
-                    reported_s = now_s
-                    tf.get_logger().warning("chief waits for %s.", self._describe_lost())
 
-    def _take_from_silent(self, now_s: float) -> None:
-        limit_s = self._timeouts.worker_s
-        if limit_s is None:
-            return
-        for worker, (step, began_s) in list(self._under_way.items()):
-            is_waiting = step.worker == worker and now_s - began_s > limit_s
-            if is_waiting and not self._is_applying and worker not in self._lost:
-                tf.get_logger().warning(
-                    "%s has been silent for %g s; its step goes to another.",
-                    self._cluster.describe("worker", worker),
-                    limit_s,
-                )
+    def _wait_for(self, step: QueuedStep) -> Wait:
+        limit_s, option = self._timeouts.worker_s, "Timeouts.worker_s"
+        return Wait("chief", f"finish step {step.number}", limit_s, time.monotonic(), option)
+
+    def _wait_for_anyone(self) -> Wait:
+        limit_s, option = self._timeouts.all_workers_s, "Timeouts.all_workers_s"
+        return Wait("chief", "come back", limit_s, time.monotonic(), option)
+
+    def _take_from_slow(self) -> None:
+        for worker, (step, wait) in list(self._under_way.items()):
+            if step.worker != worker or self._is_applying or worker in self._lost:
+                continue
+            try:
+                look(wait, self._cluster.describe("worker", worker))
+            except TimeoutError as error:
+                tf.get_logger().warning("%s Its step goes to another.", error)
                 del self._under_way[worker]
+                self._lost.add(worker)
                 self._staleness.forget(step.number)
                 self._queue.appendleft(step)
                 self._changed.notify_all()
 
-    def _hopeless(self, now_s: float, silent_servers: str) -> Exception | None:
+    def _hopeless(self, for_anyone: Wait | None, silent_servers: str) -> Exception | None:
         if silent_servers:
             return self._recovery.server_silent(silent_servers)
-        if len(self._lost) == len(self._devices):
-            since_s = now_s - max(self._lost.values())
-            if since_s > self._timeouts.all_workers_s:
-                return TimeoutError(
-                    f"Expected a worker to come back within {self._timeouts.all_workers_s:g} s. "
-                    f"Received: nothing from {self._describe_lost()}. (The chief is speaking.)"
-                )
+        if for_anyone is not None:
+            try:
+                look(for_anyone, self._describe_lost())
+            except TimeoutError as error:
+                return error
         return None
 
     def _describe_lost(self) -> str:

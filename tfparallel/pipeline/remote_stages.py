@@ -20,16 +20,14 @@ import tensorflow as tf
 
 from tfparallel.coordination.connection import connect, device_name
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
+from tfparallel.coordination.probe import answering
 from tfparallel.coordination.serving import serve
 from tfparallel.coordination.timeouts import Timeouts
-from tfparallel.coordination.watch import Watch, answering
+from tfparallel.coordination.watch import always, watch_once
 from tfparallel.internals import let_idle_threads_sleep
 from tfparallel.segments.threads import has_one_thread
 
 _FIND_S = 5.0  # after an error: how long to look for a task that does not answer
-
-
-_watches: dict[str, Watch] = {}  # of this process, by what they watch
 
 
 class StageLost(RuntimeError):
@@ -77,7 +75,7 @@ class StageCluster:
         """Serves until the chief is done, and ends this process; for all but the chief."""
         kind, index = self._own
         spec, chief = tf.train.ClusterSpec(self.tasks), self._address(self._ranked[0])
-        serve(spec, kind, index, chief, timeouts.chief_s, self._protocol)
+        serve(spec, kind, index, chief, timeouts.start_s, timeouts.chief_s, self._protocol)
 
     def connect(self, timeouts: Timeouts) -> None:
         """Waits for all tasks and makes their devices ours; chief only."""
@@ -86,8 +84,8 @@ class StageCluster:
         servers = self._ranked[1:]
         connect(self.tasks, *self._own, servers, timeouts.start_s, self._protocol)
         addresses = {f"{kind} {i}": self._address((kind, i)) for kind, i in servers}
-        if timeouts.stage_s is not None and str(addresses) not in _watches:
-            _watches[str(addresses)] = Watch(addresses, timeouts.stage_s)
+        if timeouts.stage_s is not None:
+            watch_once(addresses, timeouts.stage_s, always, cuts_all=True)
 
     def devices(self) -> list[str]:
         """The GPUs of every task, or its CPU where it has none; once connected."""
@@ -142,16 +140,3 @@ class StageCluster:
 
     def _address(self, task: tuple[str, int]) -> str:
         return self.tasks[task[0]][task[1]]
-
-
-class ScopeAround(contextlib.ExitStack):
-    """A scope within another context; like a plain scope, it may be entered and never left."""
-
-    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
-        super().__init__()
-        self._scope, self._around = scope, around
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self.enter_context(self._around)
-        return self.enter_context(self._scope)

@@ -24,6 +24,7 @@ from tfparallel.internals import (
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.variables import MetricVariable, prefetched_metrics
+from tfparallel.replicas.weights_check import WeightsCheck
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
 
 _MAX_RANK = 16  # of what is gathered
@@ -37,7 +38,23 @@ class WorkersExtended(ReplicatedExtended):
     """
 
     _num_workers: int
+    _id_in_cluster: int
     _agreement: Agreement
+    _weights_check: WeightsCheck | None = None
+    _weights_to_check: list | None = None  # of the model whose step is traced, until it is checked
+
+    def _check_weights(self, every_steps: int | None) -> None:
+        """Compares the workers' weights from now on; called when the strategy is built."""
+        if every_steps is not None and self._num_workers > 1:
+            self._weights_check = WeightsCheck(self._id_in_cluster, self._num_workers, every_steps)
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._weights_to_check = [weight.value for weight in model.trainable_variables]
+        try:
+            yield
+        finally:
+            self._weights_to_check = None
 
     # ---- the transport ---------------------------------------------------------------------------
 
@@ -177,9 +194,21 @@ class WorkersExtended(ReplicatedExtended):
             yield
             return
         local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
-        sums = self._sum_list_across_workers(local)
+        sums = self._sum_and_check_weights(local)
         with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield
+
+    def _sum_and_check_weights(self, tensors: list) -> list:
+        """`_sum_list_across_workers`; once in each step the hash of the weights rides on it."""
+        check, weights = self._weights_check, self._weights_to_check
+        if check is None or not weights or tf.executing_eagerly():
+            return self._sum_list_across_workers(tensors)
+        self._weights_to_check = None
+        first = [self._local_results(weight)[0] for weight in weights]
+        slots = check.slots([tf.convert_to_tensor(weight) for weight in first], tensors)
+        *sums, slots = self._sum_list_across_workers([*tensors, slots])
+        with tf.control_dependencies([check.verify(slots)]):
+            return [tf.identity(total) for total in sums]
 
 
 class AgreedBatches:

@@ -1,5 +1,6 @@
 """Data parallel over the ranks that `horovodrun` starts: one replica in each process."""
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from tfparallel.communication.horovod_reductions import REDUCTIONS, Job, lack_of
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.compressed_gradients import WorkersTransport
+from tfparallel.replicas.reporting_scope import ReportingScope
 
 
 class HorovodStrategy(KerasStrategy):
@@ -38,6 +40,8 @@ class HorovodStrategy(KerasStrategy):
         stall_timeout_s: how long ranks wait in the reduction of gradients for one that does not
             come. They then log which rank that is, and end with an error; None waits for ever.
         process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
+        check_weights_every: after so many steps the ranks compare a hash of their weights, and end
+            with an error that names who has other ones. None compares nothing.
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
@@ -58,6 +62,7 @@ class HorovodStrategy(KerasStrategy):
         sparse_as_dense: bool = False,
         stall_timeout_s: float | None = 300.0,
         process_set: Any = None,
+        check_weights_every: int | None = None,
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = None if compression is None else as_compressor(compression)
@@ -84,7 +89,14 @@ class HorovodStrategy(KerasStrategy):
         )
         if stall_timeout_s is not None:
             extended._watch_for_stalls(stall_timeout_s)
+        extended._check_weights(check_weights_every)
         super().__init__(extended)
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; errors within it name a rank that has ended."""
+        if self.world_size == 1:
+            return super().scope()
+        return ReportingScope(super().scope(), self.extended._names_lost_ranks())
 
     @property
     def rank(self) -> int:

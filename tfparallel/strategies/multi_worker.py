@@ -8,6 +8,7 @@ from tfparallel.communication.compression import (
     as_compressor,
 )
 from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
 
@@ -25,9 +26,15 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         communication_options: a `tf.distribute.experimental.CommunicationOptions`.
         compression: how gradients cross workers: a compressor of `tfparallel.compression`, or its
             name, such as "fp16". None sends them as they are.
+        timeouts: how long workers wait for one another; `timeout_seconds` of the options is its
+            `stall_s`, where it is given.
+        check_weights_every: after so many steps the workers compare a hash of their weights, and
+            end with an error that names who has other ones. None compares nothing.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
+        PortTakenError: if something else listens at this worker's address.
+        WaitedTooLong: naming the workers that have not started, and what answers instead.
         ValueError: for a `compression` that is none.
     """
 
@@ -36,6 +43,8 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         compression: Compressor | str | None = None,
+        timeouts: WorkerTimeouts | None = None,
+        check_weights_every: int | None = None,
     ):
         compressor = None if compression is None else as_compressor(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
@@ -43,8 +52,15 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         super().__init__(
-            MultiWorkerExtended(self, cluster_resolver, communication_options, compressor)
+            MultiWorkerExtended(
+                self,
+                cluster_resolver,
+                communication_options,
+                compressor,
+                timeouts or WorkerTimeouts(),
+            )
         )
+        self.extended._check_weights(check_weights_every)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:

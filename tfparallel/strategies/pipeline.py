@@ -22,11 +22,11 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.refusals import check_schedule
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
-from tfparallel.pipeline.remote_stages import ScopeAround
 from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.reporting_scope import ReportingScope
 
 
 class PipelineStrategy(KerasStrategy):
@@ -109,7 +109,7 @@ class PipelineStrategy(KerasStrategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
         reports = self.extended._reports_lost_stages()
-        return super().scope() if reports is None else ScopeAround(super().scope(), reports)
+        return super().scope() if reports is None else ReportingScope(super().scope(), reports)
 
     @property
     def schedule(self) -> Schedule:

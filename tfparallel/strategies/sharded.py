@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
@@ -80,7 +81,7 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
         self, container_strategy: tf.distribute.Strategy, cluster_resolver: Any, sharding: Sharding
     ):
         options = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(container_strategy, cluster_resolver, options, None)
+        super().__init__(container_strategy, cluster_resolver, options, None, WorkerTimeouts())
         self._sharding = sharding
 
     def _host_gather_parts(self, part: tf.Tensor) -> tf.Tensor:

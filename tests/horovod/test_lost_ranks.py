@@ -1,0 +1,70 @@
+"""A rank that is killed or stopped is named by all others, also where it is rank 0."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.multi_process.pool import REPOSITORY, horovod_environments
+
+pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
+ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("victim", "number", "told"),
+    [
+        (2, signal.SIGKILL, "rank 2 (on host"),
+        (0, signal.SIGKILL, "Rank 0, which keeps what the ranks agree on,"),
+        (0, signal.SIGSTOP, "Rank 0, which keeps what the ranks agree on, has not answered"),
+    ],
+)
+def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):
+    program = [sys.executable, "-m", "tests.horovod.killed", str(victim), str(int(number))]
+    ranks = [
+        subprocess.Popen(
+            program,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            stdout=(tmp_path / f"{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, environment in enumerate(horovod_environments(3))
+    ]
+    try:
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks[rank].wait(ENDS_IN_S) != 0
+            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(240)
+def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
+    program = [sys.executable, "-m", "tests.multi_process.wrong_worker", "2", "bit"]
+    ranks = [
+        subprocess.Popen(
+            program,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            stdout=(tmp_path / f"{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, environment in enumerate(horovod_environments(3))
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            assert process.wait(ENDS_IN_S) != 0
+            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            # One that has not compared yet when the first ends finds Horovod ended.
+            told = ["other weights in rank 2, in step 8", "has ended, its own log says why"]
+            assert any(each in log for each in told), log[-3000:]
+            assert "step 8\n" not in log
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
