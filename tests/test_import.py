@@ -1,11 +1,16 @@
 """What `import tfparallel` does and does not do."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import tfparallel
+
+API = Path(__file__).parents[1] / "docs" / "api.md"
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
@@ -16,6 +21,19 @@ def test_every_public_name_exists():
     for name in tfparallel.__all__:
         assert getattr(tfparallel, name) is not None
         assert name in dir(tfparallel)
+
+
+def test_the_table_of_names_is_what_type_checkers_and_readers_are_told():
+    table = {*tfparallel._MODULES, *tfparallel._NAMESPACES}
+    assert sorted(table | {"__version__"}) == sorted(tfparallel.__all__)
+    tree = ast.parse(Path(tfparallel.__file__).read_text())
+    told = next(x for x in tree.body if isinstance(x, ast.If) and isinstance(x.test, ast.Name))
+    typed = {alias.name: node.module for node in told.body for alias in node.names}
+    assert {name: module for name, module in typed.items() if name in tfparallel._MODULES} == (
+        tfparallel._MODULES
+    )
+    listed = re.findall(r"^::: tfparallel\.(\w+)$", API.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(tfparallel._MODULES)
 
 
 def test_unknown_names_are_attribute_errors():

@@ -19,16 +19,22 @@ if importlib.util.find_spec("tensorflow") is None:
 
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression, tensor_parallel
+    from tfparallel.callbacks.backup.storage import BackupError, LeaseError
+    from tfparallel.communication.ring import PeerLostError
     from tfparallel.coordination import cluster
-    from tfparallel.coordination.cluster import (
-        ClusterConfig,
-        ClusterConfigError,
-        read_tf_config,
-    )
+    from tfparallel.coordination.agreement import DisagreementError
+    from tfparallel.coordination.cluster import ClusterConfig, ClusterConfigError, read_tf_config
+    from tfparallel.coordination.lost_ranks import RankLostError
+    from tfparallel.coordination.patience import WaitedTooLong
+    from tfparallel.coordination.port import PortTakenError
     from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
     from tfparallel.elastic import ElasticJob, run_elastic
+    from tfparallel.parameter_server.recovery import ServerLost, WorkerLost
+    from tfparallel.pipeline.plans.schedule import Schedule
+    from tfparallel.pipeline.remote_stages import StageLost
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
+    from tfparallel.replicas.weights_check import WeightsDifferError
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
@@ -46,46 +52,85 @@ _NAMESPACES = {
     "compression": "tfparallel.compression",
     "tensor_parallel": "tfparallel.tensor_parallel",
 }
-_MODULES = {
-    "CentralStorageStrategy": "tfparallel.strategies.central_storage",
-    "HorovodStrategy": "tfparallel.strategies.horovod",
-    "MirroredStrategy": "tfparallel.strategies.mirrored",
-    "MultiWorkerMirroredStrategy": "tfparallel.strategies.multi_worker",
-    "OneDeviceStrategy": "tfparallel.strategies.one_device",
-    "ParameterServerStrategy": "tfparallel.strategies.parameter_server",
-    "PipelineStrategy": "tfparallel.strategies.pipeline",
-    "ShardedStrategy": "tfparallel.strategies.sharded",
-    "TPUStrategy": "tfparallel.strategies.tpu",
-    "TensorParallelStrategy": "tfparallel.strategies.tensor_parallel",
-    "ClusterConfig": "tfparallel.coordination.cluster",
-    "ClusterConfigError": "tfparallel.coordination.cluster",
-    "ElasticJob": "tfparallel.elastic",
-    "Timeouts": "tfparallel.coordination.timeouts",
-    "WorkerTimeouts": "tfparallel.coordination.timeouts",
-    "coupled_loss": "tfparallel.replicas.loss_kinds",
-    "in_chunks": "tfparallel.replicas.row_chunks",
-    "mean_loss": "tfparallel.replicas.loss_kinds",
-    "read_tf_config": "tfparallel.coordination.cluster",
-    "run_elastic": "tfparallel.elastic",
-    "sum_loss": "tfparallel.replicas.loss_kinds",
+# The table of public names, by module. The imports above say the same to type checkers, docs/api.md
+# to readers; tests/test_import.py compares all three.
+_NAMES = {
+    "tfparallel.callbacks.backup.storage": (
+        "BackupError",
+        "LeaseError",
+    ),
+    "tfparallel.communication.ring": ("PeerLostError",),
+    "tfparallel.coordination.agreement": ("DisagreementError",),
+    "tfparallel.coordination.cluster": (
+        "ClusterConfig",
+        "ClusterConfigError",
+        "read_tf_config",
+    ),
+    "tfparallel.coordination.lost_ranks": ("RankLostError",),
+    "tfparallel.coordination.patience": ("WaitedTooLong",),
+    "tfparallel.coordination.port": ("PortTakenError",),
+    "tfparallel.coordination.timeouts": (
+        "Timeouts",
+        "WorkerTimeouts",
+    ),
+    "tfparallel.elastic": (
+        "ElasticJob",
+        "run_elastic",
+    ),
+    "tfparallel.parameter_server.recovery": (
+        "ServerLost",
+        "WorkerLost",
+    ),
+    "tfparallel.pipeline.plans.schedule": ("Schedule",),
+    "tfparallel.pipeline.remote_stages": ("StageLost",),
+    "tfparallel.replicas.loss_kinds": (
+        "coupled_loss",
+        "mean_loss",
+        "sum_loss",
+    ),
+    "tfparallel.replicas.row_chunks": ("in_chunks",),
+    "tfparallel.replicas.weights_check": ("WeightsDifferError",),
+    "tfparallel.strategies.central_storage": ("CentralStorageStrategy",),
+    "tfparallel.strategies.horovod": ("HorovodStrategy",),
+    "tfparallel.strategies.mirrored": ("MirroredStrategy",),
+    "tfparallel.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
+    "tfparallel.strategies.one_device": ("OneDeviceStrategy",),
+    "tfparallel.strategies.parameter_server": ("ParameterServerStrategy",),
+    "tfparallel.strategies.pipeline": ("PipelineStrategy",),
+    "tfparallel.strategies.sharded": ("ShardedStrategy",),
+    "tfparallel.strategies.tensor_parallel": ("TensorParallelStrategy",),
+    "tfparallel.strategies.tpu": ("TPUStrategy",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "BackupError",
     "CentralStorageStrategy",
     "ClusterConfig",
     "ClusterConfigError",
+    "DisagreementError",
     "ElasticJob",
     "HorovodStrategy",
+    "LeaseError",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "PeerLostError",
     "PipelineStrategy",
+    "PortTakenError",
+    "RankLostError",
+    "Schedule",
+    "ServerLost",
     "ShardedStrategy",
+    "StageLost",
     "TPUStrategy",
-    "Timeouts",
-    "WorkerTimeouts",
     "TensorParallelStrategy",
+    "Timeouts",
+    "WaitedTooLong",
+    "WeightsDifferError",
+    "WorkerLost",
+    "WorkerTimeouts",
     "__version__",
     "callbacks",
     "cluster",
