@@ -72,6 +72,8 @@ RUNS = (
     Run("one_device", "1 CPU"),
     Run("mirrored", "2 CPUs"),
     Run("central_storage", "2 CPUs"),
+    Run("sharded", "2 CPUs"),
+    Run("tensor_parallel", "2 CPUs"),
     Run("pipeline", "2 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
     Run("parameter_server_sync", "2 workers, 1 ps", num_workers=2, num_ps=1),

@@ -77,6 +77,50 @@ class Mirrored(StrategySection):
         }
 
 
+class Sharded(StrategySection):
+    """`shard` says what is in parts; `devices` as of `Mirrored`, of one process."""
+
+    class_name = "ShardedStrategy"
+    name: Literal["sharded"]
+    devices: DeviceNames | None = None
+    shard: Literal["parameters", "gradients", "optimizer"] = "parameters"
+    min_size: int = Field(default=1024, ge=1)
+
+
+class TensorParallel(StrategySection):
+    """`layout`: for patterns of paths of weights, "model" or None for each dim.
+
+    `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
+    the axis "batch", the rest of each replica on "model".
+    """
+
+    class_name = "TensorParallelStrategy"
+    name: Literal["tensor_parallel"]
+    devices: DeviceNames | None = None
+    replicas: int = Field(default=1, ge=1)
+    layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        import keras
+        import tensorflow as tf
+
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        devices = self.devices or [d.name for d in tf.config.list_logical_devices(kind)]
+        if len(devices) % self.replicas:
+            raise ValueError(
+                f"`replicas` must divide the number of devices. Received: {self.replicas} replicas "
+                f"of {len(devices)} devices."
+            )
+        shape = (self.replicas, len(devices) // self.replicas)
+        names = [device.removeprefix("/device:").lower() for device in devices]
+        layout = keras.distribution.LayoutMap(
+            keras.distribution.DeviceMesh(shape, ("batch", "model"), names)
+        )
+        for pattern, axes in self.layout.items():
+            layout[pattern] = tuple(axes)
+        return {"layout": layout}
+
+
 class Communication(Section):
     """The fields of `tf.distribute.experimental.CommunicationOptions`."""
 
@@ -222,6 +266,8 @@ class Tpu(StrategySection):
 STRATEGIES = (
     OneDevice,
     Mirrored,
+    Sharded,
+    TensorParallel,
     MultiWorkerMirrored,
     Horovod,
     CentralStorage,
