@@ -16,7 +16,7 @@ import numpy as np
 from tfparallel.callbacks.backup import owner
 from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.held_lease import Lease
-from tfparallel.callbacks.backup.part import Part
+from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.storage import LeaseError, Storage
 
 LEASE_S = 1.0
@@ -45,7 +45,7 @@ def end(child: int, number: int = signal.SIGKILL) -> None:
 
 def save(storage: Storage, lease: Lease, job: str, keep: int = 2) -> int:
     """A backup of two parts that both name the job."""
-    parts = {name: Part() for name in ("shared", "worker-0")}
+    parts = {name: BackupPart() for name in ("shared", "worker-0")}
     for part in parts.values():
         part["job"], part["noise"] = job, np.frombuffer(secrets.token_bytes(2000), np.uint8)
     about = {"num_workers": 1, "job": job, "fence": lease.fence}
@@ -55,7 +55,7 @@ def save(storage: Storage, lease: Lease, job: str, keep: int = 2) -> int:
 def job_of(storage: Storage, number: int) -> tuple[int, str]:
     """The fencing number and the job of a backup, every byte of which is checked."""
     about, contents = storage.manifest(number).about, storage.read(number)
-    jobs = {Part.from_files(name, contents)["job"] for name in ("shared", "worker-0")}
+    jobs = {BackupPart.from_files(name, contents)["job"] for name in ("shared", "worker-0")}
     assert jobs == {about["job"]}
     return about["fence"], about["job"]
 

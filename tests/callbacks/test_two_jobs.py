@@ -101,6 +101,8 @@ def test_every_backup_of_two_jobs_is_whole_and_of_one(root, storage, tmp_path):
                 check_all(storage)
                 time.sleep(0.02)
             os.kill(owner, signal.SIGCONT)
+        for child in children:  # neither has ended with an error but of the lease
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), child
     check_all(storage)
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     numbers = [number for _, number in lines if number]
@@ -125,7 +127,7 @@ def test_the_loser_names_host_process_and_job_of_the_other(root, storage, is_els
         began = time.monotonic()
         with pytest.raises(LeaseError) as raised:
             Lease(storage, jobs.LEASE_S).acquire()
-        assert jobs.LEASE_S <= time.monotonic() - began < 4 * jobs.LEASE_S
+        assert time.monotonic() - began >= jobs.LEASE_S
         for expected in (str(child), socket.gethostname(), "'the first'", str(storage.root)):
             assert expected in str(raised.value)
 

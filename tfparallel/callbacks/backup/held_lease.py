@@ -204,7 +204,11 @@ class Lease:
         with self._lock:
             assert self._claim is not None
             claim = dataclasses.replace(self._claim, **changes)  # type: ignore[arg-type]
-            self._files.rewrite_claim(claim.fence, claim.to_bytes())
+            try:
+                self._files.rewrite_claim(claim.fence, claim.to_bytes())
+            except FileNotFoundError:
+                self.require()  # the next owner has removed it, which is an error of the lease
+                raise
             self._claim = claim
 
     def _newest(self) -> tuple[int, bytes]:

@@ -10,6 +10,7 @@ backup_dir/                     mode 0700
 ```
 """
 
+import contextlib
 import errno
 import os
 import secrets
@@ -114,7 +115,8 @@ class LocalFiles:
 
     def delete(self, number: int) -> None:
         doomed = self.path(number, "deleting")
-        os.rename(self.path(number), doomed)
+        with contextlib.suppress(FileNotFoundError):  # another owner of the folder was quicker
+            os.rename(self.path(number), doomed)
         _remove(doomed)
 
     def claims(self) -> list[int]:
@@ -211,14 +213,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder of ours, unless it holds anything that is not."""
+    """Removes a folder of ours, unless it holds anything that is not.
+
+    Whoever takes the folder over removes what another has begun to remove: what is gone is gone.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
-    for name in os.listdir(folder):
-        if FILE.fullmatch(name):
-            os.unlink(folder / name)
-    try:
-        folder.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+    with contextlib.suppress(FileNotFoundError):
+        for name in filter(FILE.fullmatch, os.listdir(folder)):
+            (folder / name).unlink(missing_ok=True)
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
