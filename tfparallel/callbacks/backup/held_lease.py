@@ -148,7 +148,10 @@ class Lease:
         Raises:
             LeaseError: naming who has it now.
         """
-        fence, data = self._newest()
+        with self._lock:  # the heartbeat rewrites the claim, not everywhere at once
+            fence, data = self._newest()
+            if not data:  # the next owner has removed it between the two looks
+                fence, data = self._newest()
         newest = Claim.from_bytes(fence, data)
         if newest is None and fence == self.fence:
             raise OSError(errno.EIO, "the claim on it is damaged", str(self._storage.root))
