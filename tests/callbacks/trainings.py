@@ -240,7 +240,7 @@ class Batches:
 def mirrored_resumable_generator(*arguments):
     open_logical_cpus(2)
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
-    data = lambda: tfparallel.callbacks.backup.resumable(Batches())  # noqa: E731
+    data = lambda: tfparallel.callbacks.resumable(Batches())  # noqa: E731
     _train(strategy, arguments, data=data, steps_per_epoch=4)
 
 

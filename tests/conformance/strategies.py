@@ -147,6 +147,7 @@ _OF_OWN_COPIES = {
 _OF_TWO_LAYERS = dict.fromkeys(
     (
         "custom_training.guide_train_step",
+        "custom_training.loss_by_row",
         "custom_training.own_loss_and_optimizer",
         "custom_training.two_optimizers",
         "layer_state.a_model_that_counts",
@@ -237,7 +238,7 @@ STRATEGIES = [
         "tensor_1x2",
         lambda: _tensor_parallel(1, 2),
         num_replicas=1,
-        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS},
+        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA},
     ),
     Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False, exempt=_OF_A_GROUP),
     Row(
@@ -245,7 +246,7 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 4),
         1,
         few=FEW,
-        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS},
+        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA},
     ),
     Row(
         "pipeline_2",

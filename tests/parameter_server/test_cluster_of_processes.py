@@ -10,7 +10,7 @@ def test_counters_are_exact_every_example_is_used_once_and_staleness_is_bounded(
     for iterations, loss_count, seen in result["results"]:
         assert iterations and loss_count, result["results"]
         assert seen == EACH_ONCE
-    assert result["kinds"] == ["Numbered", "ReadByChief", "Rows"]
+    assert result["kinds"] == ["ArrayRows", "Numbered", "ReadByChief"]
     assert all(count > 0 for count in result["steps_of_worker"])
     assert min(result["loads"]) > 0
 

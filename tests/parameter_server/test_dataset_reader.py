@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfparallel.parameter_server.batch_arguments import Hosts
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.dataset_reader import DatasetReader
 from tfparallel.parameter_server.worker_data import DatasetOnWorkers
@@ -60,13 +61,16 @@ def test_batches_are_those_of_their_numbers_in_whatever_order_they_are_asked_for
             assert batch.numpy().tolist() == expected[epoch][number]
 
 
+ONE_HOST = Hosts.of_one(0, "/job:localhost/replica:0/task:0/device:CPU:0")
+
+
 def test_shuffling_goes_on_where_the_dataset_is_used_again():
     dataset, same = (rows().shuffle(8, seed=1).batch(8) for _ in range(2))
     expected = [next(iter(same)).numpy().tolist() for _ in range(3)]
     received = []
     for _ in range(3):
         source = DatasetOnWorkers(dataset, DatasetGraph.of(dataset), lambda worker: 0)
-        (batch,) = next(iter(source)).on(0, "/job:localhost/replica:0/task:0/device:CPU:0")
+        batch = next(iter(source)).tensors(ONE_HOST)
         received.append(batch.numpy().tolist())
     assert received == expected
     assert len(np.unique(expected, axis=0)) == 3

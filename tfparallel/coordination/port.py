@@ -1,6 +1,7 @@
 """A task's own address: taken by someone else, it is said who is there."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -41,7 +42,9 @@ def require_free(address: str, speaker: str) -> None:
     port = int(address.rpartition(":")[2])
     try:
         # TensorFlow's server listens at all interfaces, whatever address it is given.
-        with contextlib.closing(socket.create_server(("", port))):
+        # Under `tfparallel launch` the launcher holds the port, which TensorFlow then shares.
+        is_shared = os.environ.get("TF_GRPC_REUSE_PORT") == "1"
+        with contextlib.closing(socket.create_server(("", port), reuse_port=is_shared)):
             pass
     except OSError as error:
         raise port_taken(address, speaker) from error

@@ -253,10 +253,12 @@ def is_fit_under(frame: FrameType | None, epoch_iterator: Any) -> bool:
     return False
 
 
-def is_fit_running(epoch_iterator: Any) -> bool:
-    """Whether the call of `fit` with this iterator has not ended, in whatever thread it runs."""
-    frames = list(sys._current_frames().values())
-    return any(is_fit_under(frame, epoch_iterator) for frame in frames)
+def is_fit_running(iterator: Any) -> bool:
+    """Whether the call of `fit` with this iterator has not ended, in whatever thread it runs.
+
+    The argument has another name than in `fit`, as this frame is among those that are looked at.
+    """
+    return any(is_fit_under(frame, iterator) for frame in list(sys._current_frames().values()))
 
 
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
