@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from tfparallel.coordination.port import port_taken
+from tfparallel.coordination.port import listener_at, port_taken
 from tfparallel.coordination.probe import answering, ask, describe_answer
 from tfparallel.coordination.waiting import wait_until_nobody_is_missing
 
@@ -69,7 +69,7 @@ def _what_is_there(address: str, job: bytes) -> str:
 def _listening(address: str, speaker: str, sign: bytes) -> Iterator[None]:
     """Tells who connects who this is, until the context ends."""
     try:
-        listener = socket.create_server(("", int(address.rpartition(":")[2])))
+        listener = listener_at(int(address.rpartition(":")[2]))
     except OSError as error:
         raise port_taken(address, speaker) from error
     thread = threading.Thread(target=_tell_guests, args=(listener, sign), daemon=True)

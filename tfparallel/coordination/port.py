@@ -41,13 +41,20 @@ def require_free(address: str, speaker: str) -> None:
     """Raises PortTakenError where something listens at the port of this task's `address`."""
     port = int(address.rpartition(":")[2])
     try:
-        # TensorFlow's server listens at all interfaces, whatever address it is given.
-        # Under `tfparallel launch` the launcher holds the port, which TensorFlow then shares.
-        is_shared = os.environ.get("TF_GRPC_REUSE_PORT") == "1"
-        with contextlib.closing(socket.create_server(("", port), reuse_port=is_shared)):
+        with contextlib.closing(listener_at(port)):
             pass
     except OSError as error:
         raise port_taken(address, speaker) from error
+
+
+def listener_at(port: int) -> socket.socket:
+    """Listens where TensorFlow's server of this task will, or raises OSError.
+
+    That is at all interfaces, whatever address it is given. Under `tfparallel launch` the launcher
+    holds the port, which TensorFlow then shares.
+    """
+    is_shared = os.environ.get("TF_GRPC_REUSE_PORT") == "1"
+    return socket.create_server(("", port), reuse_port=is_shared)
 
 
 def port_taken(address: str, speaker: str) -> PortTakenError:
