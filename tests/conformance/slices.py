@@ -1,7 +1,8 @@
-"""Which of the pairs that `make test` leaves out it runs this time: another slice at each commit.
+"""Which of the pairs that `make test` leaves out it runs this time, if `CONFORMANCE_SLICE` says so.
 
-A pair is a strategy's row and a case. All pairs have run once as many commits as there are slices
-have been tested in a row; `make test-all` runs all of them at once.
+A pair is a strategy's row and a case. With `CONFORMANCE_SLICE=commit` each commit gets the next
+slice: all pairs have run once as many commits as there are slices have been tested in a row.
+`make test-all` runs all of them at once.
 """
 
 import os
@@ -18,17 +19,21 @@ def slice_of_pair(row_name: str, case_name: str) -> int:
     return zlib.crc32(f"{row_name}-{case_name}".encode()) % NUM_SLICES
 
 
-def slice_of_this_run() -> int:
-    """The slice to run: `CONFORMANCE_SLICE` if set, else by the number of commits.
+def slice_of_this_run() -> int | None:
+    """The slice to run: `CONFORMANCE_SLICE`, or by the number of commits where it is "commit".
 
     Raises:
-        ValueError: if the variable is not the number of a slice.
+        ValueError: if the variable is neither that nor the number of a slice.
     """
     given = os.environ.get(VARIABLE)
     if given is None:
+        return None
+    if given == "commit":
         return _num_commits() % NUM_SLICES
     if not given.isdecimal() or int(given) >= NUM_SLICES:
-        raise ValueError(f"{VARIABLE} must be 0 to {NUM_SLICES - 1}. Received: {given!r}.")
+        raise ValueError(
+            f"{VARIABLE} must be 0 to {NUM_SLICES - 1}, or 'commit'. Received: {given!r}."
+        )
     return int(given)
 
 

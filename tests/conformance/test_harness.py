@@ -47,8 +47,10 @@ def test_the_slice_can_be_given(monkeypatch):
     monkeypatch.setenv(VARIABLE, str(NUM_SLICES))
     with pytest.raises(ValueError, match=f"0 to {NUM_SLICES - 1}"):
         slice_of_this_run()
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(VARIABLE, "commit")
     assert slice_of_this_run() in range(NUM_SLICES)
+    monkeypatch.delenv(VARIABLE)
+    assert slice_of_this_run() is None
 
 
 def test_stock_mirrored_fails_with_an_uneven_last_batch():
