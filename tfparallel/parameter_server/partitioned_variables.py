@@ -41,6 +41,7 @@ from tfparallel.parameter_server.server_variables import (
     TellsOfChanges,
     WholeInCheckpoints,
 )
+from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.one_piece import InOnePiece
 from tfparallel.replicas.variables import CentralVariable
 
@@ -90,7 +91,7 @@ def _outer_graphs(graph: Any) -> Iterator[Any]:
         yield graph
 
 
-class Partitioned(InOnePiece, RowsOnServers):
+class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
     """Reads and assignments of the table above.
 
     Args:
@@ -220,24 +221,6 @@ class Partitioned(InOnePiece, RowsOnServers):
         wrong = tf.boolean_mask(flat, (flat < 0) | (flat >= count))
         message = f"Expected indices in [0, {count}). Received others:"
         return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [message, wrong])
-
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign", value)
-
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign_add", delta)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign_sub", delta)
-
-    def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_add", slices)
-
-    def scatter_sub(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_sub", slices)
-
-    def scatter_update(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_update", slices)
 
     def _to_parts(self, name: str, value: Any) -> Any:
         if tf.compat.v1.get_default_graph() in self._read_before:

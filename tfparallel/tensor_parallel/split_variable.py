@@ -34,6 +34,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.tensor_parallel.known_parts import joined, parts_of
 from tfparallel.tensor_parallel.loops import before_loops
@@ -73,7 +74,7 @@ def slices_of_part(
     return tf.IndexedSlices(values, tf.boolean_mask(slices.indices, own) - start, shape)
 
 
-class SplitVariable(ReplicatedVariable):
+class SplitVariable(AssignedInParts, ReplicatedVariable):
     """Reads and assignments of the table above.
 
     Args:
@@ -213,24 +214,6 @@ class SplitVariable(ReplicatedVariable):
         return tf.gather(self.value(), indices, name=name)
 
     # ---- assigning -------------------------------------------------------------------------------
-
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign", value)
-
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign_add", delta)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("assign_sub", delta)
-
-    def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_add", slices)
-
-    def scatter_sub(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_sub", slices)
-
-    def scatter_update(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._to_parts("scatter_update", slices)
 
     def _refused(self, name: str) -> Any:
         raise NotImplementedError(
