@@ -20,7 +20,7 @@ if importlib.util.find_spec("tensorflow") is None:
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression, tensor_parallel
     from tfparallel.callbacks.backup.storage import BackupError, LeaseError
-    from tfparallel.communication.ring import PeerLostError
+    from tfparallel.communication.neighbours import PeerLostError
     from tfparallel.coordination import cluster
     from tfparallel.coordination.agreement import DisagreementError
     from tfparallel.coordination.cluster import ClusterConfig, ClusterConfigError, read_tf_config
@@ -59,7 +59,7 @@ _NAMES = {
         "BackupError",
         "LeaseError",
     ),
-    "tfparallel.communication.ring": ("PeerLostError",),
+    "tfparallel.communication.neighbours": ("PeerLostError",),
     "tfparallel.coordination.agreement": ("DisagreementError",),
     "tfparallel.coordination.cluster": (
         "ClusterConfig",

@@ -60,8 +60,11 @@ FILES = [
     "communication/horovod_collectives.py",
     "communication/horovod_reductions.py",
     "communication/joining.py",
+    "communication/neighbours.py",
     "communication/ring.py",
     "communication/ring_all_reduce.py",
+    "communication/ring_opening.py",
+    "communication/sender.py",
 ]
 ROWS = ["mirrored_2", "pipeline_2", "multi_worker_2x1", "horovod_2"]
 ONE_DEVICE = "reference"

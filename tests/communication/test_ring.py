@@ -7,13 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tfparallel.communication import ring as ring_module
-from tfparallel.communication.ring import (
-    CollectiveMismatchError,
-    PeerLostError,
-    Ring,
-    connect_ring,
-)
+from tfparallel.communication import ring_opening
+from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
+from tfparallel.communication.ring import Ring
+from tfparallel.communication.ring_opening import connect_ring
 
 
 class Board:
@@ -182,7 +179,7 @@ def test_workers_in_different_collectives_are_told_so(other):
 
 def test_a_stranger_is_turned_away(monkeypatch):
     """Something on the network connects first, and does not know the token."""
-    connect = ring_module._connect
+    connect = ring_opening._connect
     strangers = []
 
     def connect_after_a_stranger(host, port, token):
@@ -190,7 +187,7 @@ def test_a_stranger_is_turned_away(monkeypatch):
         strangers[-1].sendall(b"x" * len(token))
         return connect(host, port, token)
 
-    monkeypatch.setattr(ring_module, "_connect", connect_after_a_stranger)
+    monkeypatch.setattr(ring_opening, "_connect", connect_after_a_stranger)
     rings = connect_all(2)
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
     np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
@@ -199,7 +196,7 @@ def test_a_stranger_is_turned_away(monkeypatch):
 
 def test_silent_strangers_hold_up_nobody(monkeypatch):
     """More of them than are let in at once, and one that says half of what it should."""
-    connect = ring_module._connect
+    connect = ring_opening._connect
     strangers = []
 
     def connect_after_strangers(host, port, token):
@@ -208,8 +205,8 @@ def test_silent_strangers_hold_up_nobody(monkeypatch):
         strangers[-1].sendall(token[:8])
         return connect(host, port, token)
 
-    monkeypatch.setattr(ring_module, "_connect", connect_after_strangers)
-    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 9.0)
+    monkeypatch.setattr(ring_opening, "_connect", connect_after_strangers)
+    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 9.0)
     rings = connect_all(2)
     assert all(isinstance(ring, Ring) for ring in rings), rings
     for stranger in strangers:
@@ -217,14 +214,14 @@ def test_silent_strangers_hold_up_nobody(monkeypatch):
 
 
 def test_a_rank_that_never_comes_is_missed_in_time(monkeypatch):
-    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(ring_module, "_connect", lambda host, port, token: socket.socket())
+    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ring_opening, "_connect", lambda host, port, token: socket.socket())
     errors = connect_all(2)
     assert all("no rank that knows the token" in str(error) for error in errors), errors
 
 
 def test_a_host_that_cannot_be_reached_is_named_by_all(monkeypatch):
-    monkeypatch.setattr(ring_module, "_CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 0.3)
     errors = connect_all(2, host="127.255.255.255")
     assert all(isinstance(error, ConnectionError) for error in errors), errors
     assert "rank 0 at 127.255.255.255" in str(errors[1])

@@ -45,8 +45,8 @@ WITHOUT_LIMIT = {
     "callbacks/backup/held_lease.py": "`Lease.acquire` itself, of this file",
     "coordination/writer.py": "a thread of this process that writes; its waits for others are "
     "the agreement's, its disk is the system's",
-    "communication/ring.py": "the sender's thread waits for work of this process; receiving "
-    "returns every second, to look",
+    "communication/neighbours.py": "receiving returns every second, to look",
+    "communication/sender.py": "the sender's thread waits for work of this process",
     "coordination/meeting.py": "the thread waits for guests until it is closed; " + _LIMITED,
     "coordination/listening.py": "only when there is something to accept, as select has said",
     "coordination/probe.py": "threads that each ask for two seconds at most; " + _LIMITED,

@@ -11,8 +11,8 @@ from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.compression import (
     Compressor,
 )
-from tfparallel.communication.ring import connect_ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
