@@ -77,6 +77,7 @@ setup(
         "absl-py>=2.0",
         "keras>=3.12,<3.16",
         "numpy>=1.26",
+        "packaging>=23",
         "psutil>=5.9",
         "pydantic>=2.6,<3",
         "pyyaml>=6.0",

@@ -30,7 +30,7 @@ LAYERS = (
     ("strategies",),
     METHODS,
     ("segments", "replicas"),
-    ("measure", "communication", "coordination"),
+    ("measure", "machine", "communication", "coordination"),
     ("mesh", "internals", "logical_devices", "mistakes", "version"),
 )
 # A module of a strategy and its room's of the same name are two sides of one thing, and every room

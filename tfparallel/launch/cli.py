@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tfparallel.launch.backups import add_backups_command
 from tfparallel.launch.cpus import share_cpus
+from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 from tfparallel.launch.processes import Ending, WorkerCommand, run_job
 from tfparallel.launch.restarts import RESTART_VARIABLE, run_with_restarts
@@ -128,6 +129,7 @@ def _make_parser() -> argparse.ArgumentParser:
     launch.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     launch.add_argument("script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add_backups_command(commands)
+    add_doctor_command(commands)
     return parser
 
 
