@@ -79,7 +79,8 @@ def check_links(
 
 def findings_of(link: Link) -> Iterator[Finding]:
     """A link in words, and what is bad about it."""
-    found = f"{link.address}: {link.mbit_per_s:,.0f} Mbit/s, round trip {link.round_trip_s * 1e3:.2f} ms"
+    found = f"{link.address}: {link.mbit_per_s:,.0f} Mbit/s, "
+    found += f"round trip {link.round_trip_s * 1e3:.2f} ms"
     if link.mbit_per_s < _SLOW_MBIT_PER_S:
         yield Finding(
             "link", "warning", found, "compress gradients: compression='adaptive' measures whether"
