@@ -29,8 +29,8 @@ COMPRESSORS = {
     "top-k 1 %": TopK(0.01),
     "random-k 10 %": RandomK(0.1),
     "QSGD 8 bits": QSGD(8),
-    "TernGrad": "terngrad",
-    "SignSGD": "signsgd",
+    "TernGrad": "tern_grad",
+    "SignSGD": "sign_sgd",
     "Adaptive": Adaptive(interval=50),
 }
 FINAL_STEPS = 10  # the final loss is the mean of so many

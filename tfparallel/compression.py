@@ -1,4 +1,32 @@
-"""The public name of `tfparallel.communication.compression`: what `compression=` takes."""
+"""What `compression=` of a strategy takes, and what a compressor of one's own is made of."""
 
-from tfparallel.communication.compression import *  # noqa: F403
-from tfparallel.communication.compression import __all__ as __all__
+from tfparallel.communication.compression.adaptive import Adaptive
+from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compression_report import (
+    CompressionReport,
+    VariableReport,
+)
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.gradient_compression import GradientCompression
+from tfparallel.communication.compression.power_sgd import PowerSGD
+from tfparallel.communication.compression.quantize import QSGD, TernGrad
+from tfparallel.communication.compression.random_k import RandomK
+from tfparallel.communication.compression.sign_sgd import SignSGD
+from tfparallel.communication.compression.top_k import TopK
+from tfparallel.communication.compression.transport import Transport
+
+__all__ = [
+    "QSGD",
+    "Adaptive",
+    "Cast",
+    "CompressionReport",
+    "Compressor",
+    "GradientCompression",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TernGrad",
+    "TopK",
+    "Transport",
+    "VariableReport",
+]

@@ -6,7 +6,13 @@ from typing import get_args
 
 import pytest
 
-from tfparallel.launch.config import STRATEGIES, ConfigError, build_strategy, load_config
+from tfparallel.launch.config import (
+    STRATEGIES,
+    Compression,
+    ConfigError,
+    build_strategy,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -319,6 +325,27 @@ def test_compression_reaches_the_strategy(write, name):
         load_config(write(f"strategy: {{name: {name}}}")).strategy.arguments()["compression"]
         is None
     )
+
+
+def test_compressors_have_one_name():
+    from tfparallel.communication.compression.names import NAMES
+
+    assert {"none", *NAMES} == set(get_args(Compression.model_fields["name"].annotation))
+    for name, make in NAMES.items():
+        assert repr(Compression(name=name).compressor()) == repr(make())
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ("{name: top_k, rank: 2}", "top_k takes ratio. Received: rank"),
+        ("{name: fp16, bits: 8}", "fp16 takes no option. Received: bits"),
+        ("{name: powersgd}", "power_sgd"),
+    ],
+)
+def test_compressors_take_their_own_options_only(write, section, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_config(write(f"strategy: {{name: horovod, compression: {section}}}"))
 
 
 def test_reading_a_config_does_not_import_tensorflow(write):

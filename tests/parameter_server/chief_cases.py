@@ -874,7 +874,7 @@ def error_feedback() -> dict:
     make_cluster(2, 2)
     x = np.random.default_rng(0).normal(size=(40, 8, 16)).astype("float32")
     differences = {}
-    for name in ("topk", "signsgd"):
+    for name in ("top_k", "sign_sgd"):
         for is_scaled in (False, True):
             strategy = tfparallel.ParameterServerStrategy(compression=name)
             with strategy.scope():
@@ -918,7 +918,7 @@ def compression() -> dict:
         return keras.Sequential([keras.Input((64,)), *layers])
 
     results = {}
-    for compressor in (None, "fp16", "qsgd", "terngrad", "signsgd", topk):
+    for compressor in (None, "fp16", "qsgd", "tern_grad", "sign_sgd", topk):
         keras.utils.set_random_seed(0)
         strategy = tfparallel.ParameterServerStrategy(compression=compressor, max_staleness=1)
         with strategy.scope():

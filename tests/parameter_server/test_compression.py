@@ -20,8 +20,8 @@ from tfparallel.strategies.parameter_server import _check_arguments
 MARGINS = {
     "fp16": 0.02,
     "qsgd": 0.02,
-    "terngrad": 0.15,
-    "signsgd": 0.05,
+    "tern_grad": 0.15,
+    "sign_sgd": 0.05,
     "TopK(0.1)": 0.05,
 }
 
@@ -40,8 +40,8 @@ def test_trains_to_nearly_the_same_loss_in_fewer_bytes(run_case):
     assert of_plain["fp16"] < 0.51
     assert of_plain["qsgd"] < 0.27
     assert of_plain["TopK(0.1)"] < 0.22
-    assert of_plain["terngrad"] < 0.09
-    assert of_plain["signsgd"] < 0.06
+    assert of_plain["tern_grad"] < 0.09
+    assert of_plain["sign_sgd"] < 0.06
 
 
 def test_what_is_left_out_is_kept_by_each_worker_and_arrives_later(run_case):
@@ -70,11 +70,11 @@ def test_killed_and_resumed_with_fewer_servers_equals_uninterrupted(make_servers
     assert result["names"] == ["0/0/residual", "0/2/residual"]  # of kernels; biases go as they are
 
 
-@pytest.mark.parametrize("compression", ["powersgd", "randomk", "adaptive"])
+@pytest.mark.parametrize("compression", ["power_sgd", "random_k", "adaptive"])
 def test_refuses_compressors_that_need_workers_in_step(compression):
     with pytest.raises(ValueError, match="Cast, TopK, QSGD, TernGrad, SignSGD.*Received"):
         checked_compressor(compression)
-    assert repr(checked_compressor("topk")) == repr(tfparallel.compression.TopK())
+    assert repr(checked_compressor("top_k")) == repr(tfparallel.compression.TopK())
 
 
 def test_refuses_compression_in_sync_mode():

@@ -8,9 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
-from tfparallel.communication.compression import (
-    Compressor,
-)
+from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement

@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tfparallel.launch.config_problems import ConfigError, describe_problems
 from tfparallel.launch.config_yaml import apply_override, read_yaml
 
+if TYPE_CHECKING:
+    from tfparallel.communication.compression.compressor import Compressor
+
 DeviceName = Annotated[str, Field(min_length=1)]
 DeviceNames = Annotated[list[DeviceName], Field(min_length=1)]
 
@@ -130,25 +133,49 @@ class Communication(Section):
 
 
 class Compression(Section):
-    """How gradients cross processes: `rank` is PowerSGD's, `ratio` is what top-k keeps."""
+    """How gradients cross processes: a compressor's name, and its option where it has one."""
 
-    name: Literal["none", "fp16", "bf16", "power_sgd", "top_k", "adaptive"] = "none"
-    rank: int = Field(default=4, ge=1)
-    ratio: float = Field(default=0.01, gt=0, lt=0.5)
+    name: Literal[
+        "none",
+        "fp16",
+        "bf16",
+        "power_sgd",
+        "top_k",
+        "random_k",
+        "qsgd",
+        "tern_grad",
+        "sign_sgd",
+        "adaptive",
+    ] = "none"
+    rank: int | None = Field(default=None, ge=1)
+    ratio: float | None = Field(default=None, gt=0, lt=0.5)
+    bits: Literal[2, 4, 8] | None = None
+    max_error: float | None = Field(default=None, ge=0, lt=1)
 
-    def compressor(self) -> Any:
-        """Return what `compression=` of a strategy takes."""
-        from tfparallel import compression
+    _OPTIONS: ClassVar[dict[str, str]] = {
+        "power_sgd": "rank",
+        "top_k": "ratio",
+        "random_k": "ratio",
+        "qsgd": "bits",
+        "adaptive": "max_error",
+    }
 
-        makers = {
-            "none": lambda: None,
-            "fp16": lambda: "fp16",
-            "bf16": lambda: "bf16",
-            "power_sgd": lambda: compression.PowerSGD(rank=self.rank),
-            "top_k": lambda: compression.TopK(self.ratio),
-            "adaptive": compression.Adaptive,
-        }
-        return makers[self.name]()
+    @model_validator(mode="after")
+    def _knows_its_options(self) -> Compression:
+        own = self._OPTIONS.get(self.name)
+        if others := [option for option in self._given() if option != own]:
+            takes = f"takes {own}" if own else "takes no option"
+            raise ValueError(f"{self.name} {takes}. Received: {', '.join(others)}")
+        return self
+
+    def _given(self) -> dict[str, float]:
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
+    def compressor(self) -> Compressor | None:
+        """What `compression=` of a strategy takes."""
+        from tfparallel.communication.compression.names import NAMES
+
+        return None if self.name == "none" else NAMES[self.name](**self._given())
 
 
 class MultiWorkerMirrored(StrategySection):

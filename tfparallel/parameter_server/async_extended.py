@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.communication.compression import CompressionReport, Compressor
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.coordination.probe import is_answering, task_names
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.watch import always, watch_once

@@ -17,18 +17,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.communication.compression import (
-    QSGD,
-    Cast,
-    CompressionReport,
-    Compressor,
-    SignSGD,
-    TernGrad,
-    TopK,
-    VariableReport,
-    as_compressor,
-)
 from tfparallel.communication.compression.buckets import Ranks
+from tfparallel.communication.compression.cast import Cast
+from tfparallel.communication.compression.compression_report import (
+    CompressionReport,
+    VariableReport,
+)
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.names import as_compressor
+from tfparallel.communication.compression.quantize import QSGD, TernGrad
+from tfparallel.communication.compression.sign_sgd import SignSGD
+from tfparallel.communication.compression.top_k import TopK
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task
 from tfparallel.internals.keras_layers import trained_by
 from tfparallel.parameter_server.effects import Effects

@@ -10,13 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.communication.compression import (
-    CompressionReport,
-    Compressor,
-    GradientCompression,
-    Transport,
-    sum_halves,
-)
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.gradient_compression import GradientCompression
+from tfparallel.communication.compression.transport import Transport, sum_halves
 from tfparallel.communication.joining import join, split
 from tfparallel.internals import Mirrored, distribute_lib, distribute_utils
 from tfparallel.replicas.across_workers import WorkersExtended

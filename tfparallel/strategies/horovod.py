@@ -5,7 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.communication.compression import CompressionReport, Compressor, as_compressor
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.horovod_collectives import (
     hvd,
     start,

@@ -2,11 +2,9 @@
 
 import tensorflow as tf
 
-from tfparallel.communication.compression import (
-    CompressionReport,
-    Compressor,
-    as_compressor,
-)
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.compression.names import as_compressor
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended

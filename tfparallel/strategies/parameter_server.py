@@ -5,7 +5,8 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfparallel.communication.compression import CompressionReport, Compressor
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.security import check_network
 from tfparallel.coordination.timeouts import Timeouts

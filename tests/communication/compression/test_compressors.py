@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting
+from tfparallel.communication.compression.names import as_compressor
 from tfparallel.compression import (
     QSGD,
     Cast,
@@ -14,7 +15,6 @@ from tfparallel.compression import (
     SignSGD,
     TernGrad,
     TopK,
-    as_compressor,
 )
 
 COMPRESSORS = [
@@ -241,5 +241,6 @@ def test_wrong_arguments_are_refused(wrong, told):
 def test_names():
     assert repr(as_compressor("fp16")) == "Cast('float16')"
     assert repr(as_compressor("bf16")) == "Cast('bfloat16')"
+    assert repr(as_compressor("powersgd")) == "PowerSGD(rank=4)"  # as it was spelled once
     compressor = PowerSGD(3)
     assert as_compressor(compressor) is compressor

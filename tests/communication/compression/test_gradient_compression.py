@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, Variable
-from tfparallel.compression import GradientCompression, PowerSGD, TopK, sum_halves
+from tfparallel.communication.compression.transport import sum_halves
+from tfparallel.compression import GradientCompression, PowerSGD, TopK
 from tfparallel.replicas.compressed_gradients import WorkersTransport
 
 

@@ -1,4 +1,4 @@
-"""Compressors by name."""
+"""Compressors by name: one spelling for Python, configuration files and the docs."""
 
 from collections.abc import Callable
 
@@ -11,17 +11,19 @@ from tfparallel.communication.compression.random_k import RandomK
 from tfparallel.communication.compression.sign_sgd import SignSGD
 from tfparallel.communication.compression.top_k import TopK
 
-NAMES: dict[str, Callable[[], Compressor]] = {
+NAMES: dict[str, Callable[..., Compressor]] = {
     "fp16": lambda: Cast("float16"),
     "bf16": lambda: Cast("bfloat16"),
-    "powersgd": PowerSGD,
-    "topk": TopK,
-    "randomk": RandomK,
+    "power_sgd": PowerSGD,
+    "top_k": TopK,
+    "random_k": RandomK,
     "qsgd": QSGD,
-    "terngrad": TernGrad,
-    "signsgd": SignSGD,
+    "tern_grad": TernGrad,
+    "sign_sgd": SignSGD,
     "adaptive": Adaptive,
 }
+# As they were spelled once.
+_ALIASES = {name.replace("_", ""): name for name in NAMES}
 
 
 def as_compressor(compressor: Compressor | str) -> Compressor:
@@ -32,8 +34,8 @@ def as_compressor(compressor: Compressor | str) -> Compressor:
     """
     if isinstance(compressor, Compressor):
         return compressor
-    if isinstance(compressor, str) and compressor in NAMES:
-        return NAMES[compressor]()
+    if isinstance(compressor, str) and (name := _ALIASES.get(compressor, compressor)) in NAMES:
+        return NAMES[name]()
     raise ValueError(
         "`compression` takes None, one of the compressors of tfparallel.compression, such as "
         f"PowerSGD(rank=4), or a name: {', '.join(map(repr, NAMES))}. Received: {compressor!r}."
