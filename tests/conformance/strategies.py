@@ -127,6 +127,14 @@ def _tensor_parallel(replicas: int, parts: int) -> tf.distribute.Strategy:
     return library().TensorParallelStrategy(LayoutOfAnything(cpu_mesh(replicas, parts)))
 
 
+def _pipeline(num_stages: int, num_microbatches: int) -> tf.distribute.Strategy:
+    return library().PipelineStrategy(_cpus(num_stages), num_microbatches)
+
+
+def _sharded(num_devices: int) -> tf.distribute.Strategy:
+    return library().ShardedStrategy(_cpus(num_devices), min_size=1)
+
+
 _servers: list[ServerProcesses] = []  # they end with this process
 
 _BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
@@ -388,6 +396,71 @@ STRATEGIES = [
         exempt=_ONE_PROCESS,
     ),
     Row(
+        "horovod_2_of_pipelines",
+        lambda: library().HorovodStrategy(inner=lambda: _pipeline(2, 2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        environments=horovod_environments,
+        few=(
+            "batch_norm.a_replica_without_rows_has_no_say",
+            "inputs.last_batch_of_one_row",
+            "inputs.sample_weight",
+            "models.embedding",
+            "nested.gan",
+            "optimizers.global_clipnorm",
+            "optimizers.gradient_accumulation",
+        ),
+        exempt={**_ONE_PROCESS, **_OF_STAGES},
+    ),
+    Row(
+        "horovod_2_of_tensor_2",
+        lambda: library().HorovodStrategy(inner=lambda: _tensor_parallel(1, 2)),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=2,
+        environments=horovod_environments,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+    ),
+    Row(
+        "horovod_2_of_sharded_2",
+        lambda: library().HorovodStrategy(inner=lambda: _sharded(2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        environments=horovod_environments,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
+        "multi_worker_2_of_pipelines",
+        lambda: library().MultiWorkerMirroredStrategy(inner=lambda: _pipeline(2, 2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt={**_ONE_PROCESS, **_OF_STAGES},
+    ),
+    Row(
+        "multi_worker_2_of_sharded_2",
+        lambda: library().MultiWorkerMirroredStrategy(inner=lambda: _sharded(2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("optimizers.global_clipnorm",),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
+        "multi_worker_2_of_tensor_2",
+        lambda: library().MultiWorkerMirroredStrategy(inner=lambda: _tensor_parallel(1, 2)),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("optimizers.global_clipnorm",),
+        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+    ),
+    Row(
         "horovod_3",
         lambda: library().HorovodStrategy(),
         num_replicas=3,
@@ -413,7 +486,14 @@ ROWS_OF = {
         "pipeline_remote_2",
     ],
     "ParameterServerStrategy": ["parameter_server_sync", "parameter_server_async"],
-    "MultiWorkerMirroredStrategy": ["multi_worker_2x1", "multi_worker_2x2", "multi_worker_3x1"],
+    "MultiWorkerMirroredStrategy": [
+        "multi_worker_2x1",
+        "multi_worker_2x2",
+        "multi_worker_3x1",
+        "multi_worker_2_of_pipelines",
+        "multi_worker_2_of_sharded_2",
+        "multi_worker_2_of_tensor_2",
+    ],
     "ShardedStrategy": [
         "sharded_3",
         "sharded_optimizer_2",
@@ -422,7 +502,13 @@ ROWS_OF = {
         "sharded_optimizer_workers_2",
     ],
     "TensorParallelStrategy": ["tensor_1x2", "tensor_2x2", "tensor_1x4"],
-    "HorovodStrategy": ["horovod_2", "horovod_3"],
+    "HorovodStrategy": [
+        "horovod_2",
+        "horovod_2_of_pipelines",
+        "horovod_2_of_tensor_2",
+        "horovod_2_of_sharded_2",
+        "horovod_3",
+    ],
 }
 
 # Workers that reduce dense tensors through TensorFlow's own collectives; asked a few cases.

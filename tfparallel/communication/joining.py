@@ -25,3 +25,19 @@ def split(joined: tf.Tensor, shapes: Sequence[Any]) -> list[tf.Tensor]:
     sizes = [tf.reduce_prod(x) if tf.is_tensor(x) else math.prod(x) for x in shapes]
     pieces = tf.split(joined, sizes)
     return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def tensor_of(value: Any) -> tf.Tensor:
+    """A tensor itself, or what tells where IndexedSlices are."""
+    return value.values if isinstance(value, tf.IndexedSlices) else value
+
+
+def add_tensors(parts: Sequence) -> Any:
+    """The sum of dense tensors, or of IndexedSlices, whose rows stay apart."""
+    if len(parts) == 1:
+        return parts[0]
+    if not any(isinstance(part, tf.IndexedSlices) for part in parts):
+        return tf.add_n(list(parts))
+    values = tf.concat([part.values for part in parts], 0)
+    indices = tf.concat([part.indices for part in parts], 0)
+    return tf.IndexedSlices(values, indices, parts[0].dense_shape)

@@ -7,6 +7,8 @@ The description comes from `TF_CONFIG`, the environment variable that schedulers
      "task": {"type": "worker", "index": 0}}
 """
 
+import contextlib
+import contextvars
 import ipaddress
 import json
 import os
@@ -143,6 +145,19 @@ class ClusterConfig(BaseModel):
         )
 
 
+_is_ignored = contextvars.ContextVar("ignores TF_CONFIG", default=False)
+
+
+@contextlib.contextmanager
+def without_tf_config() -> Iterator[None]:
+    """Within it, `read_tf_config` finds none: what is made takes the devices of this process."""
+    token = _is_ignored.set(True)
+    try:
+        yield
+    finally:
+        _is_ignored.reset(token)
+
+
 def read_tf_config(environ: Mapping[str, str] = os.environ) -> ClusterConfig | None:
     """Read and check `TF_CONFIG`.
 
@@ -161,7 +176,7 @@ def read_tf_config(environ: Mapping[str, str] = os.environ) -> ClusterConfig | N
             training alone, next to them, would go unnoticed.
     """
     text = environ.get("TF_CONFIG", "")
-    if not text.strip():
+    if not text.strip() or _is_ignored.get():
         return None
     config = _parse_json_object(text)
     check = _cluster_config_problems if config.get("cluster", {}) != {} else _alone_problems

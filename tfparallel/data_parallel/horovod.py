@@ -31,7 +31,7 @@ from tfparallel.internals import (
     surround_epochs,
 )
 from tfparallel.replicas.compressed_gradients import CompressedGradients
-from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 
 _SHUTDOWN_TIMEOUT_S = 5.0
@@ -43,9 +43,16 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     _host_has_all_to_all = True
 
     def __init__(
-        self, strategy: Any, process_set: Any, adasum: bool, sparse_as_dense: bool, options: dict
+        self,
+        strategy: Any,
+        process_set: Any,
+        adasum: bool,
+        sparse_as_dense: bool,
+        options: dict,
+        has_inner: bool = False,
     ):
-        device = _device_of_rank(hvd.local_rank())
+        share = _share_of_gpus(hvd.local_size()) if has_inner else 1
+        device = _device_of_rank(hvd.local_rank(), share)
         communication = tf.distribute.experimental.CommunicationOptions()
         super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
@@ -182,13 +189,27 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _sum_gradients(self, gradients: list) -> list:
         if self._num_workers == 1:
             return gradients
+        return self._counted(gradients, gradient_source(), self._sum_across_ranks)
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        def add_up(gradients: list) -> list:
+            if self._compressor is None or source is None:
+                return self._reduced_in_buckets(gradients)
+            return super(HorovodExtended, self)._sum_gradients_across_workers(gradients, source)
+
+        is_trivial = self._num_workers == 1 or not gradients
+        return gradients if is_trivial else self._counted(gradients, source, add_up)
+
+    def _counted(
+        self, gradients: list, source: GradientSource | None, add_up: Callable[[list], list]
+    ) -> list:
+        """`add_up(gradients)`, of which the watch for stalls knows."""
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        source = gradient_source()
         self._reduced[:] = [v.path for v in source.variables] if source is not None else []
         with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(gradients)):
             self._begun.assign_add(1)
-        sums = self._sum_across_ranks(gradients)
+        sums = add_up(gradients)
         with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(sums)):
             self._ended.assign_add(1)
         return sums
@@ -200,6 +221,9 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         step = current_replica_step()
         if self._adasum and step is not None:  # it combines means over rows, not shares of them
             gradients = [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in gradients]
+        return self._reduced_in_buckets(gradients)
+
+    def _reduced_in_buckets(self, gradients: list) -> list:
         pairs = [(gradient, gradient) for gradient in gradients]
         sums = self._gradient_all_reduce.batch_reduce(ReduceOp.SUM, pairs)
         return [self._local_results(each)[0] for each in sums]
@@ -267,18 +291,24 @@ def _end_stalled_job(error: StalledError) -> None:
         os._exit(1)
 
 
-def _device_of_rank(local_rank: int) -> str:
-    """The GPU of this rank, the only one that it shows to TensorFlow; or the CPU."""
+def _share_of_gpus(local_ranks: int) -> int:
+    """How many GPUs each rank of this host has, one at least."""
+    return max(len(tf.config.list_physical_devices("GPU")) // local_ranks, 1)
+
+
+def _device_of_rank(local_rank: int, share: int = 1) -> str:
+    """The first of the `share` GPUs that this rank shows to TensorFlow; or the CPU."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "/device:CPU:0"
-    if local_rank >= len(gpus):
+    own = gpus[local_rank * share : (local_rank + 1) * share]
+    if len(own) < share:
         raise ValueError(
             f"Expected a GPU for each rank of this host. Received: {len(gpus)} GPUs, local rank "
             f"{local_rank}. Start fewer ranks on {socket.gethostname()}."
         )
     try:
-        tf.config.set_visible_devices(gpus[local_rank], "GPU")
+        tf.config.set_visible_devices(own, "GPU")
     except RuntimeError:  # TensorFlow has started and has taken all of them
-        return f"/device:GPU:{local_rank}"
+        return f"/device:GPU:{local_rank * share}"
     return "/device:GPU:0"

@@ -41,7 +41,9 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         communication_options: Any,
         compressor: Compressor | None,
         timeouts: WorkerTimeouts,
+        has_inner: bool = False,
     ):
+        self._has_inner = has_inner  # a worker is one place, whose devices are another's
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
         if len(addresses) > 1 and rank is not None and not self._std_server_started:
@@ -77,7 +79,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             cpu = tf.config.list_physical_devices("CPU")[0]
             num_devices = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
             devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(num_devices))
-        return devices, device_type
+        return devices[:1] if self._has_inner else devices, device_type
 
     def _watch_others(self, addresses: list[str], silent_s: float) -> Watch | None:
         """Calls to a worker that is silent fail from then on, TensorFlow's collectives too."""

@@ -59,16 +59,19 @@ __all__ = [
     "SyncOnReadVariable",
     "TPUExtended",
     "become_copy_of",
+    "container_of",
     "device_util",
     "draw_keys_at_call_time",
     "distribute_lib",
     "distribute_utils",
     "first_replica_of_process",
     "gather",
+    "give_to",
     "launchers_of",
     "num_replicas",
     "num_replicas_of",
-    "only_copy_of",
+    "number_of_first_copy",
+    "strategy_behind",
     "numpy_dataset",
     "values_util",
 ]
@@ -115,16 +118,32 @@ def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:
     )
 
 
-def become_copy_of(variable: Any, new: Any, old: Any) -> None:
-    """Makes `new` the only copy of `variable`, in the place of `old`.
+def become_copy_of(variable: Any, index: int, new: Any, old: Any) -> None:
+    """Makes `new` copy number `index` of `variable`, in the place of `old`.
 
     Optimizers of Keras know a variable by its number, and copies know what they are copies of.
     """
     new._distributed_container = weakref.ref(variable)
     new._unique_id = old._unique_id
-    variable._values = (new,)
+    variable._values = (*variable._values[:index], new, *variable._values[index + 1 :])
 
 
-def only_copy_of(variable: Any) -> Any:
-    """The variable of TensorFlow that `variable` has once."""
-    return variable._primary
+def container_of(copy: Any) -> Any:
+    """The distributed variable that `copy` is a copy of; None for a variable of its own."""
+    container = getattr(copy, "_distributed_container", None)
+    return None if container is None else container()
+
+
+def give_to(extended: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes `extended` that of `strategy`: what variables and replicas call theirs."""
+    extended._container_strategy_weakref = weakref.ref(strategy)
+
+
+def number_of_first_copy(variable: Any) -> Any:
+    """What Keras's optimizers know `variable` by, in every replica."""
+    return variable._values[0]._unique_id
+
+
+def strategy_behind(variable: Any) -> Any:
+    """The strategy of a distributed variable, also while that is being made."""
+    return variable._distribute_strategy

@@ -27,13 +27,13 @@ class _TargetsOnHost(OnHost):
         return [(x, *own) for x, own in zip(inputs, targets, strict=True)], rows, total
 
 
-def batch_on_hosts(data: Any, first: str, last: str, num_microbatches: int) -> Any:
+def batch_on_hosts(data: Any, first: str, last: str, microbatches: range) -> Any:
     """`data` as `Batch` takes it, with targets on the last stage's host.
 
     Args:
         data: of a Keras step: `(x, y)` or `(x, y, sample_weight)`; anything else is left as it is.
         first, last: CPUs of the hosts of the first and the last stage.
-        num_microbatches: into how many `data` will be cut.
+        microbatches: the numbers of this process's, among those of all.
     """
     has_targets = isinstance(data, tuple) and len(data) in (2, 3) and data[1] is not None
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
@@ -45,6 +45,5 @@ def batch_on_hosts(data: Any, first: str, last: str, num_microbatches: int) -> A
         targets = keras.tree.map_structure(
             lambda leaf: None if leaf is None else tf.identity(leaf), data[1:]
         )
-    microbatches = range(num_microbatches)
     inputs = OnHost(first, microbatches, data[0])
     return OnHosts([_TargetsOnHost(last, microbatches, targets, inputs=inputs)])

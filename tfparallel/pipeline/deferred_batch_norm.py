@@ -14,7 +14,7 @@ has the weights w_i all equal.
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -33,9 +33,15 @@ class DeferredBatchNorm:
     Args:
         layers: BatchNormalization layers with moving averages in variables of
             `tfparallel.pipeline.stage_variables`.
+        sum_over_workers: of tensors, each of which is a sum over this process's microbatches.
     """
 
-    def __init__(self, layers: Sequence[keras.layers.BatchNormalization]):
+    def __init__(
+        self,
+        layers: Sequence[keras.layers.BatchNormalization],
+        sum_over_workers: Callable[[list], list] = list,
+    ):
+        self._sum_over_workers = sum_over_workers
         self.shares: dict[int, tuple[Any, tf.Tensor]] = {}
         self._layers = list(layers)
         self._thread = threading.local()
@@ -78,11 +84,18 @@ class DeferredBatchNorm:
             calls = list(zip(*own, strict=True))
             if calls:
                 with tf.device(mean.device):
-                    _assign_once(layer.momentum, mean, variance, calls, shares)
+                    _assign_once(
+                        layer.momentum, mean, variance, calls, shares, self._sum_over_workers
+                    )
 
 
 def _assign_once(
-    momentum: float, mean: Any, variance: Any, calls: Sequence, shares: Sequence[tuple]
+    momentum: float,
+    mean: Any,
+    variance: Any,
+    calls: Sequence,
+    shares: Sequence[tuple],
+    sum_over_workers: Callable[[list], list],
 ) -> None:
     """One update of a layer's averages.
 
@@ -92,13 +105,15 @@ def _assign_once(
         calls: for each call of the layer in a step, and each microbatch, what that would have
             assigned to both: `momentum * old + (1 - momentum) * statistics`.
         shares: of the microbatches, as `DeferredBatchNorm.shares`.
+        sum_over_workers: as `DeferredBatchNorm` has it.
     """
     has_rows = [tf.greater(rows, 0) for rows, _ in shares]
     weights = [tf.cast(weight, mean.dtype) for _, weight in shares]
 
     def average(tensors: Sequence) -> tf.Tensor:
         own = zip(tensors, weights, has_rows, strict=True)
-        return tf.add_n([weight * tf.where(ok, x, 0) for x, weight, ok in own])
+        local = tf.add_n([weight * tf.where(ok, x, 0) for x, weight, ok in own])
+        return sum_over_workers([local])[0]
 
     old = new = mean.read_value(), variance.read_value()
     for of_microbatches in calls:

@@ -46,6 +46,8 @@ class Executor:
         rematerialization: what is computed again in the backward pass. Default: nothing.
         hosts: for each of `schedule`'s devices, the one where what the forward pass keeps is until
             the backward pass takes it. Default: the device itself.
+        functions: of the stages, where several pipelines have them in common.
+        own_copy: of a variable that a function has captured, the copy of this pipeline.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Executor:
         device_names: Sequence[str],
         rematerialization: Rematerialization | None = None,
         hosts: Sequence[str] | None = None,
+        functions: StageFunctions | None = None,
+        own_copy: Callable[[Any], Any] = lambda variable: variable,
     ):
-        self._schedule, self._hosts = schedule, hosts
+        self._schedule, self._hosts, self._own_copy = schedule, hosts, own_copy
         self._rematerialization = rematerialization or Rematerialization("none", schedule)
         self._rounds = Rounds()
-        self._functions, self._passes = StageFunctions(), Passes()
+        self._functions, self._passes = functions or StageFunctions(), Passes()
         self._devices = [device_names[schedule.device_of[i]] for i in range(schedule.num_stages)]
 
     @property
@@ -122,7 +126,7 @@ class Executor:
             if not is_shared and any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
                 return function(*inputs)
             for variable in self._functions.watched_variables(concrete):
-                variable_accessed(variable)
+                variable_accessed(self._own_copy(variable))
             latest = self._rounds.latest(inputs)[0] if is_result else None
             in_round = self._rounds.current(microbatch) if latest is None else latest
             action = Action(stage, microbatch, "forward")
@@ -135,7 +139,7 @@ class Executor:
 
     def _outputs(self, action: Action, concrete: Any, inputs: list) -> list:
         """Those of a call, by the cheapest function that gradient tapes allow."""
-        arguments = [*inputs, *concrete.captured_inputs]
+        arguments = [*inputs, *self._functions.captures(concrete, self._own_copy)]
         if has_one_tape(arguments):
             return self._recorded_call(action, concrete, arguments)
         if record.should_record_backprop(arguments):

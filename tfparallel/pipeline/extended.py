@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,21 +12,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.joining import add_tensors, tensor_of
 from tfparallel.internals import (
     BaseOptimizer,
     TrainerCall,
     device_util,
     distribute_lib,
     distribute_utils,
+    is_stock_step,
     layer_of_late_variable,
     surround_epochs,
     values_util,
 )
-from tfparallel.internals.distribute import only_copy_of
+from tfparallel.internals.distribute import container_of
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.plans.action import Action
@@ -34,6 +38,7 @@ from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import (
     LayerVariable,
@@ -46,6 +51,7 @@ from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
+from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 
 
@@ -60,7 +66,16 @@ class Options:
 
 
 class PipelineExtended(LocalExtended):
-    """Microbatches as replicas, over variables that exist once."""
+    """Microbatches as replicas, over variables that exist once in each pipeline.
+
+    Args:
+        container_strategy: the strategy.
+        devices: of the stages.
+        schedule, partition, options: as `PipelineStrategy` explains them.
+        cluster: that the devices are in, if they are in several processes.
+        others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
+            `r % num_microbatches` of pipeline `r // num_microbatches`.
+    """
 
     _xla_can_predict = False  # a stage is a function that XLA does not know
 
@@ -72,13 +87,17 @@ class PipelineExtended(LocalExtended):
         partition: Partition,
         options: Options,
         cluster: StageCluster | None = None,
+        others: Sequence[Sequence[str]] = (),
     ):
-        self._stage_devices = [device_util.canonicalize(device) for device in devices]
+        pipelines = [devices, *others]
+        self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
+        self._stage_devices = self._pipelines[0]
         super().__init__(container_strategy, devices[:1])  # which is in this process
         self._default_device = None
         self._schedule, self._partition, self._options = schedule, partition, options
         # Losses and metrics are computed where the last stage is.
-        self._devices = (self._stage_devices[-1],) * schedule.num_microbatches
+        microbatches = range(schedule.num_microbatches)
+        self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
         self._input_workers_devices = ((self._host_device, self._devices),)
         self._budget = stage_budget(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
@@ -86,9 +105,10 @@ class PipelineExtended(LocalExtended):
         if cluster is not None:
             cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
         self._known_stages: Any = weakref.WeakKeyDictionary()
-        self._batches = FirstBatches(schedule.num_microbatches)
+        self._batches = FirstBatches(self._num_replicas_in_sync)
         self._creation = threading.local()
-        self._executor: Executor | None = None
+        self._executors: Executors | None = None
+        self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
@@ -99,8 +119,23 @@ class PipelineExtended(LocalExtended):
         schedule = self._schedule
         return (
             f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
-            f"devices={where}"
+            f"devices={where}" + "".join(f" + {short_names(o)}" for o in self._pipelines[1:])
         )
+
+    def outermost(self) -> tf.distribute.Strategy:
+        """The strategy that trains: of several processes, where the pipeline is inside of one."""
+        return self._container_strategy()
+
+    # ---- several pipelines -----------------------------------------------------------------------
+
+    def pipeline_of(self, replica: int) -> int:
+        """Which pipeline a replica of this process is a microbatch of."""
+        return replica // self._schedule.num_microbatches
+
+    def is_first_of_pipeline(self) -> bool:
+        """Whether the calling replica is its pipeline's first microbatch."""
+        replica = values_util.get_current_replica_id_as_int()
+        return replica % self._schedule.num_microbatches == 0
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -110,9 +145,10 @@ class PipelineExtended(LocalExtended):
         if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
             return super()._create_variable(next_creator, **kwargs)
-        self._creation.device = only_copy_of(leader).device  # an optimizer slot, with its variable
+        self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
+        leader.move_to([copy.device for copy in leader.values])
         return variable
 
     def _home(self, kwargs: Mapping[str, Any]) -> str:
@@ -135,16 +171,31 @@ class PipelineExtended(LocalExtended):
         return SequentialVariable if is_in_turn or is_seed else LayerVariable
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
-        return (self._creation.device,)
+        return (self._creation.device,) * len(self._pipelines)
 
     def _replica_ctx_update(
         self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
     ) -> Any:
-        if values_util.get_current_replica_id_as_int() != 0:
-            return None  # replica 0 computes the same update, for all
+        if not self.is_first_of_pipeline():
+            return None  # the first microbatch computes the same update, for all
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     # ---- how a step runs on replicas -------------------------------------------------------------
+
+    @property
+    def _replicas_of_users(self) -> int:
+        """A pipeline is one replica; in a custom loop's `run`, its microbatches are."""
+        context = distribute_lib.get_replica_context()
+        if context is None or context.strategy is not self._container_strategy():
+            return len(self._pipelines) * self._num_workers
+        return self._num_replicas_in_sync
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        """Notes the batch, to measure layers with it."""
+        if not is_stock_step(step_function) or not args:
+            return args
+        self._note_batch(step_function.__self__, args[0])
+        return self._batch_for_step(args[0]), *args[1:]
 
     @property
     def _host_device(self) -> str:
@@ -157,12 +208,16 @@ class PipelineExtended(LocalExtended):
     def _device_of_stage(self, stage: int) -> str:
         return self._stage_devices[self._schedule.device_of[stage]]
 
+    def _devices_of_stage(self, stage: int) -> list[str]:
+        """One in each pipeline."""
+        return [each[self._schedule.device_of[stage]] for each in self._pipelines]
+
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if call.model not in self._known_stages:
             self._batches.note_arrays(call)
         if self._cluster is not None:
             surround_epochs(call, self._cluster.reports_lost_stages)
-        return dataset
+        return super()._keras_dataset(dataset, call)
 
     def _note_batch(self, model: keras.Model, data: Any) -> None:
         if model not in self._known_stages:
@@ -171,9 +226,9 @@ class PipelineExtended(LocalExtended):
     def _batch_for_step(self, data: Any) -> Any:
         if self._num_replicas_in_sync == 1:  # `Strategy.run` takes the batch as it is
             return data
-        return batch_on_hosts(
-            data, self._host_device, self._hosts()[-1], self._num_replicas_in_sync
-        )
+        first = self._get_replica_id_in_sync_group(0)
+        microbatches = range(first, first + len(self._devices))
+        return batch_on_hosts(data, self._host_device, self._hosts()[-1], microbatches)
 
     def _stages_of(self, model: keras.Model) -> Stages:
         if model not in self._known_stages:
@@ -183,7 +238,7 @@ class PipelineExtended(LocalExtended):
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
-                    behind(variable).move_to(self._device_of_stage(homes[id(variable)]))
+                    behind(variable).move_to(self._devices_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
 
@@ -193,7 +248,8 @@ class PipelineExtended(LocalExtended):
             yield
             return
         stages = self._stages_of(model)
-        deferred = DeferredBatchNorm(self._deferred_layers(model))
+        add_up = self._sum_list_across_workers
+        deferred = DeferredBatchNorm(self._deferred_layers(model), add_up)
 
         def current_microbatch() -> int | None:
             step = current_replica_step()
@@ -203,15 +259,43 @@ class PipelineExtended(LocalExtended):
             deferred.shares[microbatch] = step.rows, step.weight
             return microbatch
 
-        changes = StateChanges(model, current_microbatch, _current_inputs, deferred.shares)
+        changes = StateChanges(model, current_microbatch, _current_inputs, deferred.shares, add_up)
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
-        with contextlib.nullcontext() if tf.executing_eagerly() else traced:
-            self._changes = changes
+        with contextlib.ExitStack() as around:
+            around.enter_context(super()._step_of(model))
+            if not tf.executing_eagerly():
+                around.enter_context(traced)
+            self._changes, self._averages = changes, {}
             try:
                 yield
                 changes.assign()
+                self._average_over_pipelines(deferred.shares)
             finally:
                 self._changes = None
+
+    def note_average(self, variable: SequentialVariable) -> None:
+        """Tells of an average that each pipeline keeps of its own rows in this step."""
+        self._averages[id(variable)] = variable
+
+    def _average_over_pipelines(self, shares: Mapping[int, tuple]) -> None:
+        """Averages of each pipeline's own rows become their mean, weighted by rows."""
+        if not self._averages or len(self._pipelines) * self._num_workers == 1:
+            return
+        count = self._schedule.num_microbatches
+        weights = [
+            tf.add_n([shares[m][1] for m in range(i, i + count)])
+            for i in range(0, len(self._devices), count)
+        ]
+        variables = list(self._averages.values())
+        means = []
+        for variable in variables:
+            with tf.device(variable.values[0].device):
+                means.append(_weighted_sum([v.read_value() for v in variable.values], weights))
+        means = self._sum_list_across_workers(means)
+        for variable, mean in zip(variables, means, strict=True):
+            for copy in variable.values:
+                with tf.device(copy.device):
+                    copy.assign(mean)
 
     @contextlib.contextmanager
     def _traced_step(
@@ -224,23 +308,31 @@ class PipelineExtended(LocalExtended):
     ) -> Iterator[None]:
         rematerialization = Rematerialization(self._options.rematerialize, self._schedule)
         rematerialization.check_names([part.name for part in stages.parts])
-        hosts = self._hosts() if self._options.offload else None
-        self._executor = executor = Executor(
-            self._schedule, self._stage_devices, rematerialization, hosts
-        )
+        self._executors = executors = self._new_executors(rematerialization)
         try:
             self._reads = {}
             with staged(
-                model, stages, executor, current_microbatch, deferred, changes, rematerialization
+                model, stages, executors, current_microbatch, deferred, changes, rematerialization
             ):
                 yield
             deferred.assign()
             graph = tf.compat.v1.get_default_graph()
-            self._say_once(executor.order(graph))
+            self._say_once(executors.order(graph))
             if self._has_clock:
-                self._times = executor.add_clock(graph, self._hosts())
+                self._times = executors.add_clock(graph, self._hosts())
         finally:
-            self._executor = self._reads = None
+            self._executors = self._reads = None
+
+    def _new_executors(self, rematerialization: Rematerialization) -> Executors:
+        functions = StageFunctions()
+        each = []
+        for i, devices in enumerate(self._pipelines):
+            hosts = _hosts_of(devices) if self._options.offload else None
+            own_copy = functools.partial(copy_in_pipeline, i)
+            each.append(
+                Executor(self._schedule, devices, rematerialization, hosts, functions, own_copy)
+            )
+        return Executors(each, self._schedule.num_microbatches)
 
     def _say_once(self, schedule: Schedule) -> None:
         """Says that steps run by `schedule`, if that is another one than was asked for."""
@@ -268,7 +360,7 @@ class PipelineExtended(LocalExtended):
             self._has_clock, self._times = False, {}
 
     def _hosts(self) -> list[str]:
-        return [device_util.canonicalize("/device:CPU:0", device) for device in self._stage_devices]
+        return _hosts_of(self._stage_devices)
 
     def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
         if self._options.batch_norm != "deferred":
@@ -288,31 +380,69 @@ class PipelineExtended(LocalExtended):
 
     def _reduce_gradients(self, gradients: list) -> list:
         context = distribute_lib.get_replica_context()
-        step, executor = current_replica_step(), self._executor
+        step, executors = current_replica_step(), self._executors
         if step is not None:
             context.merge_call(lambda _: self._assign_changes())
-        if step is None or executor is None:
+        if step is None or executors is None:
             return super()._reduce_gradients(gradients)
+        source = gradient_source()
 
         def merge(_: tf.distribute.Strategy, gradients: list, rows: Any) -> list:
-            microbatches = range(self._num_replicas_in_sync)
+            microbatches = range(len(self._devices))
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
-            return sum_gradients(executor, *zip(*parts, strict=True))
+            sums = [sum_gradients(*each) for each in executors.by_pipeline(parts)]
+            return self._sum_over_pipelines(sums, source)
 
-        executor.end_round(values_util.get_current_replica_id_as_int())
+        executors.end_round(values_util.get_current_replica_id_as_int())
         return context.merge_call(merge, args=(gradients, step.rows))
+
+    def _sum_over_pipelines(self, sums: list[list], source: GradientSource | None) -> list:
+        """Of each pipeline's sums over its microbatches, each copy where its pipeline has it."""
+        totals = []
+        for own in zip(*sums, strict=True):
+            with tf.device(tensor_of(own[0]).device):
+                totals.append(add_tensors(own))
+        totals = self._sum_gradients_across_workers(totals, source)
+        if len(sums) == 1:
+            return totals
+        results = []
+        for total, own in zip(totals, zip(*sums, strict=True), strict=True):
+            copies = []
+            for each in own:
+                with tf.device(tensor_of(each).device):
+                    copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
+            own_copies = [copies[self.pipeline_of(i)] for i in range(len(self._devices))]
+            results.append(distribute_utils.regroup(tuple(own_copies), always_wrap=True))
+        return results
 
     def _assign_changes(self) -> None:
         if self._changes is not None:
             self._changes.assign()
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        """Replica 0 updates for all: what the others would compute to that end is left out."""
-        if self._executor is not None and values_util.get_current_replica_id_as_int() != 0:
+        """The first microbatch updates for all; what others would compute for it is left out."""
+        if self._executors is not None and not self.is_first_of_pipeline():
             return None
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:
             return super()._apply_reduced(apply, gradients, variables)
+
+
+def copy_in_pipeline(index: int, variable: Any) -> Any:
+    """Pipeline number `index`'s copy of what the copy `variable` is a copy of."""
+    container = container_of(variable)
+    return container.values[index] if isinstance(container, StageVariable) else variable
+
+
+def _hosts_of(devices: Sequence[str]) -> list[str]:
+    return [device_util.canonicalize("/device:CPU:0", device) for device in devices]
+
+
+def _weighted_sum(values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Of values with a weight above zero: without rows they may be NaN."""
+    weights = [tf.cast(weight, value.dtype) for value, weight in zip(values, weights, strict=True)]
+    pairs = zip(values, weights, strict=True)
+    return tf.add_n([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])
 
 
 def _current_inputs() -> list[tf.Tensor]:

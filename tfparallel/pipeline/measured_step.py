@@ -15,6 +15,7 @@ def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: An
     """Runs two steps, and measures the second; see `PipelineStrategy.profile`."""
     batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     extended = strategy.extended
+    strategy = extended.outermost()
     with strategy.scope():
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
         build_from_shapes(model, (x, y, weight))

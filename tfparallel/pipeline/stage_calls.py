@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
-from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_masks, split_at
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
@@ -26,7 +26,7 @@ class StageCalls:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executors,
         current_microbatch: Callable,
         deferred: DeferredBatchNorm,
         changes: StateChanges,

@@ -28,6 +28,18 @@ class StageFunctions:
         self._trainable[concrete] = [x for x in variables if x.trainable]
         return variables
 
+    def captures(self, concrete: Any, own_copy: Callable[[Any], Any]) -> list[tf.Tensor]:
+        """What `concrete` takes beside its inputs, with the caller's copy of each variable.
+
+        Args:
+            own_copy: of a variable that `concrete` was traced with.
+        """
+        handles = {id(variable.handle): variable for variable in concrete.graph.variables}
+        return [
+            own_copy(handles[id(each)]).handle if id(each) in handles else each
+            for each in concrete.captured_inputs
+        ]
+
     def once(self, key: Hashable, build: Callable, *arguments: Any) -> Any:
         """What `build(*arguments)` gave when it was first asked for with this key."""
         if key not in self._built:

@@ -1,25 +1,76 @@
-"""Variables of a pipeline: one copy each, on the device of its stage once that is known."""
+"""Variables of pipelines: a copy for each, on the device of its stage once that is known.
 
-from collections.abc import Callable
+One pipeline is the common case. Where a process has several, which divide the rows of a batch, the
+first microbatch of each assigns its pipeline's copy.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import device_util, values_util
-from tfparallel.internals.distribute import become_copy_of, only_copy_of
+from tfparallel.internals import device_util, distribute_lib, values_util
+from tfparallel.internals.distribute import become_copy_of, number_of_first_copy, strategy_behind
 from tfparallel.pipeline.state_changes import StateChanges
-from tfparallel.replicas.variables import CentralVariable
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.variables import CentralVariable, SummedWhenRead
 
 
 class StageVariable(CentralVariable):
-    """A variable that lives once, on its stage's device; replica 0 assigns it for all."""
+    """A variable that lives once in a pipeline, whose first microbatch assigns it for all."""
 
     _followers: tuple = ()
+    _values: Any
 
-    def move_to(self, device: str) -> None:
-        """Moves the variable, and the optimizer slots that follow it, to `device`."""
+    def is_own_context(self) -> bool:
+        """Whether the caller is a replica of this strategy.
+
+        Outside of every scope TensorFlow's default strategy has a replica of number 0.
+        """
+        context = distribute_lib.get_replica_context()
+        return context is not None and context.strategy is strategy_behind(self)
+
+    def pipeline(self) -> int:
+        """The number of the pipeline whose copy the caller computes with."""
+        if len(self._values) == 1:
+            return 0
+        updated = distribute_lib.get_update_replica_id()
+        if updated is not None:  # in `extended.update` copies have numbers, not replicas
+            return updated
+        if not self.is_own_context():
+            return 0
+        replica = values_util.get_current_replica_id_as_int()
+        return strategy_behind(self).extended.pipeline_of(replica)
+
+    @property
+    def _primary(self) -> Any:
+        return self._values[self.pipeline()]
+
+    @property
+    def _unique_id(self) -> Any:
+        return number_of_first_copy(self)
+
+    def _is_assigned_here(self) -> bool:
+        """Whether the calling replica assigns for all of its pipeline."""
+        return strategy_behind(self).extended.is_first_of_pipeline()
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        if self._needs_aggregation():
+            return super()._update_replica(update_fn, value, **kwargs)
+        return self._assigned_by_first(update_fn, value, **kwargs)
+
+    def _assigned_by_first(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        is_assigned = self._is_assigned_here()
+        return update_fn(self._primary, value, **kwargs) if is_assigned else self._primary
+
+    def move_to(self, devices: Sequence[str]) -> None:
+        """Moves each pipeline's copy, with the optimizer slots that follow it, to its device."""
+        for i, device in enumerate(devices):
+            self._move_copy(i, device)
+
+    def _move_copy(self, index: int, device: str) -> None:
         for variable in (self, *self._followers):
-            old = only_copy_of(variable)
+            old = variable.values[index]
             if device_util.canonicalize(old.device) == device_util.canonicalize(device):
                 continue
             with tf.init_scope(), tf.device(device):
@@ -31,7 +82,7 @@ class StageVariable(CentralVariable):
                     synchronization=old.synchronization,
                     aggregation=old.aggregation,
                 )
-            become_copy_of(variable, new, old)
+            become_copy_of(variable, index, new, old)
 
 
 class LayerVariable(StageVariable):
@@ -105,19 +156,62 @@ class LayerVariable(StageVariable):
         if changes is None:
             return super()._update_replica(update_fn, value, **kwargs)
         changes.check_is_outside_of_layers(self)
-        is_first = values_util.get_current_replica_id_as_int() == 0
-        return update_fn(self._primary, value, **kwargs) if is_first else self._primary
+        return self._assigned_by_first(update_fn, value, **kwargs)
 
 
-class SequentialVariable(StageVariable):
-    """A variable that every microbatch assigns in turn: metrics, BatchNorm's averages, seeds."""
+class SequentialVariable(SummedWhenRead, StageVariable):
+    """A variable that every microbatch assigns in turn: metrics, BatchNorm's averages, seeds.
+
+    A metric's value is the sum of all pipelines' copies, BatchNorm's averages become their mean at
+    the end of a step, and seeds are equal.
+    """
 
     deferred_to: Callable | None = None  # takes BatchNorm's averages; see `DeferredBatchNorm`
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether its copies are added up."""
+        return self.synchronization == tf.VariableSynchronization.ON_READ
+
+    def _is_one(self) -> bool:
+        extended = strategy_behind(self).extended
+        return not self.is_metric or len(self._values) * extended._num_workers == 1
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
+        if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:
+            strategy_behind(self).extended.note_average(self)
         return update_fn(self._primary, value, **kwargs)
+
+    def _get(self) -> Any:
+        is_update = distribute_lib.get_update_replica_id() is not None
+        if is_update or self.is_own_context() or self._is_one():
+            return super()._get()
+        return self._get_cross_replica()
+
+    def value(self) -> tf.Tensor:
+        """The value."""
+        return super().value() if self._is_one() else tf.identity(self._get())
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self._is_one():
+            return super()._get_cross_replica()
+        known = self._prefetched()
+        return self._total() if known is None else known
+
+    def _total(self) -> tf.Tensor:
+        own = tf.add_n([tf.identity(copy.read_value()) for copy in self.values])
+        return strategy_behind(self).extended._sum_across_workers(own)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""
+        if self._is_one() or self.is_own_context():
+            return super().assign(value, *args, **kwargs)
+        is_rank_zero = strategy_behind(self).extended._id_in_cluster == 0
+        for i, copy in enumerate(self.values):
+            copy.assign(value if i == 0 and is_rank_zero else tf.zeros_like(copy))
+        return self
 
 
 class OptimizerNumber(StageVariable):
@@ -145,7 +239,8 @@ class OptimizerNumber(StageVariable):
         reads = self.distribute_strategy.extended._reads
         if reads is None:  # no step is being traced
             return None
-        key = (id(self), tf.compat.v1.get_default_graph())  # branches have graphs of their own
+        graph = tf.compat.v1.get_default_graph()  # branches have graphs of their own
+        key = (id(self), graph, self.pipeline())
         if key not in reads:
             reads[key] = self._primary.read_value()
         return reads[key]

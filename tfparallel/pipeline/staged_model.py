@@ -15,7 +15,7 @@ import keras
 
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
-from tfparallel.pipeline.executor import Executor
+from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import TENSORS
 from tfparallel.pipeline.parts import functional_graph
 from tfparallel.pipeline.places import Places
@@ -31,7 +31,7 @@ from tfparallel.pipeline.state_changes import StateChanges
 def staged(
     model: keras.Model,
     stages: Stages,
-    executor: Executor,
+    executor: Executors,
     current_microbatch: Callable,
     deferred: DeferredBatchNorm,
     changes: StateChanges,

@@ -65,6 +65,7 @@ class StateChanges:
         current_inputs: gives the tensors of the calling thread's microbatch.
         shares: for each microbatch its number of rows, and its share of the batch's rows; known
             when all have passed.
+        sum_over_workers: of tensors, each of which is a sum over this process's microbatches.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class StateChanges:
         current_microbatch: Callable,
         current_inputs: Callable,
         shares: Mapping[int, tuple],
+        sum_over_workers: Callable[[list], list] = list,
     ):
-        self._model, self._shares = model, shares
+        self._model, self._shares, self._sum_over_workers = model, shares, sum_over_workers
         self._current_microbatch, self._current_inputs = current_microbatch, current_inputs
         self._graph = tf.compat.v1.get_default_graph()
         self._changes: dict[int, dict[int, Change]] = collections.defaultdict(dict)
@@ -237,7 +239,7 @@ class StateChanges:
             rows, weight = self._shares[microbatch]
             present = tf.where(tf.greater(rows, 0), value, 0)  # a mean of no rows is NaN
             weighted.append(present * tf.cast(weight, value.dtype))
-        return tf.add_n(weighted)
+        return self._sum_over_workers([tf.add_n(weighted)])[0]
 
     def _name(self, variable: Any) -> str:
         for layer in layers_of(self._model):

@@ -7,7 +7,7 @@ done with them.
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -17,13 +17,13 @@ from tfparallel.communication.joining import join, split
 from tfparallel.coordination.agreement import Agreement, DisagreementError
 from tfparallel.internals import (
     PerReplica,
+    ReduceOp,
     TrainerCall,
     context,
     owner_of_new_variable,
 )
-from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.extended import ReplicatedExtended
-from tfparallel.replicas.variables import MetricVariable, prefetched_metrics
+from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.weights_check import WeightsCheck
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
 
@@ -130,12 +130,22 @@ class WorkersExtended(ReplicatedExtended):
             keep_files_of_other_workers_apart(call.callbacks)
         if shards:
             strategy = self._container_strategy()
+            self._check_has_own_replicas(strategy)
             shard = tf.distribute.Strategy.experimental_distribute_dataset(strategy, dataset)
             return AgreedBatches(shard, self._agreement, self._as_per_replica)
         endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         if not call.is_length_known and not endless:
             return AgreedBatches(dataset, self._agreement, lambda batch: batch)
         return dataset
+
+    def _check_has_own_replicas(self, strategy: tf.distribute.Strategy) -> None:
+        if strategy.extended is not self:
+            raise ValueError(
+                "auto_shard_policy FILE deals files to the replicas of workers, and the devices "
+                "of a worker with an inner strategy divide the rows of a whole batch. Received: a "
+                f"dataset with FILE. Use AutoShardPolicy.OFF. (Rank {self._id_in_cluster} is "
+                "speaking.)"
+            )
 
     def _as_per_replica(self, batch: Any) -> Any:
         """A batch that is this worker's already, also where it has one replica only."""
@@ -144,9 +154,6 @@ class WorkersExtended(ReplicatedExtended):
         )
 
     # ---- across workers --------------------------------------------------------------------------
-
-    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._sum_list_across_workers([tensor])[0]
 
     def _sum_list_across_workers(self, tensors: list) -> list:
         """Sums of the workers' tensors, in one all-reduce for each dtype."""
@@ -160,6 +167,21 @@ class WorkersExtended(ReplicatedExtended):
             for i, part in zip(chosen, own, strict=True):
                 sums[i] = part
         return sums
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        """As one replica of each worker; for the devices of a process that are a mesh of their own.
+
+        Called in a cross-replica context, with the sums of the process.
+        """
+        del source
+        pairs = [(gradient, gradient) for gradient in gradients]
+        sums = self._batch_reduce_to(ReduceOp.SUM, pairs, None) if pairs else []
+        return [self._local_results(total)[0] for total in sums]
+
+    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        """All workers' tensors along `axis`, of equal shapes but for it, in the order of ranks."""
+        gathered = self._gather_to_implementation(tensor, self._host_device, axis, None)
+        return self._local_results(gathered)[0]
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
@@ -184,19 +206,6 @@ class WorkersExtended(ReplicatedExtended):
             return tf.function(self._gather_rows)(rows)
         scalar = rows.shape.rank == 0
         return self._host_gather(rows[tf.newaxis] if scalar else rows)
-
-    @contextlib.contextmanager
-    def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
-        """Reads all metric variables in one all-reduce instead of one for each."""
-        variables = [behind(v) for metric in metrics for v in metric.variables]
-        variables = [v for v in variables if isinstance(v, MetricVariable)]
-        if self._num_workers == 1 or not variables:
-            yield
-            return
-        local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
-        sums = self._sum_and_check_weights(local)
-        with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
-            yield
 
     def _sum_and_check_weights(self, tensors: list) -> list:
         """`_sum_list_across_workers`; once in each step the hash of the weights rides on it."""

@@ -120,7 +120,7 @@ class KerasStrategy(tf.distribute.Strategy):
             checks.check_model(self, fn.__self__)
             checks.check_jit_compile(self, fn.__self__)
             mark_statistics(fn.__self__)
-            args = self._arguments_of_step(fn, args)
+            args = self.extended._arguments_of_step(fn, args)
         elif is_predict_step(fn):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_compiled_step(fn) or is_called_by_trainer():
@@ -134,11 +134,6 @@ class KerasStrategy(tf.distribute.Strategy):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
             return (run_keras_step if is_step else run_predict_step)(self, fn, *args)
-
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        """What a Keras step is run with in the place of `args`, which begin with the batch."""
-        del step_function
-        return args
 
     def _run_on_replicas(self, fn: Callable) -> Any:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""
@@ -230,4 +225,4 @@ class KerasStrategy(tf.distribute.Strategy):
         A Keras loss outside of `run` is not divided either: one device computes it, of all rows.
         """
         outside = distribute_lib.in_cross_replica_context() and is_loss_scaling()
-        return 1 if outside or current_replica_step() else super().num_replicas_in_sync
+        return 1 if outside or current_replica_step() else self.extended._replicas_of_users

@@ -14,7 +14,7 @@ from tfparallel.communication.compression.compression_report import CompressionR
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.gradient_compression import GradientCompression
 from tfparallel.communication.compression.transport import Transport, sum_halves
-from tfparallel.communication.joining import join, split
+from tfparallel.communication.joining import add_tensors, join, split
 from tfparallel.internals import Mirrored, distribute_lib, distribute_utils
 from tfparallel.replicas.across_workers import WorkersExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
@@ -51,11 +51,19 @@ class CompressedGradients(WorkersExtended):
 
     def _reduce_compressed(self, source: GradientSource, loss_scale: Any, gradients: tuple) -> list:
         with tf.device(self._devices[0]):
-            local = [_sum_of_replicas(self._local_results(gradient)) for gradient in gradients]
+            local = [add_tensors(self._local_results(gradient)) for gradient in gradients]
             sums = self._compression_of(source).reduce(
                 local, self._transport, source.variables, self._local_results(loss_scale)[0]
             )
         return [self._on_replicas(total) for total in sums]
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        if self._compressor is None or self._num_workers == 1 or source is None:
+            return super()._sum_gradients_across_workers(gradients, source)
+        with tf.device(self._devices[0]):
+            return self._compression_of(source).reduce(
+                gradients, self._transport, source.variables, source.loss_scale()
+            )
 
     def _compression_of(self, source: GradientSource) -> GradientCompression:
         compression = vars(source.optimizer).get(ATTRIBUTE)
@@ -167,11 +175,3 @@ class WorkersTransport:
     def all_gather_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """In one collective."""
         return self._extended._host_gather(tensor)
-
-
-def _sum_of_replicas(parts: tuple) -> Any:
-    if not isinstance(parts[0], tf.IndexedSlices):
-        return tf.add_n(list(parts))
-    values = tf.concat([part.values for part in parts], 0)
-    indices = tf.concat([part.indices for part in parts], 0)
-    return tf.IndexedSlices(values, indices, parts[0].dense_shape)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,17 +23,22 @@ from tfparallel.internals import (
     record,
     with_body,
 )
+from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import call_with_global_seed
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
+    SummedWhenRead,
     is_statistics,
     mark_owner,
+    prefetched_metrics,
 )
 
 
@@ -42,6 +47,11 @@ class ReplicatedExtended(MirroredExtended):
 
     _num_workers = 1
     _id_in_cluster = 0
+    _reduces_parts = False  # of gradients, not wholes
+    _agreed_value: tf.Tensor | None = None  # of the variable that is created last
+    _workers: AxisOfProcesses | None = (
+        None  # around a process whose devices are a mesh of their own
+    )
 
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""
@@ -65,6 +75,7 @@ class ReplicatedExtended(MirroredExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        kwargs = self._begun_alike(kwargs)
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
         hook_batch_norm(owner or layer_of_late_variable())
@@ -123,6 +134,16 @@ class ReplicatedExtended(MirroredExtended):
         return self._devices
 
     # ---- how a step runs on replicas -------------------------------------------------------------
+
+    @property
+    def _replicas_of_users(self) -> int:
+        """What `num_replicas_in_sync` says outside of Keras's steps."""
+        return self._num_replicas_in_sync
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        """What a Keras step is run with in the place of `args`, which begin with the batch."""
+        del step_function
+        return args
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
@@ -203,10 +224,44 @@ class ReplicatedExtended(MirroredExtended):
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
         return apply(gradients, variables)
 
-    # ---- across workers: this worker is all there is ---------------------------------------------
+    # ---- across workers: this one is all there is, unless it has others around it ----------------
+
+    def _join(self, workers: AxisOfProcesses) -> None:
+        """Makes this process one place of an axis over several; before variables are created."""
+        self._workers, self._agreement = workers, workers._agreement
+        self._num_workers, self._id_in_cluster = workers._num_workers, workers._id_in_cluster
+        self._default_device = workers._default_device
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self.worker_devices) * self._num_workers
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._id_in_cluster * len(self.worker_devices) + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._id_in_cluster * len(self.worker_devices)
+
+    def _in_multi_worker_mode(self) -> bool:
+        if self._workers is None:
+            return super()._in_multi_worker_mode()
+        return self._workers._in_multi_worker_mode()
+
+    def _begun_alike(self, kwargs: dict) -> dict:
+        """What a variable creator gets, with rank 0's initial value; asking twice changes nothing.
+
+        For whoever looks at the value before the base's `_create_variable` does.
+        """
+        is_local = isinstance(kwargs.get("colocate_with"), numpy_dataset.SingleDevice)
+        if self._workers is None or is_local or kwargs["initial_value"] is self._agreed_value:
+            return kwargs
+        self._agreed_value = value_of_rank_zero(self._workers, kwargs)
+        return {**kwargs, "initial_value": self._agreed_value}
 
     def _check_outside_of_replicas(self, name: str) -> None:
         """Whether variable `name` may be differentiated outside of `run`."""
+        if self._workers is not None:
+            self._workers._check_outside_of_replicas(name)
 
     @property
     def _host_device(self) -> str:
@@ -218,22 +273,26 @@ class ReplicatedExtended(MirroredExtended):
         return self._num_replicas_in_sync > 1
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
-        del call
-        return dataset
+        return dataset if self._workers is None else self._workers._keras_dataset(dataset, call)
 
     def _step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
         """Around each Keras step of `model`, also where one replica runs it."""
-        del model
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if self._workers is None else self._workers._step_of(model)
 
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tensor
+        return self._sum_list_across_workers([tensor])[0]
 
     def _sum_list_across_workers(self, tensors: list) -> list:
-        return tensors
+        return tensors if self._workers is None else self._workers._sum_list_across_workers(tensors)
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        """Of the sums of this process; called in a cross-replica context."""
+        if self._workers is None:
+            return gradients
+        return self._workers._sum_gradients_across_workers(gradients, source)
 
     def _gather_rows(self, rows: Any) -> Any:
-        return rows
+        return rows if self._workers is None else self._workers._gather_rows(rows)
 
     def _all_rows(self, tensors: list) -> list:
         """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
@@ -246,6 +305,20 @@ class ReplicatedExtended(MirroredExtended):
 
         return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
 
-    def _metrics_read_together(self, metrics: Sequence) -> contextlib.AbstractContextManager:
-        del metrics
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
+        """Reads all metric variables in one all-reduce between workers instead of one for each."""
+        variables = [behind(v) for metric in metrics for v in metric.variables]
+        variables = [v for v in variables if isinstance(v, SummedWhenRead)]
+        if self._num_workers == 1 or not variables:
+            yield
+            return
+        local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
+        sums = self._sum_and_check_weights(local)
+        with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
+            yield
+
+    def _sum_and_check_weights(self, tensors: list) -> list:
+        if self._workers is None:
+            return self._sum_list_across_workers(tensors)
+        return self._workers._sum_and_check_weights(tensors)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.internals import (
     DistributedValues,
+    Mirrored,
     PerReplica,
     ReduceOp,
     ReductionToOneDevice,
@@ -16,6 +17,7 @@ from tfparallel.internals import (
 from tfparallel.internals.distribute import gather
 from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.extended import ReplicatedExtended
+from tfparallel.replicas.optimizer_hooks import gradient_source
 
 
 class LocalExtended(ReplicatedExtended):
@@ -26,6 +28,7 @@ class LocalExtended(ReplicatedExtended):
     """
 
     _user_cross_device_ops: tf.distribute.CrossDeviceOps | None = None
+    _takes_workers = True  # may be inside of a strategy over several processes
 
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         if self._user_cross_device_ops is not None:
@@ -50,6 +53,12 @@ class LocalExtended(ReplicatedExtended):
         return PerReplica([copies[device] for device in self._devices])
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
+        local = self._reduce_in_process(reduce_op, value, destinations, options)
+        return self._reduce_over_workers(reduce_op, [local])[0]
+
+    def _reduce_in_process(
+        self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
             return ReductionToOneDevice().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
@@ -57,14 +66,69 @@ class LocalExtended(ReplicatedExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        if not isinstance(value, DistributedValues):
+        if isinstance(value, DistributedValues):
+            value = gather(self._local_reduction(), value, destinations, axis, options)
+        if self._workers is None:
             return value
-        return gather(self._local_reduction(), value, destinations, axis, options)
+        return self._workers._gather_along(self._local_results(value)[0], axis)
 
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
     ) -> list:
-        return self._local_reduction().batch_reduce(reduce_op, value_destination_pairs, options)
+        pairs = list(value_destination_pairs)
+        local = self._local_reduction().batch_reduce(reduce_op, pairs, options)
+        return self._reduce_over_workers(reduce_op, local)
+
+    def _sum_gradients(self, gradients: list) -> list:
+        """Through the workers as gradients, which may be compressed there."""
+        source = gradient_source()
+        if self._workers is None:
+            return super()._sum_gradients(gradients)
+
+        def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+            pairs = [(gradient, gradient) for gradient in gradients]
+            local = self._local_reduction().batch_reduce(ReduceOp.SUM, pairs)
+            own = [self._local_results(total)[0] for total in local]
+            sums = self._sum_gradients_across_workers(own, source)
+            return [self._like(total, each) for total, each in zip(sums, local, strict=True)]
+
+        return list(distribute_lib.get_replica_context().merge_call(merge, args=gradients))
+
+    def _reduce_over_workers(self, reduce_op: ReduceOp, local: list) -> list:
+        """What the processes have reduced in themselves, where there are several."""
+        if self._workers is None:
+            return local
+        own = [self._local_results(each)[0] for each in local]
+        sums = self._sum_gradients_across_workers(own, None)
+        if reduce_op == ReduceOp.MEAN:
+            sums = [total / tf.cast(self._num_workers, total.dtype) for total in sums]
+        return [self._like(total, each) for total, each in zip(sums, local, strict=True)]
+
+    def _like(self, total: Any, local: Any) -> Any:
+        """`total` on the devices that `local` is on."""
+        if not isinstance(local, DistributedValues):
+            return total
+        copies = []
+        for device in self._devices:
+            with tf.device(device):
+                copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
+        return distribute_utils.regroup(tuple(copies), wrap_class=Mirrored)
+
+    def _refuse_workers(self, what: str) -> None:
+        if self._workers is not None:
+            raise NotImplementedError(
+                f"A strategy over several processes with an inner one trains by fit, evaluate and "
+                f"predict. Received: a call of {what}. Leave `inner` out, or call fit. (Rank "
+                f"{self._id_in_cluster} is speaking.)"
+            )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        self._refuse_workers("experimental_distribute_dataset")
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        self._refuse_workers("distribute_datasets_from_function")
+        return super()._distribute_datasets_from_function(dataset_fn, options)
 
 
 def _has_virtual_gpus() -> bool:

@@ -150,11 +150,19 @@ class CentralVariable(ReplicatedVariable):
         return self._primary if updated is None else updated
 
 
-class MetricVariable(ReadsAsNumber, SyncOnReadVariable):
+class SummedWhenRead:
+    """A variable whose value is the sum over all replicas, of all workers."""
+
+    def _prefetched(self) -> tf.Tensor | None:
+        """The sum, where it is known."""
+        return getattr(_prefetched, "values", {}).get(id(self))
+
+
+class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
     """One copy a replica, reduced when read outside of replicas."""
 
     def _get_cross_replica(self) -> Any:
-        prefetched = getattr(_prefetched, "values", {}).get(id(self))
+        prefetched = self._prefetched()
         return super()._get_cross_replica() if prefetched is None else prefetched
 
 
@@ -163,7 +171,7 @@ _prefetched = threading.local()
 
 @contextlib.contextmanager
 def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
-    """Within it, a `MetricVariable` reads as `values[id(variable)]`, already reduced."""
+    """Within it, a `SummedWhenRead` reads as `values[id(variable)]`."""
     _prefetched.values = values
     try:
         yield

@@ -34,6 +34,7 @@ class ShardedExtended(ReplicatedExtended):
     """
 
     _sharding: Sharding
+    _reduces_parts = True
     _whole_of_new: tf.Tensor | None = None
 
     # ---- the transport: this process is all there is ---------------------------------------------
@@ -60,17 +61,23 @@ class ShardedExtended(ReplicatedExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     @property
+    def _num_sharing(self) -> int:
+        """How many workers share one copy; those around a mesh of this process have one each."""
+        return self._num_workers if self._workers is None else 1
+
+    @property
     def _num_shards(self) -> int:
-        return self._num_workers * len(self._devices)
+        return self._num_sharing * len(self._devices)
 
     def _shard_of(self, i: int) -> int:
         """The shard that replica `i` of this process updates."""
-        return self._id_in_cluster * len(self._devices) + i
+        return (self._id_in_cluster % self._num_sharing) * len(self._devices) + i
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
         if self._num_shards == 1 or not (kwargs.get("trainable") or _is_sharded(leader)):
             return super()._create_variable(next_creator, **kwargs)
+        kwargs = self._begun_alike(kwargs)
         whole = _evaluated(kwargs["initial_value"], kwargs.get("dtype"))
         kwargs["initial_value"] = whole
         if self._is_cut(whole, leader):
@@ -122,7 +129,7 @@ class ShardedExtended(ReplicatedExtended):
                 parts.append(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
         with tf.device(variable.values[i].device):
             joined = tf.concat(parts, 0)
-        if self._num_workers == 1:
+        if self._num_sharing == 1:
             return joined
         gathered = self._host_gather_parts(joined)
         return tf.ensure_shape(gathered, [self._num_shards * variable.shards.length])
@@ -161,8 +168,8 @@ class ShardedExtended(ReplicatedExtended):
 
     def _scattered_among_workers(self, gradients: Sequence) -> list[list[tf.Tensor]]:
         """For each gradient, of all local replicas, the shards of each local replica."""
-        if self._num_workers == 1:
-            return [self._scattered(parts, self._num_shards) for parts in gradients]
+        if self._num_sharing == 1:
+            return self._over_workers([self._scattered(g, self._num_shards) for g in gradients])
         results: list = [None] * len(gradients)
         with tf.device(self._host_device):
             sums = [tf.add_n(parts) for parts in gradients]
@@ -174,6 +181,12 @@ class ShardedExtended(ReplicatedExtended):
                 for k, piece in zip(bucket, pieces, strict=True):
                     results[k] = tf.split(piece, len(self._devices))
         return results
+
+    def _over_workers(self, sums: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """Sums of this process's shards, and of the same shards of all workers that have a copy."""
+        flat = [shard for shards in sums for shard in shards]
+        total = iter(self._sum_gradients_across_workers(flat, None))
+        return [[next(total) for _ in shards] for shards in sums]
 
     def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:
         """Each device adds up its piece of all replicas' gradients."""
@@ -208,11 +221,22 @@ class ShardedExtended(ReplicatedExtended):
             return self._apply_to_wholes(optimizer, apply, gradients, variables)
         i = values_util.get_current_replica_id_as_int()
         reduced = ReducedGradients(gradients, own, self._shard_of(i))
-        sum_of = functools.partial(self._replica_ctx_all_reduce, ReduceOp.SUM)
-        with shard_view(global_numbers(optimizer, reduced, sum_of)):
+        with shard_view(global_numbers(optimizer, reduced, self._sum_over_shards)):
             super()._apply_reduced(apply, reduced.parts, variables)
         self._publish(reduced.values)
         return None
+
+    def _sum_over_shards(self, value: Any) -> Any:
+        """The sum of what the replicas have that share one copy; called in a replica context."""
+        if self._num_shards == self._num_replicas_in_sync:
+            return self._replica_ctx_all_reduce(ReduceOp.SUM, value)
+
+        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+            return [tf.add_n(self._local_results(tensor)) for tensor in tensors]
+
+        flat = tf.nest.flatten(value)
+        total = distribute_lib.get_replica_context().merge_call(merge, args=flat)
+        return tf.nest.pack_sequence_as(value, total)
 
     def _apply_to_wholes(
         self, optimizer: BaseOptimizer, apply: Callable, gradients: list, variables: Any
@@ -241,7 +265,7 @@ class ShardedExtended(ReplicatedExtended):
     def _updated_parts(self, variable: KeptWholeVariable) -> tf.Tensor:
         local = range(len(self._devices))
         joined = tf.concat([variable.component(i).read_value() for i in local], 0)
-        if self._num_workers == 1:
+        if self._num_sharing == 1:
             return joined
         whole = self._host_gather_parts(joined)
         return tf.ensure_shape(whole, [self._num_shards * variable.shards.length])

@@ -16,6 +16,7 @@ from tfparallel.communication.horovod_reductions import REDUCTIONS, Job, lack_of
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.compressed_gradients import WorkersTransport
+from tfparallel.replicas.inner import Inner, inside_of, made
 from tfparallel.replicas.reporting_scope import ReportingScope
 
 
@@ -47,6 +48,7 @@ class HorovodStrategy(KerasStrategy):
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
+        TypeError: for an `inner` that is no strategy of one process.
         ValueError: for a `compression` that is none, or a reduction that this Horovod does not
             offer.
 
@@ -65,9 +67,15 @@ class HorovodStrategy(KerasStrategy):
         stall_timeout_s: float | None = 300.0,
         process_set: Any = None,
         check_weights_every: int | None = None,
+        inner: Inner | None = None,
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = None if compression is None else as_compressor(compression)
+        if reduction == "adasum" and inner is not None:
+            raise ValueError(
+                'reduction="adasum" combines the gradients of single replicas. Received: also '
+                f"inner={inner!r}. Take one or the other."
+            )
         if reduction == "adasum" and (compressor is not None or gradient_predivide_factor != 1.0):
             raise ValueError(
                 'reduction="adasum" combines whole gradients, whatever their scale. Received: also '
@@ -85,20 +93,24 @@ class HorovodStrategy(KerasStrategy):
         _refuse(reduction, lack_of_job(reduction, _job(process_set)))
         options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
         is_adasum = reduction == "adasum"
-        extended = HorovodExtended(self, process_set, is_adasum, sparse_as_dense, options)
-        extended._compress_gradients(
-            compressor, WorkersTransport(extended, process_set.rank(), process_set.size())
+        workers = HorovodExtended(
+            self, process_set, is_adasum, sparse_as_dense, options, has_inner=inner is not None
+        )
+        workers._compress_gradients(
+            compressor, WorkersTransport(workers, process_set.rank(), process_set.size())
         )
         if stall_timeout_s is not None:
-            extended._watch_for_stalls(stall_timeout_s)
-        extended._check_weights(check_weights_every)
-        super().__init__(extended)
+            workers._watch_for_stalls(stall_timeout_s)
+        workers._check_weights(check_weights_every)
+        self._workers = workers
+        self.inner = None if inner is None else made(inner)
+        super().__init__(workers if self.inner is None else inside_of(self, self.inner, workers))
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a rank that has ended."""
         if self.world_size == 1:
             return super().scope()
-        return ReportingScope(super().scope(), self.extended._names_lost_ranks())
+        return ReportingScope(super().scope(), self._workers._names_lost_ranks())
 
     @property
     def rank(self) -> int:
@@ -112,7 +124,7 @@ class HorovodStrategy(KerasStrategy):
 
     def compression_report(self) -> list[CompressionReport]:
         """What compression sends, for each optimizer that has trained; printed, it is a table."""
-        return self.extended.compression_report()
+        return self._workers.compression_report()
 
 
 def _check_options(

@@ -1,5 +1,7 @@
 """Data parallel over several processes or hosts: each has all variables, gradients all-reduce."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfparallel.communication.compression.compression_report import CompressionReport
@@ -9,6 +11,7 @@ from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.inner import inside_of, made
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -28,11 +31,15 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
             `stall_s`, where it is given.
         check_weights_every: after so many steps the workers compare a hash of their weights, and
             end with an error that names who has other ones. None compares nothing.
+        inner: a function that makes the strategy of a worker's devices, such as
+            `lambda: PipelineStrategy(["GPU:0", "GPU:1"])`: it is called when TensorFlow's server
+            is there. Default: every device is a replica.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
         PortTakenError: if something else listens at this worker's address.
         WaitedTooLong: naming the workers that have not started, and what answers instead.
+        TypeError: for an `inner` that makes no strategy of one process.
         ValueError: for a `compression` that is none.
     """
 
@@ -43,28 +50,36 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         compression: Compressor | str | None = None,
         timeouts: WorkerTimeouts | None = None,
         check_weights_every: int | None = None,
+        inner: Callable[[], KerasStrategy] | None = None,
     ):
+        if isinstance(inner, KerasStrategy):
+            raise TypeError(
+                "TensorFlow's server has to start before a strategy looks for devices, so `inner` "
+                f"must be a function. Received: {inner}. Pass lambda: {type(inner).__name__}(...)."
+            )
         compressor = None if compression is None else as_compressor(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
             cluster_resolver = cluster.cluster_resolver()
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(
-            MultiWorkerExtended(
-                self,
-                cluster_resolver,
-                communication_options,
-                compressor,
-                timeouts or WorkerTimeouts(),
-            )
+        workers = MultiWorkerExtended(
+            self,
+            cluster_resolver,
+            communication_options,
+            compressor,
+            timeouts or WorkerTimeouts(),
+            has_inner=inner is not None,
         )
-        self.extended._check_weights(check_weights_every)
+        workers._check_weights(check_weights_every)
+        self._workers = workers
+        self.inner = None if inner is None else made(inner)
+        super().__init__(workers if self.inner is None else inside_of(self, self.inner, workers))
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The cluster resolver of this strategy."""
-        return self.extended._cluster_resolver
+        return self._workers._cluster_resolver
 
     def compression_report(self) -> list[CompressionReport]:
         """What compression sends, for each optimizer that has trained; printed, it is a table."""
-        return self.extended.compression_report()
+        return self._workers.compression_report()

@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.timeouts import Timeouts
-from tfparallel.internals import distribute_lib, is_stock_step
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.pipeline.extended import Options, PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
@@ -148,18 +147,3 @@ class PipelineStrategy(KerasStrategy):
             batch: `(x, y)` or `(x, y, sample_weight)`, arrays or tensors.
         """
         return measure_step(self, model, batch)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """1, as a pipeline is one replica; in a custom loop's `run`, its microbatches are."""
-        context = distribute_lib.get_replica_context()
-        if context is None or context.strategy is not self:
-            return 1
-        return super().num_replicas_in_sync
-
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        """Notes the batch, to measure layers with it."""
-        if not is_stock_step(step_function) or not args:
-            return args
-        self.extended._note_batch(step_function.__self__, args[0])
-        return self.extended._batch_for_step(args[0]), *args[1:]

@@ -61,7 +61,3 @@ class TensorParallelStrategy(KerasStrategy):
             why it is whole.
         """
         return summary(model, self.extended.layouts)
-
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        self.extended.layouts.check_patterns(step_function.__self__)
-        return args

@@ -41,6 +41,8 @@ class TensorParallelExtended(LocalExtended):
         layouts: with the groups of devices.
     """
 
+    _reduces_parts = True
+
     def __init__(self, container_strategy: tf.distribute.Strategy, layouts: Layouts):
         self._user_cross_device_ops = None
         self.layouts = layouts
@@ -76,6 +78,7 @@ class TensorParallelExtended(LocalExtended):
         rows = self._rows(kwargs)
         if rows is None:
             return super()._create_variable(next_creator, **kwargs)
+        kwargs = self._begun_alike(kwargs)
         value = kwargs["initial_value"]
         value = value() if callable(value) else value
         value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
@@ -131,6 +134,12 @@ class TensorParallelExtended(LocalExtended):
         parts = self._new[1]
         return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
 
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        self.layouts.check_patterns(step_function.__self__)
+        return super()._arguments_of_step(step_function, args)
+
     # ---- how gradients meet ----------------------------------------------------------------------
 
     def _reduce_gradients(self, gradients: list) -> list:
@@ -140,13 +149,19 @@ class TensorParallelExtended(LocalExtended):
             variables = [behind(variable) for variable in source.variables]
         parts = [in_parts(g, v) for g, v in zip(gradients, variables, strict=True)]
         split = [p for p in parts if p is not None]
-        summed = iter(sum_parts(split, self._groups))
+        summed = iter(sum_parts(split, self._groups, self._over_workers()))
         whole = [g for g, p in zip(gradients, parts, strict=True) if p is None]
         reduced = iter(super()._reduce_gradients(whole))
         return [
             next(reduced) if p is None else as_whole(next(summed), v.rows)
             for p, v in zip(parts, variables, strict=True)
         ]
+
+    def _over_workers(self) -> Callable[[list], list] | None:
+        """Adds up parts over workers. As parts, they are not compressed there."""
+        if self._workers is None:
+            return None
+        return functools.partial(self._sum_gradients_across_workers, source=None)
 
     # ---- how a variable is updated ---------------------------------------------------------------
 

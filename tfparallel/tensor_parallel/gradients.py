@@ -1,5 +1,6 @@
 """Gradients of split variables stay in parts: each is summed over replicas on its own devices."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -31,12 +32,15 @@ def in_parts(gradient: Any, variable: Any) -> list[tf.Tensor] | None:
         return parts_of(gradient, variable.rows)
 
 
-def sum_parts(gradients: list[list[tf.Tensor]], groups: Any) -> list[list[tf.Tensor]]:
+def sum_parts(
+    gradients: list[list[tf.Tensor]], groups: Any, over_workers: Callable[[list], list] | None
+) -> list[list[tf.Tensor]]:
     """Sums over replicas of gradients in parts, on each part's devices.
 
     Args:
         gradients: of a replica, each a list of parts; called in a replica context.
         groups: the devices of each replica.
+        over_workers: adds up tensors of one process and those of others, where there are any.
     """
     sizes = [len(parts) for parts in gradients]
     flat = [part for parts in gradients for part in parts]
@@ -46,19 +50,25 @@ def sum_parts(gradients: list[list[tf.Tensor]], groups: Any) -> list[list[tf.Ten
     places = [k for size in sizes for k in range(size)]
 
     def merge(_: tf.distribute.Strategy, *values: Any) -> list:
-        return [_sum_on(groups, k, value) for k, value in zip(places, values, strict=True)]
+        sums = [_sum_on(groups[0][k], value) for k, value in zip(places, values, strict=True)]
+        if over_workers is not None:
+            sums = over_workers(sums)
+        return [_copies(groups, k, total) for k, total in zip(places, sums, strict=True)]
 
-    if len(groups) > 1:
+    if len(groups) > 1 or over_workers is not None:
         flat = distribute_lib.get_replica_context().merge_call(merge, args=flat)
     summed = iter(flat)
     return [[next(summed) for _ in range(size)] for size in sizes]
 
 
-def _sum_on(groups: Any, part: int, value: Any) -> Any:
-    """The sum of `value` over replicas, a copy on device number `part` of each group."""
-    values = getattr(value, "values", [value] * len(groups))
-    with tf.device(groups[0][part]):
-        total = tf.add_n(list(values))
+def _sum_on(device: str, value: Any) -> tf.Tensor:
+    """The sum of `value` over replicas."""
+    with tf.device(device):
+        return tf.add_n(list(getattr(value, "values", [value])))
+
+
+def _copies(groups: Any, part: int, total: tf.Tensor) -> Any:
+    """A copy of `total` on device number `part` of each group."""
     copies = []
     for group in groups:
         with tf.device(group[part]):

@@ -1,0 +1,84 @@
+"""The workers around a process, as strategies of one process see them.
+
+A strategy over several processes is an axis of a mesh: each process is one place on it. What
+trains in a process may be a mesh of its own, of a pipeline, of tensor parallelism or of shards:
+
+    HorovodStrategy(inner=...)            one place for each process: sums, rows, agreement
+        PipelineStrategy(...)             the devices of a process
+
+So an `extended` of one process does not become one of several, it has them: `extended._workers`.
+First the devices of a process add up what they have, then the processes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals import TrainerCall
+from tfparallel.replicas.optimizer_hooks import GradientSource
+
+
+class AxisOfProcesses(Protocol):
+    """What an axis over processes answers; `WorkersExtended` does.
+
+    All workers make these calls, in the same order.
+    """
+
+    _num_workers: int
+    _id_in_cluster: int
+    _agreement: Agreement
+    _default_device: str | None
+    _compressor: Compressor | None
+
+    @property
+    def _host_device(self) -> str:
+        """A CPU of this process."""
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """A function that gives rank 0's initial value, for `replica_id` 0."""
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        """What Keras iterates over, once all workers have said that theirs is alike."""
+
+    def _step_of(self, model: keras.Model) -> Any:
+        """Around each Keras step of `model`."""
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        """Refuses to differentiate variable `name` outside of `run`."""
+
+    def _in_multi_worker_mode(self) -> bool:
+        """Whether what `run` returns is this worker's only."""
+
+    def _sum_list_across_workers(self, tensors: list) -> list:
+        """Sums of the workers' tensors; called in a cross-replica context."""
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        """Sums of the workers' tensors or IndexedSlices; called in a cross-replica context."""
+
+    def _gather_rows(self, rows: Any) -> Any:
+        """All workers' tensors `[rows, ...]`, one after the other."""
+
+    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        """The same along an axis, of equal shapes but for that axis."""
+
+    def _sum_and_check_weights(self, tensors: list) -> list:
+        """`_sum_list_across_workers`, on which a check of the weights may ride."""
+
+
+def value_of_rank_zero(workers: AxisOfProcesses, kwargs: Mapping[str, Any]) -> tf.Tensor:
+    """Rank 0's initial value of a variable that all workers create now.
+
+    Args:
+        workers: of several processes.
+        kwargs: what a variable creator gets.
+    """
+    with tf.init_scope():
+        return workers._get_variable_creator_initial_value(
+            replica_id=0, device=workers._host_device, primary_var=None, **kwargs
+        )()

@@ -1,0 +1,61 @@
+"""A strategy of one process, inside of one over several."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.coordination.cluster import without_tf_config
+from tfparallel.internals.distribute import give_to
+from tfparallel.replicas.axis_of_processes import AxisOfProcesses
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.local import LocalExtended
+
+Inner = KerasStrategy | Callable[[], KerasStrategy]
+
+
+def made(inner: Inner) -> KerasStrategy:
+    """The inner strategy, made where `inner` is a function that makes it; on local devices alone.
+
+    Raises:
+        TypeError: for something that is no strategy of one process of this library.
+    """
+    with without_tf_config():
+        strategy = inner if isinstance(inner, KerasStrategy) else _called(inner)
+    extended = strategy.extended
+    if not isinstance(extended, LocalExtended) or not extended._takes_workers:
+        raise TypeError(
+            "`inner` must be a strategy of the devices of one process, which divides each batch "
+            "in its step: PipelineStrategy, TensorParallelStrategy, ShardedStrategy, "
+            f"HybridStrategy, MirroredStrategy or CentralStorageStrategy. Received: {strategy}."
+        )
+    return strategy
+
+
+def _called(inner: Any) -> KerasStrategy:
+    strategy = inner() if callable(inner) else inner
+    if not isinstance(strategy, KerasStrategy):
+        raise TypeError(
+            "`inner` must be a strategy of tfparallel, or a function that makes one. Received: "
+            f"{inner!r}."
+        )
+    return strategy
+
+
+def inside_of(
+    outer: tf.distribute.Strategy, strategy: KerasStrategy, workers: AxisOfProcesses
+) -> Any:
+    """The `extended` of `strategy`, as that of `outer`: its processes are `workers`.
+
+    Raises:
+        ValueError: if the workers compress what the strategy has in parts.
+    """
+    extended = strategy.extended
+    if workers._compressor is not None and extended._reduces_parts:
+        raise ValueError(
+            "Compression looks at whole gradients. Received: compression with inner="
+            f"{strategy}, whose devices have parts of them. Leave one of them out."
+        )
+    give_to(extended, outer)
+    extended._join(workers)
+    return extended
