@@ -1,7 +1,9 @@
 """Graphs of TensorFlow under construction: functions, order, devices, gradients between graphs."""
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "FuncGraph",
     "RemoteFunction",
     "add_function",
+    "captures_through",
     "changed_variables",
     "dtype_behind",
     "function_of_graph",
@@ -77,6 +80,19 @@ def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
 def with_body(function: Any, body: Callable) -> Any:
     """`function`, a `tf.function`, with all its options, around the Python function `body`."""
     return function._clone(python_function=body)
+
+
+@contextlib.contextmanager
+def captures_through(graph: FuncGraph, hook: Callable) -> Iterator[None]:
+    """Within it, what `graph` takes from outside goes through `hook(capture, tensor, *args)`.
+
+    A graph has no `__dict__`, so that this is no hook as `hooks.py` makes them.
+    """
+    graph.capture = functools.partial(hook, graph.capture)
+    try:
+        yield
+    finally:
+        del graph.capture
 
 
 def run_independently(graph: FuncGraph, operations: Iterable) -> None:

@@ -35,6 +35,7 @@ from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.segments.segment_function import StageFunction, inference_function
+from tfparallel.segments.wide_integers import narrowed, widened
 
 
 class Executor:
@@ -130,10 +131,11 @@ class Executor:
             latest = self._rounds.latest(inputs)[0] if is_result else None
             in_round = self._rounds.current(microbatch) if latest is None else latest
             action = Action(stage, microbatch, "forward")
-            outputs = self._outputs(action, concrete, inputs)
-        if outputs:
-            self._passes.add(in_round, action, outputs[0].op)
-        for output in outputs:
+            results = self._outputs(action, concrete, widened(inputs))
+            outputs = narrowed(results, self._functions.returned(concrete))
+        if results:
+            self._passes.add(in_round, action, results[0].op)
+        for output in [*results, *outputs]:
             self._rounds.note(output.op, in_round, stage)
         return outputs
 

@@ -35,11 +35,11 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
             by_stage[stage].append(i)
     for stage, at in by_stage.items():
         additions = _Additions(stage, executor.device_of(stage))
-        own_rows = _on_device(executor.device_of(stage), rows)
+        has_rows = _on_device(executor.device_of(stage), rows)
         total: list = []
         for microbatch in executor.backward_order(stage):
             own = [tf.convert_to_tensor(gradients[microbatch][i]) for i in at]
-            total = additions.add(total, own, own_rows[microbatch])
+            total = additions.add(total, own, has_rows[microbatch])
             if additions.last_call is not None:
                 executor.note_sum(stage, additions.last_call)
         for i, tensor in zip(at, total, strict=True):
@@ -55,9 +55,9 @@ class _Additions:
         self._functions: dict[tuple, GraphFunction] = {}
         self.last_call: tf.Operation | None = None
 
-    def add(self, total: list, own: list, rows: Any) -> list:
+    def add(self, total: list, own: list, has_rows: bool | tf.Tensor) -> list:
         """The sums: `own` as it is, where there is no `total` yet and there are rows."""
-        unknown = [] if isinstance(rows, int) and rows > 0 else [tf.convert_to_tensor(rows)]
+        unknown = [] if has_rows is True else [tf.convert_to_tensor(has_rows)]
         if not total and not unknown:
             return own
         key = (bool(total), bool(unknown))
@@ -67,28 +67,28 @@ class _Additions:
         self.last_call = sums[0].op
         return sums
 
-    def _function(self, total: list, own: list, rows: list) -> GraphFunction:
+    def _function(self, total: list, own: list, unknown: list) -> GraphFunction:
         graph = FuncGraph(self._name)
         with graph.as_default():
             before, gradients, given = (
                 [tf.compat.v1.placeholder(x.dtype, x.shape) for x in tensors]
-                for tensors in (total, own, rows)
+                for tensors in (total, own, unknown)
             )
             inputs = [*before, *gradients, *given]
-            for has_rows in [tf.greater(number, 0) for number in given]:
+            for has_rows in given:
                 gradients = [tf.where(has_rows, gradient, 0) for gradient in gradients]
             sums = [a + b for a, b in zip(before, gradients, strict=True)] if total else gradients
         return GraphFunction(self._name, graph, inputs, sums)
 
 
 def _on_device(device: str, rows: Sequence) -> Sequence:
-    """The numbers of rows on `device`, as one tensor to send."""
+    """Whether there are rows, for each number of them; on `device`, as one tensor to send."""
     if all(isinstance(number, int) for number in rows):
-        return rows
+        return [number > 0 for number in rows]
     with tf.device(rows[0].device):
-        all_rows = tf.stack(rows)
+        has_rows = tf.greater(tf.stack(rows), 0)
     with tf.device(device):
-        return tf.unstack(tf.identity(all_rows))
+        return tf.unstack(tf.identity(has_rows))
 
 
 def _concat(slices: Sequence) -> tf.IndexedSlices:

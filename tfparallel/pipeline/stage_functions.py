@@ -5,20 +5,35 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.segments.wide_integers import WideFunction, widened
+
 
 class StageFunctions:
     """Those of one step that is being traced."""
 
     def __init__(self) -> None:
-        self._traced: dict[Hashable, Any] = {}
+        self._traced: dict[Hashable, tuple[Any, WideFunction]] = {}
+        self._returned: dict[Any, Sequence[tf.DType]] = {}
         self._built: dict[Hashable, Any] = {}
         self._trainable: dict[Any, Sequence] = {}
 
     def concrete(self, stage: int, key: Hashable, function: Callable, inputs: Sequence) -> Any:
-        """`function` on `stage` as it is traced for `inputs`, at its first call with a key."""
-        if (stage, key) not in self._traced:
-            self._traced[stage, key] = _traced_once(stage, function)
-        return self._traced[stage, key].get_concrete_function(*inputs)
+        """`function` on `stage` as it is traced for `inputs`, at its first call with a key.
+
+        It takes and returns int64 for int32: `wide_integers.py`.
+        """
+        dtypes = tuple(x.dtype for x in inputs)
+        if (stage, key, dtypes) not in self._traced:
+            wide = WideFunction(function, dtypes)
+            self._traced[stage, key, dtypes] = _traced_once(stage, wide), wide
+        traced, wide = self._traced[stage, key, dtypes]
+        concrete = traced.get_concrete_function(*widened(inputs))
+        self._returned.setdefault(concrete, wide.returned)
+        return concrete
+
+    def returned(self, concrete: Any) -> Sequence[tf.DType]:
+        """The types of what the function itself returned when it was traced."""
+        return self._returned[concrete]
 
     def watched_variables(self, concrete: Any) -> Sequence:
         """Variables that tapes must hear of, and the step's graph at the first call."""

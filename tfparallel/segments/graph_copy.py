@@ -106,6 +106,7 @@ class GraphFunction:
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
     ):
+        self._has_narrow = any(x.dtype == tf.int32 for x in (*inputs, *outputs))
         body = _define(f"{name}_body", graph, inputs, outputs)
         self._function = _around(name, body, inputs, None)
         self._remote = self._in_order = RemoteFunction(self._function)
@@ -116,10 +117,11 @@ class GraphFunction:
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         """Calls it on `device`, without any record on gradient tapes.
 
-        Some of its work is elsewhere if a variable or table that it uses is on another device.
+        Some of its work is elsewhere if a variable or table that it uses is on another device. So
+        may be int32 of its arguments and results: `wide_integers.py` says how to spare that.
         """
         resources = [x for x in arguments if x.dtype == tf.resource]
-        if any(x.device != device for x in resources):
+        if self._has_narrow or any(x.device != device for x in resources):
             with tf.device(device):
                 return list(self._function.call_flat(*arguments))
         is_in_order = _is_cpu(device) and self._devices <= {device}

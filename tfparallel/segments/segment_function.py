@@ -12,8 +12,8 @@ Each is called for every microbatch and never inlined, so that TensorFlow traces
 once. The stash is all that a microbatch holds between its two passes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -21,6 +21,7 @@ from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
 from tfparallel.segments.stash import Stash
+from tfparallel.segments.wide_integers import narrowed, widened
 
 
 class StageFunction:
@@ -99,8 +100,8 @@ class StageFunction:
         leaves = self._gradients.leaves(range(len(self._watched)))
         call = self._pass("backward", leaves)
         given = self._given(stash, output_gradients)
-        values, _ = call(device, given, self._handles_of(arguments), [])
-        return self._filled(values, len(arguments)), _first_operations(backward=values)
+        called = call(device, given, self._handles_of(arguments), [])
+        return self._filled(called.values, len(arguments)), _operations(backward=called)
 
     def backward_halves(
         self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
@@ -116,11 +117,11 @@ class StageFunction:
         left = gradients.made_on_the_way(of_inputs, of_weights)
         given, handles = self._given(stash, output_gradients), self._handles_of(arguments)
         of_input = self._pass("backward_input", of_inputs, returns=left)
-        first, left_over = of_input(device, given, handles, [])
+        first = of_input(device, given, handles, [])
         of_weight = self._pass("backward_weight", of_weights, takes=left)
-        second, _ = of_weight(device, given, handles, left_over)
-        calls = _first_operations(backward_input=first, backward_weight=second)
-        return self._filled({**second, **first}, len(arguments)), calls
+        second = of_weight(device, given, handles, first.left_over)
+        calls = _operations(backward_input=first, backward_weight=second)
+        return self._filled({**second.values, **first.values}, len(arguments)), calls
 
     def _given(self, stash: Sequence, output_gradients: Sequence) -> list:
         return [*(tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable), *stash]
@@ -164,7 +165,7 @@ class StageFunction:
             needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
             known = dict(zip(map(id, takes), left.unpack(taken), strict=True))
             copy = self._gradients.copy(dys, needed, known)
-            outputs = copy.tensors(leaves)
+            outputs = widened(copy.tensors(leaves))
             outputs += Stash(returns).pack(copy.tensors(returns))
             others = self._gradients.captured_elsewhere
             used = [i for i, handle in enumerate(handles) if handle.consumers()]  # most are not
@@ -173,6 +174,20 @@ class StageFunction:
         if not outputs:
             return _Pass(None, [], [], others)
         return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
+
+
+class _Called(NamedTuple):
+    """What a call of a pass gives.
+
+    Attributes:
+        values: of the leaves by their `id`.
+        left_over: for another pass.
+        operation: the call; None where there is nothing to compute.
+    """
+
+    values: dict[int, tf.Tensor]
+    left_over: list
+    operation: tf.Operation | None
 
 
 class _Pass:
@@ -185,18 +200,19 @@ class _Pass:
 
     def __call__(
         self, device: str, given: Sequence, handles: Sequence, left: Sequence
-    ) -> tuple[dict, list]:
-        """The values of the leaves by their `id`, and what is left over for another pass."""
+    ) -> _Called:
         if self._function is None:
-            return {}, []
+            return _Called({}, [], None)
         used = [handles[i] for i in self._used]
         flat = self._function(device, [*given, *used, *left, *self._others])
-        values = dict(zip(map(id, self._leaves), flat, strict=False))
-        return values, flat[len(self._leaves) :]
+        count = len(self._leaves)
+        gradients = narrowed(flat[:count], [x.dtype for x in self._leaves])
+        values = dict(zip(map(id, self._leaves), gradients, strict=True))
+        return _Called(values, flat[count:], flat[0].op)
 
 
-def _first_operations(**values: Mapping[int, tf.Tensor]) -> dict[str, tf.Operation]:
-    return {kind: next(iter(own.values())).op for kind, own in values.items() if own}
+def _operations(**calls: _Called) -> dict[str, tf.Operation]:
+    return {kind: call.operation for kind, call in calls.items() if call.values and call.operation}
 
 
 def inference_function(name: str, concrete: Any) -> GraphFunction:
@@ -208,7 +224,7 @@ def inference_function(name: str, concrete: Any) -> GraphFunction:
     graph: FuncGraph = concrete.graph
     outputs = list(graph.outputs)
     with graph.as_default():
-        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0)])
+        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0.0)])
     graph.outputs = outputs  # the graph is the computation's
     return function
 
@@ -295,7 +311,34 @@ def _kept(
         new = [x for x in operation.inputs if id(x) not in seen]
         seen.update(map(id, new))
         visited += new
-    return list(kept.values())
+    return _without_integers(kept)
+
+
+def _without_integers(kept: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+    """What is kept less the int32 that are computed again from the rest: shapes, sizes, indices.
+
+    A GPU would send each to the host and back, where most of them are computed and used.
+    """
+    rest = {key: x for key, x in kept.items() if x.dtype != tf.int32}
+    for key, tensor in kept.items():
+        if tensor.dtype == tf.int32:
+            arguments = _integer_arguments(tensor, rest)
+            rest |= {key: tensor} if arguments is None else {id(x): x for x in arguments}
+    return list(rest.values())
+
+
+def _integer_arguments(tensor: tf.Tensor, given: Container[int]) -> list[tf.Tensor] | None:
+    """The integers among a function's arguments that `tensor` is computed from, beside `given`.
+
+    None if it is computed from anything else.
+    """
+    operations = depended_on([tensor], lambda x: id(x) in given)
+    arguments = [op.outputs[0] for op in operations if op.type == "Placeholder"]
+    others = [op for op in operations if op.type != "Placeholder"]
+    is_made_of_integers = all(x.dtype.is_integer for x in arguments) and not any(
+        is_stateful(op) or any(is_differentiable(y) for y in op.outputs) for op in others
+    )
+    return arguments if is_made_of_integers and tensor.op.type != "Placeholder" else None
 
 
 def _is_weight(tensor: tf.Tensor) -> bool:
