@@ -12,6 +12,9 @@ import tensorflow as tf
 # The attributes of a function.
 from tensorflow.core.framework import attr_value_pb2
 
+# A device's name in full.
+from tensorflow.python.distribute import device_util
+
 # Functions of graphs. A stage's passes are functions of ours, as those of `tf.function` are inlined
 # once for every microbatch; numbers make their names unique.
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -185,12 +188,13 @@ class RemoteFunction:
 
 
 def _device_name_in(graph: ops.Graph, device: str) -> tf.Tensor:
-    """A constant of `graph` on the device that it names."""
+    """A constant of `graph` beside the device that it names: GPUs have no strings."""
     names = getattr(graph, "_tfparallel_device_names", None)
     if names is None:
         names = graph._tfparallel_device_names = {}
     if device not in names:
-        with graph.as_default(), tf.device(device), tf.control_dependencies(None):
+        host = device_util.canonicalize("/device:CPU:0", device)
+        with graph.as_default(), tf.device(host), tf.control_dependencies(None):
             names[device] = tf.constant(device)
     return names[device]
 

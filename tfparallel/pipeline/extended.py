@@ -153,9 +153,11 @@ class PipelineExtended(LocalExtended):
 
     def _home(self, kwargs: Mapping[str, Any]) -> str:
         """Where a variable lives as long as its stage is not known."""
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            return self._hosts()[-1]  # metrics are computed where the last stage is
-        return self._host_device
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            return self._host_device
+        # Metrics are computed where the last stage is. A GPU adds up no small integers.
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        return self._stage_devices[-1] if dtype.is_floating else self._hosts()[-1]
 
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:

@@ -6,7 +6,6 @@ for each microbatch. The additions of a stage are a function, traced once and ca
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -93,5 +92,6 @@ def _on_device(device: str, rows: Sequence) -> Sequence:
 
 def _concat(slices: Sequence) -> tf.IndexedSlices:
     values = [tf.convert_to_tensor(each.values) for each in slices]
-    indices = [tf.convert_to_tensor(each.indices) for each in slices]
+    # int64: a GPU puts small integers together on the host.
+    indices = [tf.cast(each.indices, tf.int64) for each in slices]
     return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), slices[0].dense_shape)

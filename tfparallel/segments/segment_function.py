@@ -198,9 +198,7 @@ class _Pass:
     ):
         self._function, self._leaves, self._used, self._others = function, leaves, used, others
 
-    def __call__(
-        self, device: str, given: Sequence, handles: Sequence, left: Sequence
-    ) -> _Called:
+    def __call__(self, device: str, given: Sequence, handles: Sequence, left: Sequence) -> _Called:
         if self._function is None:
             return _Called({}, [], None)
         used = [handles[i] for i in self._used]

@@ -60,7 +60,9 @@ def _captures_wide(graph: Any) -> Iterator[None]:
         yield
 
 
-def _capture(graph: Any, known: dict, original: Callable, tensor: Any, *args: Any, **kw: Any) -> Any:
+def _capture(
+    graph: Any, known: dict, original: Callable, tensor: Any, *args: Any, **kw: Any
+) -> Any:
     is_outside = getattr(tensor, "graph", None) is not graph and tf.is_symbolic_tensor(tensor)
     if not is_outside or not _is_narrow(tensor):
         return original(tensor, *args, **kw)

@@ -1,0 +1,196 @@
+"""What a traced step does on GPUs, found without one: kernels, places in memory, copies.
+
+Logical CPUs stand in for GPUs: CPU:1 is GPU:0, CPU:2 is GPU:1, and CPU:0 is the host. Every
+operation is looked up in the kernels of TensorFlow's CUDA wheel (`kernels_2.21.json.gz`, a dump of
+its registry), which say whether there is one for a GPU, and which of its arguments and results are
+in the host's memory. An edge between two memories is a copy.
+
+The graph is read as it is traced. TensorFlow folds constants and shapes later, so edges from
+constants do not count.
+"""
+
+import collections
+import functools
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tensorflow as tf
+
+_KERNELS = Path(__file__).with_name("kernels_2.21.json.gz")
+_FUNCTIONAL = {
+    *("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"),
+    *("PartitionedCall", "StatefulPartitionedCall"),
+}
+_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}  # whose first input is the condition
+_IN_HOST_MEMORY = {tf.string, tf.resource}
+HOST = "HOST"
+GPU_0 = "/job:localhost/replica:0/task:0/device:CPU:1"
+
+
+@dataclass
+class Audit:
+    """What was found.
+
+    Attributes:
+        copies: by direction (`to_device`, `to_host`, `between_devices`) and edge (types of both
+            operations, type of the tensor), how many.
+        without_kernel: operations asked for on a GPU that have no kernel there, with types.
+        python_calls: operations that run Python.
+        narrow_remote_calls: int32 arguments and results of `RemoteCall`s on GPUs.
+        collectives: of each kind, its device and hint.
+    """
+
+    copies: dict[str, collections.Counter] = field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    without_kernel: collections.Counter = field(default_factory=collections.Counter)
+    python_calls: list = field(default_factory=list)
+    narrow_remote_calls: list = field(default_factory=list)
+    collectives: collections.Counter = field(default_factory=collections.Counter)
+
+    def totals(self) -> dict[str, int]:
+        """The number of copies in each direction."""
+        directions = ("to_device", "to_host", "between_devices")
+        return {direction: self.copies[direction].total() for direction in directions}
+
+
+def audit(graph: tf.Graph) -> Audit:
+    """The audit of a step's graph, and of all functions that it calls."""
+    result = Audit()
+    _audit_graph(graph, GPU_0, {}, result, is_step=True)
+    return result
+
+
+def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool = False) -> None:
+    devices = _places(graph, default, given, result)
+    memory = functools.partial(_memory, devices, is_step)
+    for operation in graph.get_operations():
+        _look_at_operation(operation, devices[operation], result)
+        for i, tensor in enumerate(operation.inputs):
+            source = memory(tensor.op, tensor.value_index, False)
+            target = memory(operation, i, True)
+            if tensor.op.type != "Const" and source != target:
+                edge = f"{tensor.op.type} -> {operation.type} ({tensor.dtype.name})"
+                result.copies[_direction(source, target)][edge] += 1
+    for operation, called, inputs in _calls(graph):
+        pairs = zip(inputs, called.graph.inputs, strict=False)
+        handles = {b.op: devices[a.op] for a, b in pairs if a.dtype == tf.resource}
+        _audit_graph(called.graph, devices[operation], handles, result)
+
+
+def _places(graph, default: str, given: dict, result: Audit) -> dict:
+    """The device of each operation: those of a resource are where it is."""
+    captures = [(a, b) for a, b in getattr(graph, "captures", []) if b.dtype == tf.resource]
+    fixed = {b.op: a.device for a, b in captures if a.device} | given
+    devices: dict = {}
+    for operation in graph.get_operations():
+        device = fixed.get(operation, operation.device)
+        if operation.type not in _FUNCTIONAL | {"RemoteCall"}:
+            handles = [x.op for x in operation.inputs if x.dtype == tf.resource and x.op in fixed]
+            device = devices[handles[0]] if handles else device
+        device = device or default
+        if is_stand_in(device) and _host_arguments(operation) is None:
+            types = {x.dtype.name for x in [*operation.inputs, *operation.outputs]}
+            result.without_kernel[f"{operation.type}({', '.join(sorted(types))})"] += 1
+            device = "/device:CPU:0"
+        devices[operation] = device
+    return devices
+
+
+def _look_at_operation(operation, device: str, result: Audit) -> None:
+    if operation.type in _PYTHON:
+        result.python_calls.append(operation.name)
+    if "Collective" in operation.type:
+        hint = operation.get_attr("communication_hint").decode()
+        result.collectives[f"{operation.type} on {_name(device)}, {hint}"] += 1
+    if operation.type == "RemoteCall" and is_stand_in(device):
+        tensors = [*operation.inputs[1:], *operation.outputs]
+        result.narrow_remote_calls += [x.name for x in tensors if x.dtype == tf.int32]
+
+
+def _memory(devices: dict, is_step: bool, operation, index: int, is_input: bool) -> str:
+    """Where an argument or a result of an operation is: the host, or a GPU's name."""
+    device = devices[operation]
+    dtype = (operation.inputs if is_input else operation.outputs)[index].dtype
+    if not is_stand_in(device) or dtype in _IN_HOST_MEMORY:
+        return HOST
+    if operation.type == "Placeholder":
+        return HOST if is_step or dtype == tf.int32 else _name(device)
+    if operation.type in _FUNCTIONAL:
+        return HOST if dtype == tf.int32 else _name(device)
+    names = _argument_names(operation, is_input)
+    return HOST if names[index] in (_host_arguments(operation) or ()) else _name(device)
+
+
+def _argument_names(operation, is_input: bool) -> list[str]:
+    definition = operation.op_def
+    names = []
+    for argument in definition.input_arg if is_input else definition.output_arg:
+        attributes = operation.node_def.attr
+        count = attributes[argument.number_attr].i if argument.number_attr else 1
+        if argument.type_list_attr:
+            count = len(attributes[argument.type_list_attr].list.type)
+        names += [argument.name] * count
+    return names
+
+
+def _host_arguments(operation) -> list[str] | None:
+    """Names of the arguments in the host's memory of the GPU's kernel; None without a kernel."""
+    if operation.type in _FUNCTIONAL | {"Placeholder", "NoOp", "RemoteCall"}:
+        return []
+    known = _kernels().get(operation.type, ())
+    for wanted in ("GPU", "DEFAULT"):
+        for device, constraints, host_arguments, _ in known:
+            if device == wanted and _is_met(operation, constraints):
+                return host_arguments
+    return None
+
+
+def _is_met(operation, constraints: dict[str, list[str]]) -> bool:
+    for name, allowed in constraints.items():
+        value = operation.node_def.attr[name]
+        types = value.list.type if value.WhichOneof("value") == "list" else [value.type]
+        if not {tf.as_dtype(each).name for each in types} <= set(allowed):
+            return False
+    return True
+
+
+def _calls(graph) -> Iterator[tuple]:
+    """Each operation that calls a function, the function, and what it is given."""
+    functions = {function.name: function for function in graph._functions.values()}
+    for operation in graph.get_operations():
+        if operation.type not in _FUNCTIONAL | {"RemoteCall"}:
+            continue
+        has_first = operation.type in _BRANCHES or operation.type == "RemoteCall"
+        inputs = list(operation.inputs)[1 if has_first else 0 :]
+        for attribute in operation.node_def.attr.values():
+            own = [attribute.func.name] if attribute.HasField("func") else []
+            own += [each.name for each in attribute.list.func]
+            for name in own:
+                yield operation, functions[name.encode()], inputs
+
+
+@functools.cache
+def _kernels() -> dict:
+    return json.loads(gzip.decompress(_KERNELS.read_bytes()))
+
+
+def is_stand_in(device: str) -> bool:
+    """Whether a device stands in for a GPU."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type == "CPU" and (spec.device_index or 0) > 0
+
+
+def _name(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return f"GPU:{spec.device_index - 1}" if is_stand_in(device) else HOST
+
+
+def _direction(source: str, target: str) -> str:
+    if source == HOST:
+        return "to_device"
+    return "to_host" if target == HOST else "between_devices"

@@ -1,0 +1,90 @@
+"""No GPU is here: what steps would do on one is read from their graphs (`audit.py`).
+
+`copies.json` is how many copies cross between host and devices in a step, by strategy, model and
+size of the batch. They may only fall: `python -m tests.gpu.table` writes them anew, and refuses
+more than before.
+"""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tests.gpu.audit import audit
+from tests.gpu.steps import BY_DEFAULT, EVERY, GPUS, STRATEGIES, audited
+from tests.gpu.table import read_table, row_name
+
+
+def _steps() -> list:
+    marks = {key: () if key in BY_DEFAULT else pytest.mark.long for key in EVERY}
+    return [pytest.param(*key, marks=marks[key], id="-".join(key)) for key in EVERY]
+
+
+@pytest.mark.parametrize(("strategy", "model", "size"), _steps())
+def test_a_step_runs_on_gpus_as_the_table_says(strategy, model, size):
+    found = audited(strategy, model, size)
+    assert not found.narrow_remote_calls, "int32 through a RemoteCall: a crash on GPUs"
+    assert not found.without_kernel, "asked for on a GPU, where it has no kernel"
+    assert not found.python_calls
+    expected = read_table().get(row_name(strategy, model, size))
+    assert found.totals() == expected, dict(found.copies)
+
+
+def test_an_operation_of_python_in_the_step_is_found():
+    class Bad(keras.layers.Layer):
+        def call(self, x):
+            y = tf.py_function(lambda value: value * 2.0, [x], x.dtype)
+            return tf.ensure_shape(y, x.shape)
+
+    assert not _audit_with(keras.layers.Activation("linear")).python_calls
+    assert _audit_with(Bad()).python_calls
+
+
+def test_a_string_on_a_gpu_is_found():
+    class Bad(keras.layers.Layer):
+        def call(self, x):
+            words = tf.strings.as_string(x)
+            return tf.strings.to_number(words)
+
+    assert "AsString(float32, string)" in _audit_with(Bad()).without_kernel
+
+
+def test_an_int32_through_a_remote_call_is_found():
+    from tfparallel.internals import FuncGraph
+    from tfparallel.internals.graphs import RemoteFunction, function_of_graph
+
+    inner = FuncGraph("inner")
+    with inner.as_default():
+        x = inner.capture(tf.constant([1, 2]))
+        inner.inputs, inner.outputs = [x], [x + 1]
+    remote = RemoteFunction(function_of_graph("inner_of_test", inner))
+    device = "/job:localhost/replica:0/task:0/device:CPU:1"
+    outer = FuncGraph("outer")
+    with outer.as_default():
+        remote(device, [tf.compat.v1.placeholder(tf.int32, [2])])
+    assert len(audit(outer).narrow_remote_calls) == 2
+
+
+def test_metrics_of_a_pipeline_are_on_the_last_stage():
+    strategy = STRATEGIES["pipeline"]()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    model.train_on_batch(tf.ones([12, 6]), tf.ones([12, 3]))
+    devices = {variable.value.device for variable in model.metrics_variables}
+    assert [device[-5:] for device in devices] == [GPUS[-1]]
+
+
+def _audit_with(layer: keras.layers.Layer):
+    strategy = tfparallel.OneDeviceStrategy(GPUS[0])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    model.train_on_batch(tf.ones([12, 6]), tf.ones([12, 3]))
+
+    @tf.function(autograph=False)
+    def step(*data):
+        return strategy.run(model.train_step, args=(data,))
+
+    specs = [tf.TensorSpec((12, 6)), tf.TensorSpec((12, 3))]
+    return audit(step.get_concrete_function(*specs).graph)
