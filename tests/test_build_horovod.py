@@ -22,6 +22,59 @@ def test_another_horovod_is_noticed():
         build_horovod.leave_out_xla("a\n")
 
 
+BRIDGE = """\
+#define gpuMemsetAsync cudaMemsetAsync
+#endif // HAVE_CUDA, HAVE_ROCM
+
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+#if TENSORFLOW_VERSION >= 2011000000
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+#else
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+#endif // HAVE_GPU
+
+// Undef LOG macro from TensorFlow
+"""
+
+
+def test_a_stream_is_asked_for_its_handle():
+    patched = build_horovod.ask_stream_for_handle(BRIDGE)
+    assert "platform_specific_handle().stream" in patched
+    assert patched.startswith("#define gpuMemsetAsync") and patched.endswith("TensorFlow\n")
+    assert "GpuStreamHandle AsGpuStreamValue(Stream* stream);" not in patched
+    assert patched.count("#if") == BRIDGE.count("#if") - 1  # of the two that end there
+    with pytest.raises(BuildError, match="AsGpuStreamValue"):
+        build_horovod.ask_stream_for_handle("another bridge")
+
+
+def test_what_a_build_with_nccl_lacks_is_named_with_its_packages(tmp_path):
+    options = {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": str(tmp_path / "cuda"),
+        "HOROVOD_NCCL_HOME": str(tmp_path / "nccl"),
+    }
+    with pytest.raises(BuildError) as caught:
+        build_horovod.require_cuda(options)
+    for text in ("nvcc is missing", "cuda-nvcc-12-9", "nccl.h is missing", "libnccl-dev"):
+        assert text in str(caught.value)
+    for path in ("cuda/bin/nvcc", "nccl/include/nccl.h", "nccl/lib/libnccl.so"):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        missing = path != "nccl/lib/libnccl.so"
+        if missing:
+            with pytest.raises(BuildError):
+                build_horovod.require_cuda(options)
+    build_horovod.require_cuda(options)
+    build_horovod.require_cuda({"HOROVOD_WITH_GLOO": "1"})
+
+
 def test_options_of_the_user_are_kept_and_have_wheels_of_their_own():
     default = build_horovod.horovod_options({"HOME": "/root"})
     assert default["HOROVOD_WITH_GLOO"] == default["HOROVOD_WITHOUT_MPI"] == "1"

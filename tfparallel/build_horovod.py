@@ -2,7 +2,9 @@
 
 Horovod's last release, 0.28.1, does not compile against TensorFlow 2.19 and newer: one of its
 sources, the bridge to XLA, includes headers that TensorFlow no longer ships. Without that source it
-builds and works; its operations then cannot be compiled by XLA, nothing else changes.
+builds and works; its operations then cannot be compiled by XLA, nothing else changes. Built for
+GPUs, it would ask TensorFlow for a function that no longer exists (`AsGpuStreamValue`), and could
+not be loaded; it is given one of its own.
 
 The wheel is kept in a cache, for each version of Horovod, TensorFlow and Python and each set of
 `HOROVOD_*` options, so that the next environment installs it in seconds and without a network.
@@ -37,6 +39,33 @@ _BUILD_OPTIONS = (
 )
 _XLA_SOURCE = "/horovod/tensorflow/xla_mpi_ops.cc"
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu")
+# What the bridge to TensorFlow declares, and how TensorFlow 2.20 and 2.21 tell a stream's handle.
+_STREAM_BEGINS = "// Forward declaration of AsGpuStreamValue"
+_STREAM_ENDS = "#endif // TENSORFLOW_VERSION >= 2011000000\n#endif // HAVE_GPU\n"
+_STREAM_HANDLE = """\
+#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return reinterpret_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+} // namespace gpu
+} // namespace stream_executor
+#endif // HAVE_GPU
+"""
+
+
+_NO_NVCC = (
+    "nvcc is missing in {cuda}/bin. Install NVIDIA's toolkit, from its package repository: "
+    '"apt-get install cuda-nvcc-12-9 cuda-cudart-dev-12-9" (or -13-0 with a driver of 580 or '
+    "newer); the wheels of CUDA 12 have no nvcc. Tell another place by HOROVOD_CUDA_HOME."
+)
+_NO_NCCL = (
+    "{} is missing in {}. Install it from NVIDIA's package repository: "
+    '"apt-get install libnccl-dev", or take the one that comes with tensorflow[and-cuda]: '
+    '"pip install nvidia-nccl-cu12", with a link libnccl.so beside its libnccl.so.2, '
+    "HOROVOD_NCCL_HOME=.../site-packages/nvidia/nccl and HOROVOD_NCCL_LINK=SHARED."
+)
 
 
 class BuildError(Exception):
@@ -72,6 +101,7 @@ def build_and_install(cache: Path, rebuild: bool = False) -> None:
     wheel = None if rebuild else next(folder.glob("horovod-*.whl"), None)
     if wheel is None:
         _require_tools(with_mpi=build_options.get("HOROVOD_WITH_MPI") == "1")
+        require_cuda(build_options)
         print(
             f"Building Horovod {VERSION} for TensorFlow {tensorflow}, Python "
             f"{platform.python_version()}: two to six minutes on two cores.",
@@ -144,6 +174,19 @@ def leave_out_xla(cmake_lists: str) -> str:
     return "".join(kept)
 
 
+def ask_stream_for_handle(mpi_ops: str) -> str:
+    """The text of `horovod/tensorflow/mpi_ops.cc`, which loads with TensorFlow 2.20 and newer.
+
+    Raises:
+        BuildError: if it does not declare the function that is gone.
+    """
+    before, begins, rest = mpi_ops.partition(_STREAM_BEGINS)
+    _, ends, after = rest.partition(_STREAM_ENDS)
+    if not begins or not ends:
+        raise BuildError("Expected a declaration of AsGpuStreamValue in Horovod's mpi_ops.cc.")
+    return before + _STREAM_HANDLE + after
+
+
 def _build(folder: Path, build_options: Mapping[str, str]) -> Path:
     """Builds the wheel and puts it into `folder` in one step: a cache has whole wheels only."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +195,8 @@ def _build(folder: Path, build_options: Mapping[str, str]) -> Path:
         source = _unpack(_download(workplace), workplace)
         lists = source / "horovod" / "tensorflow" / "CMakeLists.txt"
         lists.write_text(leave_out_xla(lists.read_text()))
+        bridge = source / "horovod" / "tensorflow" / "mpi_ops.cc"
+        bridge.write_text(ask_stream_for_handle(bridge.read_text()))
         _pip(
             "wheel",
             "--no-deps",
@@ -227,6 +272,52 @@ def _require_tools(with_mpi: bool) -> None:
         raise BuildError(
             f'{", ".join(missing)} missing: install with "apt-get install {" ".join(missing)}".'
         )
+
+
+def require_cuda(build_options: Mapping[str, str]) -> None:
+    """Looks for what a build with NCCL needs, where one is asked for.
+
+    Raises:
+        BuildError: naming what is missing, where it was looked for, and what to install.
+    """
+    if not any(value == "NCCL" for key, value in build_options.items() if "GPU" in key):
+        return
+    cuda = Path(build_options.get("HOROVOD_CUDA_HOME") or _cuda_home())
+    nccl = build_options.get("HOROVOD_NCCL_HOME")
+    headers = [Path(p) for p in (build_options.get("HOROVOD_NCCL_INCLUDE"),) if p]
+    libraries = [Path(p) for p in (build_options.get("HOROVOD_NCCL_LIB"),) if p]
+    for base in (Path(nccl),) if nccl else (cuda, Path("/usr"), Path("/usr/local")):
+        headers.append(base / "include")
+        libraries += [
+            base / "lib",
+            base / "lib64",
+            base / "lib" / f"{platform.machine()}-linux-gnu",
+        ]
+    names = ("libnccl.so", "libnccl_static.a")
+    missing = [
+        *([] if (cuda / "bin" / "nvcc").is_file() else [_NO_NVCC.format(cuda=cuda)]),
+        *([] if _is_in("nccl.h", headers) else [_NO_NCCL.format("nccl.h", _listed(headers))]),
+        *(
+            []
+            if any(_is_in(name, libraries) for name in names)
+            else [_NO_NCCL.format("libnccl.so", _listed(libraries))]
+        ),
+    ]
+    if missing:
+        raise BuildError("A build with NCCL is asked for.\n" + "\n".join(missing))
+
+
+def _cuda_home() -> str:
+    nvcc = shutil.which("nvcc")
+    return str(Path(nvcc).resolve().parents[1]) if nvcc else "/usr/local/cuda"
+
+
+def _is_in(name: str, folders: Sequence[Path]) -> bool:
+    return any((folder / name).is_file() for folder in folders)
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    return ", ".join(map(str, folders))
 
 
 def _try_out() -> None:

@@ -45,6 +45,18 @@ class Job:
     all_ranks: bool
 
 
+def slow_on_gpus(job: Job) -> str | None:
+    """What is slow about this Horovod on GPUs; None where nothing is."""
+    if not job.on_gpu or job.nccl_built or job.num_ranks == 1:
+        return None
+    return (
+        "Gradients are on GPUs, and this Horovod has no NCCL: each is copied to the host, "
+        "reduced there over TCP, and copied back, which is several times slower. Build it with "
+        "NCCL: HOROVOD_GPU_OPERATIONS=NCCL python -m tfparallel.build_horovod --rebuild "
+        "(BUILD.md says what that needs)."
+    )
+
+
 def lack_of_job(reduction: str, job: Job) -> str | None:
     """What this job lacks, under a Horovod that is built for `reduction`."""
     if reduction == "ring":

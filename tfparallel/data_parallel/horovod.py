@@ -23,6 +23,7 @@ from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks
 from tfparallel.coordination.stall_watch import StalledError, StallWatch
 from tfparallel.coordination.tcp_store import StoreServer, TcpStore
+from tfparallel.data_parallel.gpu_of_rank import check_no_gpu_is_shared, device_of_rank
 from tfparallel.internals import (
     CollectiveAllReduceExtended,
     ReduceOp,
@@ -51,8 +52,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         options: dict,
         has_inner: bool = False,
     ):
-        share = _share_of_gpus(hvd.local_size()) if has_inner else 1
-        device = _device_of_rank(hvd.local_rank(), share)
+        device = device_of_rank(hvd.local_rank(), hvd.local_size(), has_inner)
         communication = tf.distribute.experimental.CommunicationOptions()
         super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
@@ -80,6 +80,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         )
         if self._num_workers > 1:
             self._agreement = self._open_agreement()
+            check_no_gpu_is_shared(self._agreement)
             self._agree_on_seed()
 
     def _open_agreement(self) -> Agreement:
@@ -289,26 +290,3 @@ def _end_stalled_job(error: StalledError) -> None:
     if shutdown.is_alive():
         tf.get_logger().error("Horovod does not end either. This process exits with status 1.")
         os._exit(1)
-
-
-def _share_of_gpus(local_ranks: int) -> int:
-    """How many GPUs each rank of this host has, one at least."""
-    return max(len(tf.config.list_physical_devices("GPU")) // local_ranks, 1)
-
-
-def _device_of_rank(local_rank: int, share: int = 1) -> str:
-    """The first of the `share` GPUs that this rank shows to TensorFlow; or the CPU."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return "/device:CPU:0"
-    own = gpus[local_rank * share : (local_rank + 1) * share]
-    if len(own) < share:
-        raise ValueError(
-            f"Expected a GPU for each rank of this host. Received: {len(gpus)} GPUs, local rank "
-            f"{local_rank}. Start fewer ranks on {socket.gethostname()}."
-        )
-    try:
-        tf.config.set_visible_devices(own, "GPU")
-    except RuntimeError:  # TensorFlow has started and has taken all of them
-        return f"/device:GPU:{local_rank * share}"
-    return "/device:GPU:0"

@@ -18,6 +18,7 @@ from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
 from tfparallel.launch.processes import Ending, WorkerCommand, run_job
 from tfparallel.launch.restarts import RESTART_VARIABLE, run_with_restarts
 from tfparallel.launch.roles import Role, count_roles, plan_processes
+from tfparallel.machine.gpu_shares import gpus_of_machine, share_gpus
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
@@ -110,6 +111,11 @@ def _make_parser() -> argparse.ArgumentParser:
         help="each process runs on CPUs of its own, an equal share of this machine's",
     )
     launch.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="more workers than GPUs: several on one, each takes memory as it needs it",
+    )
+    launch.add_argument(
         "--grace-seconds",
         type=_grace_s,
         metavar="S",
@@ -155,6 +161,10 @@ def _check_launch(args: argparse.Namespace) -> None:
         _cpus_of_processes(args)
     except ValueError as error:
         args.error(f"{error} Leave --bind-cpus out, and they share the CPUs.")
+    try:
+        _gpus_of_workers(args)
+    except ValueError as error:
+        args.error(str(error))
     if args.is_module and not _module_exists(args.script):
         args.error(
             f"-m expects a module that can be imported. Received: {args.script!r}. "
@@ -179,6 +189,7 @@ def _launch(args: argparse.Namespace, restart: int) -> Ending:
             {**os.environ, **REUSE_PORT_ENV, RESTART_VARIABLE: str(restart)},
             num_cores=min(map(len, cpus)),
             devices_per_worker=args.devices_per_worker,
+            gpus=_gpus_of_workers(args),
         )
         commands = [
             WorkerCommand(process.label, argv, process.env, tuple(own))
@@ -189,6 +200,12 @@ def _launch(args: argparse.Namespace, restart: int) -> Ending:
 
 def _counts(args: argparse.Namespace) -> dict[Role, int]:
     return count_roles(args.workers, args.ps or 0, args.evaluator)
+
+
+def _gpus_of_workers(args: argparse.Namespace) -> list[str]:
+    """`CUDA_VISIBLE_DEVICES` of each worker; none where the machine has no GPU."""
+    gpus = gpus_of_machine()
+    return share_gpus(gpus, args.workers, args.share_gpus) if gpus else []
 
 
 def _cpus_of_processes(args: argparse.Namespace) -> list[list[int]]:

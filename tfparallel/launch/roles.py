@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 from tfparallel.coordination.cluster import ClusterConfig
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
+from tfparallel.machine.gpu_shares import VISIBLE
 
 # A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until
 # all replicas have arrived. The pool has one thread a core by default: on a machine with few, all
 # can be held by waiting replicas, and the last one never gets to run. It is a hang, not slowness.
 MIN_INTEROP_THREADS = 8
+# Else the first process on a GPU takes all of its memory.
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 Addresses = Mapping[str, Sequence[str]]
 
@@ -66,6 +69,7 @@ def plan_processes(
     *,
     num_cores: int,
     devices_per_worker: int | None = None,
+    gpus: Sequence[str] = (),
 ) -> list[PlannedProcess]:
     """Plan a job of one process per address, in the order given.
 
@@ -76,6 +80,8 @@ def plan_processes(
         num_cores: how many cores each process may use.
         devices_per_worker: how many logical CPU devices each process opens; None leaves it to
             the script.
+        gpus: `CUDA_VISIBLE_DEVICES` of each worker; all other roles then see no GPU, which each
+            process would take the memory of. None leaves the GPUs as they are.
     """
     common_env = {"PYTHONUNBUFFERED": "1", **_enough_interop_threads(num_cores), **base_env}
     if devices_per_worker is not None:
@@ -84,11 +90,24 @@ def plan_processes(
     return [
         PlannedProcess(
             label=f"{role.name} {index}",
-            env={**common_env, **role.place(addresses, role.name, index)},
+            env={
+                **common_env,
+                **_gpus_of(role, index, gpus),
+                **role.place(addresses, role.name, index),
+            },
         )
         for role, role_addresses in roles.items()
         for index in range(len(role_addresses))
     ]
+
+
+def _gpus_of(role: Role, index: int, gpus: Sequence[str]) -> dict[str, str]:
+    if not gpus:
+        return {}
+    if role.name != WORKER.name:
+        return {VISIBLE: "-1"}
+    is_shared = gpus.count(gpus[index]) > 1
+    return {VISIBLE: gpus[index], **({GROWTH: "true"} if is_shared else {})}
 
 
 def _enough_interop_threads(num_cores: int) -> dict[str, str]:

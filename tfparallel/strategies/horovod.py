@@ -12,7 +12,13 @@ from tfparallel.communication.horovod_collectives import (
     hvd,
     start,
 )
-from tfparallel.communication.horovod_reductions import REDUCTIONS, Job, lack_of_build, lack_of_job
+from tfparallel.communication.horovod_reductions import (
+    REDUCTIONS,
+    Job,
+    lack_of_build,
+    lack_of_job,
+    slow_on_gpus,
+)
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.compressed_gradients import WorkersTransport
@@ -90,7 +96,10 @@ class HorovodStrategy(KerasStrategy):
                 "Only the ranks of a process set may create its strategy. Received: process set of "
                 f"ranks {process_set.ranks}. (Rank {hvd.rank()} is speaking.)"
             )
-        _refuse(reduction, lack_of_job(reduction, _job(process_set)))
+        job = _job(process_set)
+        _refuse(reduction, lack_of_job(reduction, job))
+        if hvd.rank() == 0 and (warning := slow_on_gpus(job)) is not None:
+            tf.get_logger().warning(warning)
         options = {"predivide": gradient_predivide_factor, "bucket_bytes": bucket_bytes}
         is_adasum = reduction == "adasum"
         workers = HorovodExtended(
