@@ -75,6 +75,7 @@ RUNS = (
     Run("sharded", "2 CPUs"),
     Run("tensor_parallel", "2 CPUs"),
     Run("pipeline", "2 CPUs"),
+    Run("hybrid", "4 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
     Run("parameter_server_sync", "2 workers, 1 ps", num_workers=2, num_ps=1),
     Run("horovod", "2 ranks", num_workers=2, starter="horovodrun"),

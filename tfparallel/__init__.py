@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.parameter_server.recovery import ServerLost, WorkerLost
+    from tfparallel.pipeline.options import PipelineOptions
     from tfparallel.pipeline.plans.schedule import Schedule
     from tfparallel.pipeline.remote_stages import StageLost
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
     from tfparallel.replicas.weights_check import WeightsDifferError
+    from tfparallel.sharded.options import Sharding
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
+    from tfparallel.strategies.hybrid import HybridStrategy
     from tfparallel.strategies.mirrored import MirroredStrategy
     from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
     from tfparallel.strategies.one_device import OneDeviceStrategy
@@ -81,6 +84,7 @@ _NAMES = {
         "ServerLost",
         "WorkerLost",
     ),
+    "tfparallel.pipeline.options": ("PipelineOptions",),
     "tfparallel.pipeline.plans.schedule": ("Schedule",),
     "tfparallel.pipeline.remote_stages": ("StageLost",),
     "tfparallel.replicas.loss_kinds": (
@@ -90,8 +94,10 @@ _NAMES = {
     ),
     "tfparallel.replicas.row_chunks": ("in_chunks",),
     "tfparallel.replicas.weights_check": ("WeightsDifferError",),
+    "tfparallel.sharded.options": ("Sharding",),
     "tfparallel.strategies.central_storage": ("CentralStorageStrategy",),
     "tfparallel.strategies.horovod": ("HorovodStrategy",),
+    "tfparallel.strategies.hybrid": ("HybridStrategy",),
     "tfparallel.strategies.mirrored": ("MirroredStrategy",),
     "tfparallel.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "tfparallel.strategies.one_device": ("OneDeviceStrategy",),
@@ -111,18 +117,21 @@ __all__ = [
     "DisagreementError",
     "ElasticJob",
     "HorovodStrategy",
+    "HybridStrategy",
     "LeaseError",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PeerLostError",
+    "PipelineOptions",
     "PipelineStrategy",
     "PortTakenError",
     "RankLostError",
     "Schedule",
     "ServerLost",
     "ShardedStrategy",
+    "Sharding",
     "StageLost",
     "TPUStrategy",
     "TensorParallelStrategy",

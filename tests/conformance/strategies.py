@@ -1,10 +1,12 @@
 """The strategies under test: a new strategy is one new row."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tests import helpers
@@ -133,6 +135,21 @@ def _pipeline(num_stages: int, num_microbatches: int) -> tf.distribute.Strategy:
 
 def _sharded(num_devices: int) -> tf.distribute.Strategy:
     return library().ShardedStrategy(_cpus(num_devices), min_size=1)
+
+
+def _hybrid(sizes: dict[str, int], **options: Any) -> tf.distribute.Strategy:
+    """On as many logical CPUs as the mesh has places."""
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    devices = [f"cpu:{i}" for i in range(math.prod(shape))]
+    mesh = keras.distribution.DeviceMesh(shape, names, devices)
+    if "model" in sizes:
+        options["layout_map"] = LayoutOfAnything(mesh)
+    return library().HybridStrategy(mesh, **options)
+
+
+def _pipelines(num_pipelines: int, num_stages: int, **options: Any) -> tf.distribute.Strategy:
+    sizes = {"data": num_pipelines, "pipeline": num_stages}
+    return _hybrid(sizes, pipeline=library().PipelineOptions(2, **options))
 
 
 _servers: list[ServerProcesses] = []  # they end with this process
@@ -313,6 +330,50 @@ STRATEGIES = [
         devices_per_worker=1,
         few=(*FEW, "nested.gan", "nested.trainer"),
         exempt=_OF_STAGES,
+    ),
+    Row(
+        "data_pipeline_2x2",
+        lambda: _pipelines(2, 2),
+        num_replicas=4,
+        few=(*FEW, "inputs.every_batch_of_one_row", "nested.gan", "nested.trainer"),
+        exempt=_OF_STAGES,
+    ),
+    Row(
+        "data_pipeline_zero_bubble_2x2",
+        lambda: _pipelines(2, 2, schedule="zero_bubble"),
+        num_replicas=4,
+        few=("optimizers.global_clipnorm", "optimizers.gradient_accumulation"),
+        exempt=_OF_STAGES,
+    ),
+    Row(
+        "data_shard_2x2",
+        lambda: _hybrid({"data": 2, "shard": 2}, shard=library().Sharding(min_size=1)),
+        num_replicas=4,
+        few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
+        exempt=_OF_PARTS,
+    ),
+    Row(
+        "data_shard_optimizer_2x2",
+        lambda: _hybrid({"data": 2, "shard": 2}, shard=library().Sharding("optimizer", 1)),
+        num_replicas=4,
+        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        exempt=_OF_PARTS,
+    ),
+    Row(
+        "data_model_2x2",  # the code of tensor_2x2
+        lambda: _hybrid({"data": 2, "model": 2}),
+        num_replicas=2,
+        few=("optimizers.global_clipnorm",),
+        exempt=_OF_A_GROUP,
+    ),
+    Row(
+        "horovod_2_of_data_pipeline_2x2",
+        lambda: library().HorovodStrategy(inner=lambda: _pipelines(2, 2)),
+        num_replicas=8,
+        num_workers=2,
+        environments=horovod_environments,
+        few=("metrics.binary", "optimizers.global_clipnorm"),
+        exempt={**_ONE_PROCESS, **_OF_STAGES},
     ),
     Row(
         "parameter_server_sync",
@@ -507,7 +568,15 @@ ROWS_OF = {
         "horovod_2_of_pipelines",
         "horovod_2_of_tensor_2",
         "horovod_2_of_sharded_2",
+        "horovod_2_of_data_pipeline_2x2",
         "horovod_3",
+    ],
+    "HybridStrategy": [
+        "data_pipeline_2x2",
+        "data_pipeline_zero_bubble_2x2",
+        "data_shard_2x2",
+        "data_shard_optimizer_2x2",
+        "data_model_2x2",
     ],
 }
 

@@ -164,7 +164,8 @@ def test_unknown_key_comes_with_a_suggestion(write, text, problem):
             "strategy: {name: mirored}",
             "strategy.name: should be one of 'one_device', 'mirrored', 'sharded', "
             "'tensor_parallel', 'multi_worker_mirrored', 'horovod', 'central_storage', "
-            "'parameter_server', 'pipeline', 'tpu'. Received: 'mirored'. Did you mean mirrored?",
+            "'parameter_server', 'pipeline', 'hybrid', 'tpu'. Received: 'mirored'. "
+            "Did you mean mirrored?",
         ),
         ("strategy: {devices: [a]}", "strategy.name: is required. Received: nothing."),
         (

@@ -264,12 +264,9 @@ class ParameterServer(StrategySection):
         }
 
 
-class Pipeline(StrategySection):
+class PipelineSection(Section):
     """`partition` is "balanced", or for each stage a list of patterns of layer names."""
 
-    class_name = "PipelineStrategy"
-    name: Literal["pipeline"]
-    devices: DeviceNames | None = None
     num_microbatches: int | None = Field(default=None, ge=1)
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     chunks_per_device: int | None = Field(default=None, ge=2)
@@ -278,7 +275,49 @@ class Pipeline(StrategySection):
     batch_norm: Literal["per_microbatch", "deferred"] = "per_microbatch"
     rematerialize: Literal["none", "except_last", "full"] | list[str] = "none"
     offload: bool = False
+
+
+class Pipeline(PipelineSection, StrategySection):
+    """A pipeline on devices of one process, or of several tasks in TF_CONFIG."""
+
+    class_name = "PipelineStrategy"
+    name: Literal["pipeline"]
+    devices: DeviceNames | None = None
     insecure_network: bool = False  # with several tasks in TF_CONFIG
+
+
+class ShardSection(Section):
+    """What is in parts."""
+
+    shard: Literal["parameters", "gradients", "optimizer"] = "parameters"
+    min_size: int = Field(default=1024, ge=1)
+
+
+class Hybrid(StrategySection):
+    """`mesh`: the size of each axis; `layout`: as of `TensorParallel`."""
+
+    class_name = "HybridStrategy"
+    name: Literal["hybrid"]
+    mesh: dict[Literal["data", "shard", "pipeline", "model"], int]
+    pipeline: PipelineSection | None = None
+    shard: ShardSection | None = None
+    layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        import keras
+
+        import tfparallel
+
+        layout: Any = keras.distribution.LayoutMap() if self.layout else None
+        for pattern, axes in self.layout.items():
+            layout[pattern] = keras.distribution.TensorLayout(axes)
+        options = self.pipeline and tfparallel.PipelineOptions(**self.pipeline.model_dump())
+        return {
+            "mesh": dict(self.mesh),
+            "pipeline": options,
+            "shard": self.shard and tfparallel.Sharding(**self.shard.model_dump()),
+            "layout_map": layout,
+        }
 
 
 class Tpu(StrategySection):
@@ -300,6 +339,7 @@ STRATEGIES = (
     CentralStorage,
     ParameterServer,
     Pipeline,
+    Hybrid,
     Tpu,
 )
 

@@ -6,7 +6,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -32,37 +31,30 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.options import PipelineOptions
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.refusals import check_batch_norm
-from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import (
     LayerVariable,
     OptimizerNumber,
+    SeedVariable,
     SequentialVariable,
     StageVariable,
 )
 from tfparallel.pipeline.staged_model import staged
-from tfparallel.pipeline.stages import Budget, Partition, Stages, divide
+from tfparallel.pipeline.stages import Budget, Stages, divide
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `PipelineStrategy`, as it explains them."""
-
-    memory_limit_bytes: int | None
-    batch_norm: str
-    rematerialize: Choice
-    offload: bool
+from tfparallel.replicas.seed_hooks import seed_of_stream
 
 
 class PipelineExtended(LocalExtended):
@@ -71,7 +63,8 @@ class PipelineExtended(LocalExtended):
     Args:
         container_strategy: the strategy.
         devices: of the stages.
-        schedule, partition, options: as `PipelineStrategy` explains them.
+        schedule: of `options`, for so many devices.
+        options: as `PipelineStrategy` explains them.
         cluster: that the devices are in, if they are in several processes.
         others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
             `r % num_microbatches` of pipeline `r // num_microbatches`.
@@ -84,8 +77,7 @@ class PipelineExtended(LocalExtended):
         container_strategy: tf.distribute.Strategy,
         devices: Sequence[str],
         schedule: Schedule,
-        partition: Partition,
-        options: Options,
+        options: PipelineOptions,
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
     ):
@@ -94,7 +86,7 @@ class PipelineExtended(LocalExtended):
         self._stage_devices = self._pipelines[0]
         super().__init__(container_strategy, devices[:1])  # which is in this process
         self._default_device = None
-        self._schedule, self._partition, self._options = schedule, partition, options
+        self._schedule, self._options = schedule, options
         # Losses and metrics are computed where the last stage is.
         microbatches = range(schedule.num_microbatches)
         self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
@@ -169,8 +161,17 @@ class PipelineExtended(LocalExtended):
         is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM
         is_average = isinstance(owner, keras.layers.BatchNormalization)
         is_in_turn = is_state and (is_sum or is_average)
-        is_seed = isinstance(owner, keras.random.SeedGenerator)
-        return SequentialVariable if is_in_turn or is_seed else LayerVariable
+        if isinstance(owner, keras.random.SeedGenerator):
+            return SeedVariable
+        return SequentialVariable if is_in_turn else LayerVariable
+
+    def _initial_value(
+        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        value = super()._initial_value(variable_class, i, device, copies, kwargs)
+        if variable_class is not SeedVariable or i == 0:
+            return value
+        return lambda: seed_of_stream(value() if callable(value) else value, i)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._creation.device,) * len(self._pipelines)
@@ -236,7 +237,7 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)
-            stages = divide(model, self._partition, self._placement, self._budget, inputs)
+            stages = divide(model, self._options.partition, self._placement, self._budget, inputs)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:

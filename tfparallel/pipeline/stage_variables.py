@@ -4,16 +4,19 @@ One pipeline is the common case. Where a process has several, which divide the r
 first microbatch of each assigns its pipeline's copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import device_util, distribute_lib, values_util
+from tfparallel.internals import SaveSpec, device_util, distribute_lib, values_util
 from tfparallel.internals.distribute import become_copy_of, number_of_first_copy, strategy_behind
 from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.seed_hooks import seed_of_stream
 from tfparallel.replicas.variables import CentralVariable, SummedWhenRead
+
+_VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 
 
 class StageVariable(CentralVariable):
@@ -204,14 +207,48 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         own = tf.add_n([tf.identity(copy.read_value()) for copy in self.values])
         return strategy_behind(self).extended._sum_across_workers(own)
 
+    def of_copy(self, value: Any, index: int) -> Any:
+        """What pipeline number `index` of this process gets of a value of the whole."""
+        if not self.is_metric:
+            return value
+        is_first = index == 0 and strategy_behind(self).extended._id_in_cluster == 0
+        return value if is_first else tf.zeros_like(value)
+
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""
-        if self._is_one() or self.is_own_context():
+        extended = strategy_behind(self).extended
+        is_one = len(self.values) * extended._num_workers == 1
+        if is_one or self.is_own_context():
             return super().assign(value, *args, **kwargs)
-        is_rank_zero = strategy_behind(self).extended._id_in_cluster == 0
+        value = tf.convert_to_tensor(value, self.dtype)
         for i, copy in enumerate(self.values):
-            copy.assign(value if i == 0 and is_rank_zero else tf.zeros_like(copy))
+            with tf.device(copy.device):
+                copy.assign(self.of_copy(value, i))
         return self
+
+    def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
+        host = self.distribute_strategy.extended._host_device
+
+        def read() -> tf.Tensor:
+            with tf.device(host):
+                return tf.identity(self._get_cross_replica())
+
+        return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=host)}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+        return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
+
+
+class SeedVariable(SequentialVariable):
+    """The state of a seed generator, from which each pipeline draws a stream of its own.
+
+    Stages are traced once for all pipelines, so that their copies have to differ. The first one's
+    is what one device draws, and what files have.
+    """
+
+    def of_copy(self, value: Any, index: int) -> Any:
+        """The state of the pipeline's stream."""
+        return seed_of_stream(value, index)
 
 
 class OptimizerNumber(StageVariable):

@@ -50,8 +50,13 @@ def _next_of_replica(
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy:
         return seed
-    replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-    return seed + tf.stack([replica * _STRIDE, tf.zeros_like(replica)])
+    return seed_of_stream(seed, context.replica_id_in_sync_group)
+
+
+def seed_of_stream(seed: tf.Tensor, number: Any) -> tf.Tensor:
+    """The state `[seed, counter]` of stream `number`; 0 is the one that is stored."""
+    number = tf.cast(number, seed.dtype)
+    return seed + tf.stack([number * _STRIDE, tf.zeros_like(number)])
 
 
 def call_with_global_seed(strategy: tf.distribute.Strategy, run: Callable, fn: Callable) -> Any:

@@ -35,6 +35,7 @@ class ShardedExtended(ReplicatedExtended):
 
     _sharding: Sharding
     _reduces_parts = True
+    _num_copies = 1  # in this process: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
 
     # ---- the transport: this process is all there is ---------------------------------------------
@@ -66,12 +67,18 @@ class ShardedExtended(ReplicatedExtended):
         return self._num_workers if self._workers is None else 1
 
     @property
+    def _devices_of_copy(self) -> int:
+        """How many devices of this process share one copy, one behind the other."""
+        return len(self._devices) // self._num_copies
+
+    @property
     def _num_shards(self) -> int:
-        return self._num_sharing * len(self._devices)
+        return self._num_sharing * self._devices_of_copy
 
     def _shard_of(self, i: int) -> int:
         """The shard that replica `i` of this process updates."""
-        return (self._id_in_cluster % self._num_sharing) * len(self._devices) + i
+        count = self._devices_of_copy
+        return (self._id_in_cluster % self._num_sharing) * count + i % count
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
@@ -123,8 +130,9 @@ class ShardedExtended(ReplicatedExtended):
 
     def _gathered(self, variable: ShardedVariable, i: int) -> tf.Tensor:
         """All shards of `variable`, one after the other, on the device of replica `i`."""
-        parts = []
-        for own in variable.values:
+        parts, count = [], self._devices_of_copy
+        first = i // count * count
+        for own in variable.values[first : first + count]:
             with tf.device(own.device):
                 parts.append(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
         with tf.device(variable.values[i].device):
@@ -169,7 +177,8 @@ class ShardedExtended(ReplicatedExtended):
     def _scattered_among_workers(self, gradients: Sequence) -> list[list[tf.Tensor]]:
         """For each gradient, of all local replicas, the shards of each local replica."""
         if self._num_sharing == 1:
-            return self._over_workers([self._scattered(g, self._num_shards) for g in gradients])
+            shards = [self._scattered(parts, self._num_shards) for parts in gradients]
+            return [self._on_all_copies(each) for each in self._over_workers(shards)]
         results: list = [None] * len(gradients)
         with tf.device(self._host_device):
             sums = [tf.add_n(parts) for parts in gradients]
@@ -189,12 +198,20 @@ class ShardedExtended(ReplicatedExtended):
         return [[next(total) for _ in shards] for shards in sums]
 
     def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:
-        """Each device adds up its piece of all replicas' gradients."""
+        """Each device of the first copy adds up its piece of all replicas' gradients."""
         length, sums = parts[0].shape[0] // count, []
-        for j, device in enumerate(self._devices):
+        for j, device in enumerate(self._devices[: self._devices_of_copy]):
             with tf.device(device):
                 sums.append(tf.add_n([part[j * length : (j + 1) * length] for part in parts]))
         return sums
+
+    def _on_all_copies(self, shards: list[tf.Tensor]) -> list[tf.Tensor]:
+        """What the devices of the first copy have, on those of all."""
+        every = list(shards)
+        for i in range(len(shards), len(self._devices)):
+            with tf.device(self._devices[i]):
+                every.append(tf.identity(shards[i % len(shards)]))
+        return every
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
@@ -232,7 +249,8 @@ class ShardedExtended(ReplicatedExtended):
             return self._replica_ctx_all_reduce(ReduceOp.SUM, value)
 
         def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
-            return [tf.add_n(self._local_results(tensor)) for tensor in tensors]
+            parts = [self._local_results(tensor) for tensor in tensors]
+            return [tf.add_n(each[: self._devices_of_copy]) for each in parts]
 
         flat = tf.nest.flatten(value)
         total = distribute_lib.get_replica_context().merge_call(merge, args=flat)
@@ -263,7 +281,7 @@ class ShardedExtended(ReplicatedExtended):
         distribute_lib.get_replica_context().merge_call(merge)
 
     def _updated_parts(self, variable: KeptWholeVariable) -> tf.Tensor:
-        local = range(len(self._devices))
+        local = range(self._devices_of_copy)
         joined = tf.concat([variable.component(i).read_value() for i in local], 0)
         if self._num_sharing == 1:
             return joined

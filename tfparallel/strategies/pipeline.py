@@ -14,13 +14,11 @@ import tensorflow as tf
 
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.pipeline.devices import stage_devices
-from tfparallel.pipeline.extended import Options, PipelineExtended
+from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
-from tfparallel.pipeline.plans.counts import check_choice, check_counts
+from tfparallel.pipeline.options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
-from tfparallel.pipeline.plans.schedules.registry import build_schedule
-from tfparallel.pipeline.refusals import check_schedule
-from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.rematerialization import Choice
 from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.swimlane import Swimlane
@@ -95,15 +93,18 @@ class PipelineStrategy(KerasStrategy):
         devices, cluster = stage_devices(
             devices, cluster_resolver, insecure_network, timeouts or Timeouts()
         )
-        if isinstance(schedule, str):
-            schedule = build_schedule(schedule, len(devices), num_microbatches, chunks_per_device)
-        check_schedule(schedule, len(devices), num_microbatches)
-        if memory_limit_bytes is not None:
-            check_counts(memory_limit_bytes=memory_limit_bytes)
-        check_choice("batch_norm", batch_norm, ("per_microbatch", "deferred"))
-        Rematerialization(rematerialize, schedule)  # raises
-        options = Options(memory_limit_bytes, batch_norm, rematerialize, offload)
-        super().__init__(PipelineExtended(self, devices, schedule, partition, options, cluster))
+        options = PipelineOptions(
+            num_microbatches,
+            schedule,
+            partition,
+            chunks_per_device,
+            memory_limit_bytes,
+            batch_norm,
+            rematerialize,
+            offload,
+        )
+        schedule = options.schedule_for(len(devices))
+        super().__init__(PipelineExtended(self, devices, schedule, options, cluster))
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""

@@ -7,11 +7,11 @@ import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
-from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.sharded.extended import ShardedExtended
+from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
 
 
@@ -59,19 +59,6 @@ class ShardedStrategy(KerasStrategy):
                 f"devices={list(devices)}. Leave `devices` out, or TF_CONFIG."
             )
         super().__init__(extended)
-
-
-class LocalShardedExtended(ShardedExtended, MirroredLocalExtended):
-    """Shards on the devices of this process."""
-
-    def __init__(
-        self,
-        container_strategy: tf.distribute.Strategy,
-        devices: Sequence[str] | None,
-        sharding: Sharding,
-    ):
-        super().__init__(container_strategy, devices)
-        self._sharding = sharding
 
 
 class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):

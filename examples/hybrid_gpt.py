@@ -1,0 +1,79 @@
+r"""Train a small GPT on a mesh: pipelines beside one another, each with its rows of every batch.
+
+Two pipelines of four stages on eight devices (all GPUs, or eight logical CPU devices where there is
+none), in a few minutes:
+
+    python examples/hybrid_gpt.py
+
+Four pipelines of two stages, another schedule:
+
+    python examples/hybrid_gpt.py --pipelines 4 --stages 2 --schedule zero_bubble
+
+Two processes of two pipelines each, the rows of a batch divided by four:
+
+    horovodrun -np 2 python examples/hybrid_gpt.py --pipelines 2 --stages 2 --processes
+
+A look at it in seconds:
+
+    python examples/hybrid_gpt.py --quick
+
+The losses are those of one device, `python examples/pipeline_gpt.py --stages 1`, whatever the mesh.
+It prints what is on which stage, the loss, and how busy the first pipeline was in one step. Model
+and text are those of `pipeline_gpt.py`.
+"""
+
+import keras
+import pipeline_gpt as gpt
+import tensorflow as tf
+from absl import app, flags
+
+import tfparallel
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("pipelines", 2, "Places along the axis of data.")
+flags.DEFINE_bool("processes", False, "Whether horovodrun has started several of these.")
+flags.FLAGS.set_default("stages", 4)
+flags.FLAGS.set_default("microbatches", 4)
+
+
+def main(_: list[str]) -> None:
+    """Trains, and prints what is described above."""
+    keras.utils.set_random_seed(0)
+    width, num_blocks = (32, 2) if FLAGS.quick else (96, 4)
+    steps = 20 if FLAGS.quick else FLAGS.steps
+    strategy = make_strategy()
+    on_mesh = strategy.inner if FLAGS.processes else strategy
+    with strategy.scope():
+        model = gpt.build_gpt(width, num_blocks)
+        model.compile(
+            optimizer=keras.optimizers.AdamW(1e-3),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    x, y = gpt.windows(gpt.standard_library(), steps * FLAGS.batch_size)
+    history = model.fit(x, y, batch_size=FLAGS.batch_size, shuffle=False, verbose=0)
+    print(on_mesh.summary(model))
+    print(on_mesh.profile(model, (x[: FLAGS.batch_size], y[: FLAGS.batch_size])))
+    print(f"loss {history.history['loss'][-1]:.4f}")
+
+
+def make_strategy() -> tf.distribute.Strategy:
+    """A mesh of `--pipelines` x `--stages` devices, in each process that trains."""
+    if not tf.config.list_physical_devices("GPU"):
+        logical = [tf.config.LogicalDeviceConfiguration()] * (FLAGS.pipelines * FLAGS.stages)
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, logical)
+    return tfparallel.HorovodStrategy(inner=make_mesh) if FLAGS.processes else make_mesh()
+
+
+def make_mesh() -> tf.distribute.Strategy:
+    """The mesh of one process."""
+    return tfparallel.HybridStrategy(
+        {"data": FLAGS.pipelines, "pipeline": FLAGS.stages},
+        pipeline=tfparallel.PipelineOptions(
+            FLAGS.microbatches, FLAGS.schedule, rematerialize=FLAGS.rematerialize
+        ),
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

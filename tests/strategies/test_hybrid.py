@@ -1,0 +1,238 @@
+"""HybridStrategy: what the conformance suite cannot ask."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tests.helpers import assert_same_training, tiny_data, train
+from tfparallel import HybridStrategy, PipelineOptions, Sharding
+
+
+def mesh(**sizes):
+    count = int(np.prod(list(sizes.values())))
+    devices = [f"cpu:{i}" for i in range(count)]
+    return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
+
+
+def two_pipelines(num_microbatches=2, **options):
+    return HybridStrategy(
+        mesh(data=2, pipeline=2), pipeline=PipelineOptions(num_microbatches, **options)
+    )
+
+
+def batch_norm_model():
+    layers = [
+        keras.Input((6,)),
+        keras.layers.Dense(5),
+        keras.layers.BatchNormalization(momentum=0.9),
+    ]
+    return keras.Sequential([*layers, keras.layers.Dense(3)])
+
+
+def weights(training):
+    return training.model.get_weights()
+
+
+def device_number(variable):
+    return tf.DeviceSpec.from_string(variable.device).device_index
+
+
+def test_each_pipeline_has_a_copy_of_a_weight_on_its_stage():
+    training = train(two_pipelines())
+    first, *_, last = training.model.trainable_weights
+    assert [device_number(copy) for copy in first.value.values] == [0, 2]
+    assert [device_number(copy) for copy in last.value.values] == [1, 3]
+    slots = [v for v in training.model.optimizer.variables if "momentum" in v.path]
+    assert [device_number(copy) for copy in slots[0].value.values] == [0, 2]
+
+
+class Counting(keras.layers.Layer):
+    """Counts how often Python calls it in a step that is traced."""
+
+    calls = 0
+
+    def call(self, x):
+        Counting.calls += 1
+        return x
+
+
+def calls_of_python(strategy):
+    def build():
+        return keras.Sequential([keras.Input((6,)), Counting(), keras.layers.Dense(3)])
+
+    with strategy.scope():
+        model = build()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = tiny_data(16)
+    strategy.extended._stages_of(model)
+    Counting.calls = 0
+    model.train_on_batch(x, y)
+    return Counting.calls
+
+
+def test_tracing_does_not_grow_with_the_axis_of_data():
+    one = calls_of_python(HybridStrategy(mesh(pipeline=2), pipeline=PipelineOptions(2)))
+    assert one > 0
+    assert calls_of_python(two_pipelines()) == one
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_rows_may_be_uneven_or_fewer_than_microbatches(schedule):
+    for batch_size in (13, 3):
+        rows = 2 * batch_size
+        reference = train(None, rows=rows, batch_size=batch_size)
+        strategy = two_pipelines(3, schedule=schedule)
+        assert_same_training(reference, train(strategy, rows=rows, batch_size=batch_size))
+
+
+def test_options_of_a_pipeline_are_options_beside_data():
+    reference = train(None)
+    for options in ({"rematerialize": "full"}, {"offload": True}):
+        assert_same_training(reference, train(two_pipelines(**options)))
+    interleaved = HybridStrategy(
+        mesh(data=2, pipeline=1),
+        pipeline=PipelineOptions(2, "interleaved_1f1b", chunks_per_device=2),
+    )
+    assert_same_training(reference, train(interleaved))
+
+
+def test_deferred_batch_norm_takes_in_the_rows_of_all_pipelines():
+    """As one pipeline does that has the same microbatches."""
+    one = tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], 4, batch_norm="deferred")
+    reference = train(one, batch_norm_model)
+    both = train(two_pipelines(2, batch_norm="deferred"), batch_norm_model)
+    for ours, theirs in zip(weights(both), weights(reference), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_averages_of_batch_norm_are_the_mean_of_the_pipelines_weighted_by_rows():
+    def build():
+        first = keras.layers.BatchNormalization(momentum=0.9)
+        return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(3)])
+
+    training = train(two_pipelines(), build, rows=13, batch_size=13, epochs=1)
+    x = tiny_data(13)[0]
+    pipelines = [x[:4], x[4:7]], [x[7:10], x[10:13]]  # rows 4, 3 and 3, 3
+    expected = np.zeros(6)
+    for microbatches in pipelines:
+        moving = np.zeros(6)
+        for microbatch in microbatches:
+            moving = 0.9 * moving + 0.1 * microbatch.mean(0)
+        expected += sum(map(len, microbatches)) / 13 * moving
+    averages = training.model.layers[0].moving_mean
+    np.testing.assert_allclose(averages.numpy(), expected, atol=1e-6)
+    for copy in averages.value.values:
+        np.testing.assert_allclose(copy.numpy(), expected, atol=1e-6)
+
+
+def masks(strategy, rows=4, width=64, steps=1):
+    """What Dropout leaves of each row, seen in the gradient of a weight for each number."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [keras.Input((rows * width,)), keras.layers.Dropout(0.5, seed=7)]
+        model = keras.Sequential(
+            [*layers, keras.layers.Dense(1, False, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(1.0), loss=lambda y, p: p)
+    x = np.kron(np.eye(rows), np.ones(width)).astype("float32")
+    for _ in range(steps):
+        before = model.get_weights()[0]
+        model.train_on_batch(x, np.zeros((rows, 1)))
+    return (before - model.get_weights()[0]).reshape(rows, width) > 0, model
+
+
+def test_rows_of_all_pipelines_get_masks_of_their_own():
+    own, _ = masks(two_pipelines())
+    assert 0.3 < own.mean() < 0.7
+    for i in range(4):
+        for j in range(i):
+            assert (own[i] != own[j]).any(), (i, j)
+    again, _ = masks(two_pipelines())
+    np.testing.assert_array_equal(own, again)
+
+
+def test_streams_of_pipelines_go_on_after_a_checkpoint(tmp_path):
+    expected, _ = masks(two_pipelines(), steps=2)
+    _, model = masks(two_pipelines())
+    file = tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
+    strategy = two_pipelines()
+    _, other = masks(strategy)
+    tf.train.Checkpoint(model=other).restore(file)
+    x = np.kron(np.eye(4), np.ones(64)).astype("float32")
+    before = other.get_weights()[0]
+    other.train_on_batch(x, np.zeros((4, 1)))
+    after = (before - other.get_weights()[0]).reshape(4, 64) > 0
+    np.testing.assert_array_equal(after, expected)
+
+
+def test_a_model_goes_from_one_mesh_to_any_other(tmp_path):
+    layout = keras.distribution.LayoutMap(mesh(data=2, model=2))
+    layout[".*dense.*kernel"] = (None, "model")
+    meshes = [
+        lambda: two_pipelines(),
+        lambda: HybridStrategy(mesh(data=2, shard=2), shard=Sharding(min_size=1)),
+        lambda: HybridStrategy(mesh(data=2, model=2), layout_map=layout),
+        lambda: HybridStrategy(mesh(data=3)),
+    ]
+    x, y = tiny_data(26)
+    reference = train(None, rows=26)
+    reference.model.fit(x, y, 13, epochs=1, shuffle=False, verbose=0)
+    for i, source in enumerate(meshes):
+        file = str(tmp_path / f"{i}.keras")
+        train(source(), rows=26).model.save(file)
+        with meshes[(i + 1) % len(meshes)]().scope():
+            model = keras.models.load_model(file)
+        model.fit(x, y, 13, epochs=1, shuffle=False, verbose=0)
+        for ours, theirs in zip(model.get_weights(), reference.model.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_shards_are_divided_among_the_devices_of_a_copy():
+    strategy = HybridStrategy(mesh(data=2, shard=2), shard=Sharding(min_size=1))
+    kernel = train(strategy).model.trainable_weights[0]
+    parts = [part.numpy() for part in kernel.value.parts]
+    assert [part.size for part in parts] == [24] * 4
+    np.testing.assert_array_equal(parts[0], parts[2])
+    np.testing.assert_array_equal(np.concatenate(parts[:2]), kernel.numpy().flatten())
+
+
+def test_the_stages_are_told_with_the_devices_of_all_pipelines():
+    strategy = two_pipelines()
+    training = train(strategy)
+    text = str(strategy.summary(training.model))
+    assert "CPU:0" in text
+    assert "CPU:2" in text
+    lane = strategy.profile(training.model, tiny_data(12))
+    assert "CPU:1" in str(lane)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: HybridStrategy(3), TypeError, "size of each axis by its name"),
+        (lambda: HybridStrategy({"data": 3}), ValueError, "would fit: data 4 = 4"),
+        (lambda: HybridStrategy(mesh(data=2, pipes=2)), ValueError, "'pipes'"),
+        (
+            lambda: HybridStrategy(mesh(data=2), pipeline=PipelineOptions(2)),
+            ValueError,
+            "'pipeline'",
+        ),
+        (lambda: HybridStrategy(mesh(data=2, model=2)), ValueError, "layout_map"),
+        (
+            lambda: HybridStrategy(mesh(pipeline=2), shard=Sharding()),
+            ValueError,
+            "'shard' or 'data'",
+        ),
+        (
+            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding()),
+            NotImplementedError,
+            "pipeline and shard",
+        ),
+        (lambda: two_pipelines(0), ValueError, "num_microbatches"),
+    ],
+)
+def test_what_does_not_fit_a_mesh_is_refused_at_once(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

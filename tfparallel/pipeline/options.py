@@ -1,0 +1,49 @@
+"""What the user says of a pipeline, wherever it is on a mesh."""
+
+from dataclasses import dataclass
+
+from tfparallel.pipeline.plans.counts import check_choice, check_counts
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.schedules.registry import build_schedule
+from tfparallel.pipeline.refusals import check_schedule
+from tfparallel.pipeline.rematerialization import Choice, Rematerialization
+from tfparallel.pipeline.stages import Partition
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of a pipeline, as `PipelineStrategy` explains them.
+
+    Attributes:
+        num_microbatches, schedule, partition, chunks_per_device, memory_limit_bytes, batch_norm,
+            rematerialize, offload: the arguments of `PipelineStrategy`. On a mesh with an axis of
+            data, `num_microbatches` is of each pipeline.
+    """
+
+    num_microbatches: int | None = None
+    schedule: str | Schedule = "1f1b"
+    partition: Partition = "balanced"
+    chunks_per_device: int | None = None
+    memory_limit_bytes: int | None = None
+    batch_norm: str = "per_microbatch"
+    rematerialize: Choice = "none"
+    offload: bool = False
+
+    def schedule_for(self, num_devices: int) -> Schedule:
+        """The order of passes on so many devices, once all options are checked for it.
+
+        Raises:
+            ValueError: for counts below 1, and for a schedule that is unknown, incomplete, would
+                deadlock, or is for another number of devices.
+        """
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            schedule = build_schedule(
+                schedule, num_devices, self.num_microbatches, self.chunks_per_device
+            )
+        check_schedule(schedule, num_devices, self.num_microbatches)
+        if self.memory_limit_bytes is not None:
+            check_counts(memory_limit_bytes=self.memory_limit_bytes)
+        check_choice("batch_norm", self.batch_norm, ("per_microbatch", "deferred"))
+        Rematerialization(self.rematerialize, schedule)  # raises
+        return schedule

@@ -1,0 +1,179 @@
+"""Hybrid parallel: a mesh of devices whose axes divide rows, state, layers and matrices."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.data_parallel.mirrored import MirroredLocalExtended
+from tfparallel.mesh import AXES, Mesh, mesh_of
+from tfparallel.pipeline.extended import PipelineExtended
+from tfparallel.pipeline.measured_step import measure_step
+from tfparallel.pipeline.options import PipelineOptions
+from tfparallel.pipeline.stages import Stages
+from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.swimlane import Swimlane
+from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_devices
+from tfparallel.sharded.in_one_process import LocalShardedExtended
+from tfparallel.sharded.options import Sharding
+from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
+from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.layout_table import summary as summary_of_layout
+from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.mesh_groups import MeshGroups
+
+
+class HybridStrategy(KerasStrategy):
+    """Trains on a mesh of the devices of one process, as one device would.
+
+    ```python
+    strategy = tfparallel.HybridStrategy(
+        {"data": 2, "pipeline": 2},
+        pipeline=tfparallel.PipelineOptions(num_microbatches=8, schedule="zero_bubble"),
+    )
+    ```
+
+    The axes are called "data" (or "batch"), "shard", "pipeline" and "model". Along "data" rows are
+    divided; along "shard" too, and each device there has a part of the state; along "pipeline"
+    layers are divided, and along "model" matrices. A mesh of one axis is what the strategy of that
+    axis does: data `MirroredStrategy`, shard `ShardedStrategy`, pipeline `PipelineStrategy`, model
+    `TensorParallelStrategy`. For several processes give it to `HorovodStrategy` or
+    `MultiWorkerMirroredStrategy` as `inner`.
+
+    "data" goes with each of the other three.
+
+    Args:
+        mesh: a `keras.distribution.DeviceMesh`, or the size of each axis by its name, which takes
+            all GPUs, or all logical CPUs where there are none.
+        shard: what is in parts, `tfparallel.Sharding`. Its parts are along "shard", or along "data"
+            where the mesh has no such axis.
+        pipeline: `tfparallel.PipelineOptions`, of each pipeline.
+        layout_map: a `keras.distribution.LayoutMap`, whose axis "model" (as the mesh calls it)
+            divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
+
+    Raises:
+        NotImplementedError: for two of shard, pipeline and model on one mesh.
+        TypeError: for another mesh.
+        ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
+            devices that do not exist, and for options of an axis that the mesh does not have.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        *,
+        shard: Sharding | None = None,
+        pipeline: PipelineOptions | None = None,
+        layout_map: Any = None,
+    ):
+        self._mesh = _mesh(mesh)
+        shard = _sharding(self._mesh, shard)
+        _check_options(self._mesh, shard, pipeline, layout_map)
+        super().__init__(self._new_extended(shard, pipeline or PipelineOptions(), layout_map))
+
+    def _new_extended(
+        self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
+    ) -> Any:
+        mesh = self._mesh
+        if "pipeline" in mesh.names:
+            first, *others = mesh.devices[:, 0, :, 0].tolist()
+            schedule = pipeline.schedule_for(len(first))
+            return PipelineExtended(self, first, schedule, pipeline, others=others)
+        if "model" in mesh.names:
+            groups = tuple(map(tuple, mesh.devices[:, 0, 0].tolist()))
+            names = mesh.names.get("data"), mesh.names["model"]
+            return TensorParallelExtended(self, Layouts(layout_map, MeshGroups(groups, *names)))
+        devices = mesh.devices.flatten().tolist()
+        if shard is not None:
+            copies = mesh.size("data") if "shard" in mesh.names else 1
+            return LocalShardedExtended(self, devices, shard, copies)
+        return MirroredLocalExtended(self, devices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._mesh}: {self.extended._description()})"
+
+    def stages(self, model: keras.Model) -> Stages:
+        """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
+        return self._of_axis("pipeline")._stages_of(model)
+
+    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
+        """When each pass of the first pipeline starts and ends; as `PipelineStrategy.profile`."""
+        self._of_axis("pipeline")
+        return measure_step(self, model, batch)
+
+    def summary(self, model: keras.Model) -> Summary | str:
+        """A table of the stages of `model`, or of its weights in parts; `print` it.
+
+        Raises:
+            ValueError: on a mesh with neither a pipeline nor an axis of the model.
+        """
+        if "model" in self._mesh.names:
+            return summary_of_layout(model, self.extended.layouts)
+        extended = self._of_axis("pipeline")
+        stages = range(extended._schedule.num_stages)
+        devices = [", ".join(extended._devices_of_stage(stage)) for stage in stages]
+        return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
+
+    def _of_axis(self, axis: str) -> Any:
+        if axis not in self._mesh.names:
+            raise ValueError(f"Expected a mesh with an axis {axis!r}. Received: {self._mesh}.")
+        return self.extended
+
+
+def _mesh(mesh: Any) -> Mesh:
+    if isinstance(mesh, keras.distribution.DeviceMesh):
+        sizes, names = list(mesh.shape), list(mesh.axis_names)
+        devices: Sequence = [_full_name(name) for name in np.asarray(mesh.devices).flatten()]
+    elif isinstance(mesh, Mapping) and mesh:
+        sizes, names = list(mesh.values()), list(mesh)
+        gpus = tf.config.list_logical_devices("GPU")
+        devices = [each.name for each in gpus or tf.config.list_logical_devices("CPU")]
+    else:
+        raise TypeError(
+            "Expected a keras.distribution.DeviceMesh, or the size of each axis by its name, such "
+            f"as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
+        )
+    return mesh_of(sizes, names, check_devices(devices, "devices of the mesh") or [])
+
+
+def _full_name(name: Any) -> str:
+    return str(name).upper() if "/" not in str(name) else str(name)
+
+
+def _sharding(mesh: Mesh, shard: Sharding | None) -> Sharding | None:
+    """What is in parts: an axis of shards has its default."""
+    return Sharding() if shard is None and "shard" in mesh.names else shard
+
+
+def _check_options(
+    mesh: Mesh, shard: Sharding | None, pipeline: PipelineOptions | None, layout_map: Any
+) -> None:
+    for axis, option, name in (
+        ("pipeline", pipeline, "pipeline"),
+        ("model", layout_map, "layout_map"),
+    ):
+        if option is not None and axis not in mesh.names:
+            raise ValueError(
+                f"`{name}` needs an axis {axis!r} of the mesh. Received: a mesh of {mesh}. Axes "
+                f"are called {', '.join(AXES)}."
+            )
+    if "model" in mesh.names and layout_map is None:
+        raise ValueError(
+            "An axis of the model needs `layout_map`, a keras.distribution.LayoutMap. Received: "
+            f"none, for a mesh of {mesh}."
+        )
+    if shard is not None and not {"data", "shard"} & {*mesh.names}:
+        raise ValueError(
+            "`shard` needs an axis 'shard' or 'data', along which state is in parts. Received: a "
+            f"mesh of {mesh}."
+        )
+    together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
+    together += ["shard"] if shard is not None else []
+    if len(together) > 1:
+        raise NotImplementedError(
+            "A mesh divides rows, and one of state, layers and matrices. Received: a mesh of "
+            f"{mesh} that divides {' and '.join(together)}. Take one of them, beside 'data'."
+        )
