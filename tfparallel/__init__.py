@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
     from tfparallel.elastic import ElasticJob, run_elastic
     from tfparallel.parameter_server.recovery import ServerLost, WorkerLost
-    from tfparallel.pipeline.options import PipelineOptions
+    from tfparallel.pipeline.pipeline_options import PipelineOptions
     from tfparallel.pipeline.plans.schedule import Schedule
     from tfparallel.pipeline.remote_stages import StageLost
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
@@ -84,7 +84,7 @@ _NAMES = {
         "ServerLost",
         "WorkerLost",
     ),
-    "tfparallel.pipeline.options": ("PipelineOptions",),
+    "tfparallel.pipeline.pipeline_options": ("PipelineOptions",),
     "tfparallel.pipeline.plans.schedule": ("Schedule",),
     "tfparallel.pipeline.remote_stages": ("StageLost",),
     "tfparallel.replicas.loss_kinds": (

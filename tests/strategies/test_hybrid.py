@@ -131,10 +131,9 @@ def masks(strategy, rows=4, width=64, steps=1):
     """What Dropout leaves of each row, seen in the gradient of a weight for each number."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        layers = [keras.Input((rows * width,)), keras.layers.Dropout(0.5, seed=7)]
-        model = keras.Sequential(
-            [*layers, keras.layers.Dense(1, False, kernel_initializer="zeros")]
-        )
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        dropout = keras.layers.Dropout(0.5, seed=7)
+        model = keras.Sequential([keras.Input((rows * width,)), dropout, dense])
         model.compile(keras.optimizers.SGD(1.0), loss=lambda y, p: p)
     x = np.kron(np.eye(rows), np.ones(width)).astype("float32")
     for _ in range(steps):
@@ -236,3 +235,30 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
 def test_what_does_not_fit_a_mesh_is_refused_at_once(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+class TwoLosses(keras.Model):
+    """Takes two gradients from one persistent tape, as a step of a user's may."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            scores = self(x, training=True)
+            first = self.compute_loss(x, y, scores)
+            second = tf.reduce_mean(tf.reduce_sum(scores**2, -1))
+        weights = self.trainable_variables
+        pairs = zip(tape.gradient(first, weights), tape.gradient(second, weights), strict=True)
+        self.optimizer.apply([a + 0.1 * b for a, b in pairs], weights)
+        return {"loss": first}
+
+
+def test_a_persistent_tape_gets_gradients_of_each_pipelines_copy():
+    def build():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        return TwoLosses(inputs, keras.layers.Dense(3)(hidden))
+
+    def only_loss():
+        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+
+    assert_same_training(train(None, build, only_loss), train(two_pipelines(), build, only_loss))

@@ -129,9 +129,8 @@ def become_copy_of(variable: Any, index: int, new: Any, old: Any) -> None:
 
 
 def container_of(copy: Any) -> Any:
-    """The distributed variable that `copy` is a copy of; None for a variable of its own."""
-    container = getattr(copy, "_distributed_container", None)
-    return None if container is None else container()
+    """The distributed variable that `copy` is a copy of; for a variable of its own itself."""
+    return distribute_utils.value_container(copy)
 
 
 def give_to(extended: Any, strategy: tf.distribute.Strategy) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "FuncGraph",
     "RemoteFunction",
     "add_function",
+    "call_with_captures",
     "captures_through",
     "changed_variables",
     "dtype_behind",
@@ -45,6 +46,11 @@ __all__ = [
     "unique_number",
     "with_body",
 ]
+
+
+def call_with_captures(concrete: Any, inputs: Sequence, captures: Sequence) -> Any:
+    """`concrete(*inputs)`, with other tensors in the place of those that it has captured."""
+    return concrete._call_flat(list(inputs), captured_inputs=list(captures))
 
 
 def run_after(operation: tf.Operation, before: tf.Operation) -> None:

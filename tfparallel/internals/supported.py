@@ -259,6 +259,9 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.eager.backprop.GradientTape": ("_ensure_recording", "gradient"),
     "tensorflow.python.eager.context.Context": ("_config", "_rng"),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": ("_clone",),
+    "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction": (
+        "_call_flat",
+    ),
     "tensorflow.python.framework.func_graph.FuncGraph": (
         "_add_function_recursive",
         "_create_op_internal",

@@ -24,6 +24,7 @@ from tfparallel.internals import (
     record,
     variable_accessed,
 )
+from tfparallel.internals.graphs import call_with_captures
 from tfparallel.pipeline.between_passes import place_behind_call, place_sums
 from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.execution_order import put_in_order
@@ -145,7 +146,7 @@ class Executor:
         if has_one_tape(arguments):
             return self._recorded_call(action, concrete, arguments)
         if record.should_record_backprop(arguments):
-            return concrete(*inputs)
+            return call_with_captures(concrete, inputs, arguments[len(inputs) :])
         name, key = f"tfparallel_stage_{action.stage}", (concrete, "inference")
         function = self._functions.once(key, inference_function, name, concrete)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]

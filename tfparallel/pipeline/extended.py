@@ -31,7 +31,7 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
-from tfparallel.pipeline.options import PipelineOptions
+from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
@@ -327,7 +327,7 @@ class PipelineExtended(LocalExtended):
             self._executors = self._reads = None
 
     def _new_executors(self, rematerialization: Rematerialization) -> Executors:
-        functions = StageFunctions()
+        functions = StageFunctions(is_shared=len(self._pipelines) > 1)
         each = []
         for i, devices in enumerate(self._pipelines):
             hosts = _hosts_of(devices) if self._options.offload else None
@@ -432,8 +432,8 @@ class PipelineExtended(LocalExtended):
 
 
 def copy_in_pipeline(index: int, variable: Any) -> Any:
-    """Pipeline number `index`'s copy of what the copy `variable` is a copy of."""
-    container = container_of(variable)
+    """Pipeline number `index`'s copy of a variable, or of what that is a copy of."""
+    container = variable if isinstance(variable, StageVariable) else container_of(variable)
     return container.values[index] if isinstance(container, StageVariable) else variable
 
 

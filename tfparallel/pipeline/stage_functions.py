@@ -9,9 +9,15 @@ from tfparallel.segments.wide_integers import WideFunction, widened
 
 
 class StageFunctions:
-    """Those of one step that is being traced."""
+    """Those of one step that is being traced.
 
-    def __init__(self) -> None:
+    Args:
+        is_shared: whether they are of several pipelines. Then they are on no device of their own.
+    """
+
+    def __init__(self, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
+        self._concrete: dict[Hashable, Any] = {}
         self._traced: dict[Hashable, tuple[Any, WideFunction]] = {}
         self._returned: dict[Any, Sequence[tf.DType]] = {}
         self._built: dict[Hashable, Any] = {}
@@ -27,9 +33,17 @@ class StageFunctions:
             wide = WideFunction(function, dtypes)
             self._traced[stage, key, dtypes] = _traced_once(stage, wide), wide
         traced, wide = self._traced[stage, key, dtypes]
-        concrete = traced.get_concrete_function(*widened(inputs))
-        self._returned.setdefault(concrete, wide.returned)
-        return concrete
+        if not self._is_shared:
+            concrete = traced.get_concrete_function(*widened(inputs))
+            self._returned.setdefault(concrete, wide.returned)
+            return concrete
+        # TensorFlow would trace anew for the replicas of each device.
+        shapes = (stage, key, dtypes, *(tuple(x.shape) if x.shape.rank else None for x in inputs))
+        if shapes not in self._concrete:
+            with tf.device(None):
+                self._concrete[shapes] = traced.get_concrete_function(*widened(inputs))
+            self._returned.setdefault(self._concrete[shapes], wide.returned)
+        return self._concrete[shapes]
 
     def returned(self, concrete: Any) -> Sequence[tf.DType]:
         """The types of what the function itself returned when it was traced."""
@@ -49,9 +63,14 @@ class StageFunctions:
         Args:
             own_copy: of a variable that `concrete` was traced with.
         """
-        handles = {id(variable.handle): variable for variable in concrete.graph.variables}
+        copies = [
+            copy
+            for variable in concrete.graph.variables
+            for copy in getattr(variable, "values", [variable])
+        ]
+        by_handle = {id(copy.handle): copy for copy in copies}
         return [
-            own_copy(handles[id(each)]).handle if id(each) in handles else each
+            own_copy(by_handle[id(each)]).handle if id(each) in by_handle else each
             for each in concrete.captured_inputs
         ]
 

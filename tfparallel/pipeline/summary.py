@@ -83,26 +83,26 @@ def short_name(device: str) -> str:
 
 
 def summarise(
-    model_name: str, stages: Stages, devices: Sequence[str], live: Sequence[int]
+    model_name: str, stages: Stages, devices: Sequence[Sequence[str]], live: Sequence[int]
 ) -> Summary:
     """The summary of `stages`.
 
     Args:
         model_name: of the model.
         stages: of the model.
-        devices: the device of each stage.
+        devices: for each stage its device in each pipeline.
         live: how many microbatches each stage holds at once.
     """
     owned = variables_by_part(stages.parts)
     rows = []
-    for stage, device in enumerate(devices):
+    for stage, own_devices in enumerate(devices):
         at = [i for i, own in enumerate(stages.stage_of) if own == stage]
         variables = [variable for i in at for variable in owned[i]]
         shares, activations = stages.time_shares, stages.activation_bytes
         rows.append(
             StageSummary(
                 stage,
-                short_name(device),
+                ", ".join(map(short_name, own_devices)),
                 tuple(dict.fromkeys(stages.parts[i].name for i in at)),
                 sum(num_values(variable) for variable in variables),
                 sum(shares[i] for i in at) if shares else None,

@@ -11,7 +11,7 @@ from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
-from tfparallel.pipeline.options import PipelineOptions
+from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.swimlane import Swimlane
@@ -114,7 +114,7 @@ class HybridStrategy(KerasStrategy):
             return summary_of_layout(model, self.extended.layouts)
         extended = self._of_axis("pipeline")
         stages = range(extended._schedule.num_stages)
-        devices = [", ".join(extended._devices_of_stage(stage)) for stage in stages]
+        devices = [extended._devices_of_stage(stage) for stage in stages]
         return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
 
     def _of_axis(self, axis: str) -> Any:

@@ -16,7 +16,7 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
-from tfparallel.pipeline.options import PipelineOptions
+from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Choice
 from tfparallel.pipeline.stages import Partition, Stages
@@ -133,7 +133,7 @@ class PipelineStrategy(KerasStrategy):
     def summary(self, model: keras.Model) -> Summary:
         """A table of the stages of `model`, which must be built; `print` it."""
         extended, schedule = self.extended, self.schedule
-        devices = [extended._device_of_stage(stage) for stage in range(schedule.num_stages)]
+        devices = [extended._devices_of_stage(stage) for stage in range(schedule.num_stages)]
         return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
 
     def profile(self, model: keras.Model, batch: Any) -> Swimlane:
