@@ -9,6 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.callbacks.pipelines import STEPS, built, numbers
 from tfparallel.callbacks.backup.input_position import InputPosition
 
 NUM_PASSES = 3
@@ -65,10 +66,6 @@ def assert_goes_on_anywhere(make):
             assert received == [batches[done:], *expected[number + 1 :]], (number, done)
 
 
-def numbers(count=23):
-    return tf.data.Dataset.range(count)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -99,39 +96,11 @@ def test_shuffled_data_go_on_anywhere(make):
     assert_goes_on_anywhere(make)
 
 
-STEPS = {
-    "shuffle": lambda d, n: d.shuffle(2 + n),
-    "shuffle once": lambda d, n: d.shuffle(2 + n, reshuffle_each_iteration=False),
-    "map": lambda d, n: d.map(lambda x: x * 2 + n),
-    "parallel map": lambda d, n: d.map(lambda x: x + n, num_parallel_calls=2),
-    "prefetch": lambda d, n: d.prefetch(1 + n),
-    "repeat": lambda d, n: d.repeat(1 + n % 2),
-    "take": lambda d, n: d.take(12 + n),
-    "interleave": lambda d, n: d.interleave(
-        lambda x: tf.data.Dataset.from_tensors(x).repeat(2), cycle_length=2 + n
-    ),
-    "cache": lambda d, n: d.cache(),
-    "rejection_resample": lambda d, n: d.rejection_resample(
-        lambda x: tf.cast(x % 2, tf.int32), [0.5, 0.5], [0.5, 0.5], seed=3
-    ).map(lambda _, x: x),
-}
-
 pipelines = st.tuples(
     st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5)), max_size=4),
     st.integers(3, 6),
     st.lists(st.tuples(st.sampled_from(["shuffle", "prefetch"]), st.integers(0, 3)), max_size=2),
 )
-
-
-def built(pipeline):
-    before, batch_size, after = pipeline
-    dataset = numbers(15)
-    for name, n in before:
-        dataset = STEPS[name](dataset, n)
-    dataset = dataset.take(30).batch(batch_size)
-    for name, n in after:
-        dataset = STEPS[name](dataset, n)
-    return dataset
 
 
 @settings(max_examples=3, deadline=None, database=None, derandomize=True)

@@ -20,12 +20,16 @@ LONGEST_S = 180.0  # of a training, on a machine with much else to do; then it h
 
 
 class Zygote:
-    """Starts processes that call a function of `tests.callbacks.trainings`, and kills them."""
+    """Starts processes that call a function of a module, and kills them.
 
-    def __init__(self):
+    Args:
+        module: where the functions are.
+    """
+
+    def __init__(self, module: str = "tests.callbacks.trainings"):
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.callbacks.zygote"],
+            [sys.executable, "-m", "tests.callbacks.zygote", module],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -37,7 +41,7 @@ class Zygote:
         """Calls `function(*arguments)` in a new process; returns its status, -9 if it was killed.
 
         Args:
-            function: its name in `tests.callbacks.trainings`.
+            function: its name in the module.
             arguments: text or numbers.
             kill_after_s: when to send SIGKILL, from the call of the function.
             saves: a folder and a number n: count `kill_after_s` from the beginning of the n-th
@@ -69,7 +73,7 @@ class Zygote:
 
 
 def _serve() -> None:
-    trainings = importlib.import_module("tests.callbacks.trainings")
+    module = importlib.import_module(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a training prints is not an answer
     for line in sys.stdin:
@@ -78,7 +82,7 @@ def _serve() -> None:
         for arguments in calls:
             children.append(os.fork())
             if children[-1] == 0:
-                _call(getattr(trainings, function), arguments)
+                _call(getattr(module, function), arguments)
         answers.write(json.dumps(_wait(children, kill_after_s, saves)) + "\n")
         answers.flush()
 
