@@ -24,7 +24,7 @@ export KERAS_BACKEND := tensorflow
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types docs docs-check clean check-tools
+.PHONY: help setup demo test test-all simulate lint types docs docs-check clean check-tools
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: lint types docs-check ## lint, types, documentation, then every test
 
 test-all: override PYTEST_ARGS += --everything
 test-all: test ## the same, with every pair of strategy and case and the long tests (hours)
+
+simulate: $(STAMP) ## run backups, leases, rings, servers and launcher in worlds that fail, until told to stop
+	@$(BIN)/python -m tests.simulation
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(STEP) "checking rules (ruff check)" $(BIN)/python -m ruff check .

@@ -1,7 +1,7 @@
 """Kills trainings again and again, and compares what they end with to the bit.
 
-Each of four kinds of model and data under each of seven strategies is trained once undisturbed. Then
-it is trained in lives: a life is killed several times, by SIGKILL or SIGTERM, in any of its
+Each of four kinds of model and data under each of seven strategies is trained once undisturbed.
+Then it is trained in lives: a life is killed several times, by SIGKILL or SIGTERM, in any of its
 processes, after a batch that is drawn, or at a moment inside a save; each time the same command
 starts it again, and in the end it is let through. All that it ends with (weights, slots, seeds,
 History, what callbacks have drawn) is compared. Workers that update parameter servers
@@ -226,6 +226,7 @@ def all_names() -> list[str]:
 
 
 def main() -> None:
+    """Kills, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--only", nargs="*", default=all_names(), metavar="WORKLOAD/STRATEGY")

@@ -206,7 +206,7 @@ def stolen(storage, monkeypatch):
     """Another machine takes the folder; returns its lease."""
     with monkeypatch.context() as patch:
         patch.setattr("tfparallel.callbacks.backup.held_lease._leases", {})
-        patch.setattr("tfparallel.callbacks.backup.held_lease.has_ended", lambda owner: True)
+        patch.setattr("tfparallel.callbacks.backup.owner.has_ended", lambda owner: True)
         return taken(storage, job="thief")
 
 

@@ -1,15 +1,14 @@
 """What `benchmarks/kills.py` trains: four kinds of model and data, under each strategy.
 
-A training gets its name, that of a strategy, a number that draws its data, the folder of its backups
-(empty: none), where to put its results, after how many batches it sends itself which signal, and the
-variables of its place among several processes.
+A training gets its name, that of a strategy, a number that draws its data, the folder of its
+backups (empty: none), where to put its results, after how many batches it sends itself which
+signal, and the variables of its place among several processes.
 """
 
 import contextlib
 import json
 import os
 import random
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +119,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def _cnn(draw: random.Random) -> tuple[keras.Model, dict]:
-    """Augmentation, BatchNorm, Dropout; EMA, accumulation, a loss scale; callbacks that remember."""
+    """Augmentation, BatchNorm, Dropout; EMA, accumulation, loss scale; callbacks that remember."""
     layers = keras.layers
     model = keras.Sequential(
         [

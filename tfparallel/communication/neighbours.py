@@ -6,7 +6,6 @@ Whoever waits here looks around: at the connection, at who is there (`Liveness`)
 import contextlib
 import socket
 import struct
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tfparallel.communication.sender import Sender
+from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
 from tfparallel.coordination.waiting import look
 
@@ -56,6 +56,7 @@ class Neighbours:
         timeout_s: how long to wait for a neighbour that is there; None waits for ever.
         liveness: asked while waiting: a connection to a process that is stopped does not break.
         tasks: the name of each rank's task, for messages.
+        machine: what it runs on.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Neighbours:
         timeout_s: float | None = 1800.0,
         liveness: Liveness | None = None,
         tasks: Sequence[str] = (),
+        machine: Machine = THIS_MACHINE,
     ):
+        self._machine = machine
         self.rank, self.num_workers, self._tasks = rank, num_workers, tasks
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous = from_previous
@@ -77,7 +80,7 @@ class Neighbours:
         for each in (to_next, from_previous):
             _return_every(each, _LOOK_S if timeout_s is None else min(_LOOK_S, timeout_s / 2))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._sender = Sender(to_next)
+        self._sender = Sender(to_next, machine)
         self._number = 0
         self.close = weakref.finalize(self, _close, self._sender, to_next, from_previous)
 
@@ -148,9 +151,9 @@ class Neighbours:
             )
         if self._wait is None:
             speaker, option = f"rank {self.rank}", "A longer stall_s"
-            self._wait = Wait(speaker, self._what, self._timeout_s, time.monotonic(), option)
+            self._wait = Wait(speaker, self._what, self._timeout_s, self._machine.now_s(), option)
         try:
-            look(self._wait, f"rank {neighbour}, or one that it waits for,")
+            look(self._wait, f"rank {neighbour}, or one that it waits for,", self._machine)
         except WaitedTooLong as error:
             raise _Silent(
                 f"Rank {neighbour}, or one that it waits for, is stuck: silent for "

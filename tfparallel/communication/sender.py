@@ -1,24 +1,25 @@
 """Sends arrays over a socket in a thread of its own."""
 
-import queue
+import collections
 import socket
-import threading
 from collections.abc import Callable
 
 import numpy as np
+
+from tfparallel.coordination.machine import Machine
 
 
 class Sender:
     """Sends arrays in a thread of its own: a worker sends and receives at the same time."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, machine: Machine):
         self._connection = connection
-        self._arrays: queue.Queue = queue.Queue()
+        self._changed = machine.changes()  # guards what follows
+        self._arrays: collections.deque[np.ndarray | None] = collections.deque()
+        self._num_left = 0  # arrays that are not sent yet
         self._error: list[OSError] = []
         self.bytes_sent = 0
-        threading.Thread(
-            target=_send_all, args=(connection, self._arrays, self._error), daemon=True
-        ).start()
+        machine.start(self._send_all, "tfparallel-ring")
 
     @property
     def has_failed(self) -> bool:
@@ -27,7 +28,7 @@ class Sender:
     def put(self, array: np.ndarray) -> None:
         """Sends `array` after all that was put before; it must not change until `flush`."""
         self.bytes_sent += array.nbytes
-        self._arrays.put(array)
+        self._put(array)
 
     def send_at_once(self, array: np.ndarray, look: Callable[[], None]) -> None:
         """Sends a small `array` in the calling thread; nothing may be waiting."""
@@ -40,28 +41,39 @@ class Sender:
 
     def is_done_in(self, seconds: float) -> bool:
         """Waits so long until everything is sent, and raises what has gone wrong."""
-        done = self._arrays.all_tasks_done
-        with done:
-            is_done = done.wait_for(lambda: not self._arrays.unfinished_tasks, seconds)
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._num_left, seconds)
         if self._error:
             raise self._error[0]
         return is_done
 
     def stop(self) -> None:
         """Ends the thread."""
-        self._arrays.put(None)
+        self._put(None)
 
+    def _put(self, array: np.ndarray | None) -> None:
+        with self._changed:
+            self._arrays.append(array)
+            self._num_left += 1
+            self._changed.notify_all()
 
-def _send_all(connection: socket.socket, arrays: queue.Queue, errors: list[OSError]) -> None:
-    while (array := arrays.get()) is not None:
-        try:
-            if not errors:
-                # Who reads what comes back looks for us: the ring is closed, which raises here.
-                _send(connection, array, lambda: None)
-        except OSError as error:
-            errors.append(error)
-        finally:
-            arrays.task_done()
+    def _next(self) -> np.ndarray | None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._arrays))
+            return self._arrays.popleft()
+
+    def _send_all(self) -> None:
+        while (array := self._next()) is not None:
+            try:
+                if not self._error:
+                    # Who reads what comes back looks for us: the ring is closed, which raises here.
+                    _send(self._connection, array, lambda: None)
+            except OSError as error:
+                self._error.append(error)
+            finally:
+                with self._changed:
+                    self._num_left -= 1
+                    self._changed.notify_all()
 
 
 def _send(connection: socket.socket, array: np.ndarray, look: Callable[[], None]) -> None:

@@ -8,9 +8,9 @@ kinds of steps.
 import hashlib
 import itertools
 import json
-import time
 from typing import Any
 
+from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
 from tfparallel.coordination.store import Store
 from tfparallel.coordination.waiting import look
@@ -35,6 +35,7 @@ class Agreement:
         rank, num_workers: this worker's position, and how many there are.
         timeout_s: how long to wait for a peer that lives but says nothing; None waits for ever.
         slow_timeout_s: the same, in sequences of their own, in which peers write files.
+        machine: what it runs on.
     """
 
     def __init__(
@@ -45,17 +46,19 @@ class Agreement:
         num_workers: int,
         timeout_s: float | None = 1800.0,
         slow_timeout_s: float | None = 14_400.0,
+        machine: Machine = THIS_MACHINE,
     ):
         self.store, self.name = store, name
         self.rank, self.num_workers = rank, num_workers
         self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
-        self._step = 0
+        self._step, self.machine = 0, machine
         self.numbers = itertools.count()  # for the names of sequences, the same on all workers
 
     def sequence(self, name: str) -> "Agreement":
         """Announcements of their own, for what has no fixed order with the others."""
         own, slow_s = f"{self.name}/{name}", self._slow_timeout_s
-        return Agreement(self.store, own, self.rank, self.num_workers, slow_s, slow_s)
+        place = (self.rank, self.num_workers)
+        return Agreement(self.store, own, *place, slow_s, slow_s, self.machine)
 
     def exchange(self, kind: str, value: Any) -> list:
         """Announces `value`; returns what every worker announced, by rank.
@@ -102,7 +105,7 @@ class Agreement:
             DisagreementError: if it has died, or is silent for too long.
         """
         speaker, option = f"rank {self.rank}", "A longer stall_s (of backups: write_s)"
-        wait = Wait(speaker, kind, self._timeout_s, time.monotonic(), option)
+        wait = Wait(speaker, kind, self._timeout_s, self.machine.now_s(), option)
         whom = ""
         while True:
             try:
@@ -111,7 +114,7 @@ class Agreement:
                 self._require_alive(rank, kind)
             whom = whom or f"rank {rank} of {self.num_workers} ({self.store.describe(rank)})"
             try:
-                look(wait, whom)
+                look(wait, whom, self.machine)
             except WaitedTooLong as error:
                 raise DisagreementError(str(error)) from error
 

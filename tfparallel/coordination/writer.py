@@ -5,6 +5,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from tfparallel.coordination.machine import THIS_MACHINE, Machine, Running
+
 
 def writer_for(folder: str | os.PathLike) -> "Writer":
     """The writer of this process for a folder: also for a `fit` that takes over from a failed one.
@@ -35,10 +37,14 @@ class Writer:
 
     A thread lives as long as its job and is no daemon, so that a program that ends, or fails,
     finishes the backup it has begun.
+
+    Args:
+        machine: what it runs on.
     """
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+    def __init__(self, machine: Machine = THIS_MACHINE) -> None:
+        self._machine = machine
+        self._thread: Running | None = None
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -59,8 +65,7 @@ class Writer:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="tfparallel-backup")
-        self._thread.start()
+        self._thread = self._machine.start(run, "tfparallel-backup", is_daemon=False)
         if failure is not None:
             raise failure
 

@@ -138,7 +138,7 @@ class StepFunction:
 
     def _newest_logs(self) -> Any:
         """Those of the newest step whose predecessors are all done; waits for the first of all."""
-        while self._under_way and self._under_way[0].is_done.is_set():
+        while self._under_way and self._under_way[0].is_done:
             self._newest = self._under_way.popleft().outputs
         if self._newest is None:
             self._newest = self.pool.wait(self._under_way.popleft())

@@ -12,13 +12,13 @@ come of it.
 
 import contextlib
 import itertools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.parameter_server.fence import Fence
 from tfparallel.parameter_server.recovery import Recovery
 from tfparallel.parameter_server.variable_copies import VariableCopies, changed_by
@@ -37,6 +37,8 @@ class RepeatedSteps:
         recovery: knows who is gone.
         copy_every_steps: after how many steps copies are made anew.
         waiting: gives a context for calls that wait for all workers.
+        machine: what the chief runs on.
+        copies: of the variables; by default made on the servers.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class RepeatedSteps:
         recovery: Recovery,
         copy_every_steps: int,
         waiting: Callable[[], contextlib.AbstractContextManager],
+        machine: Machine = THIS_MACHINE,
+        copies: VariableCopies | None = None,
     ):
         self._recovery, self._copy_every_steps = recovery, copy_every_steps
-        self._waiting = waiting
-        self._fence, self._copies = fence, VariableCopies(fence)
+        self._waiting, self._machine = waiting, machine
+        self._fence, self._copies = fence, VariableCopies(fence) if copies is None else copies
         self._since: list[tuple[Callable, Any]] = []  # steps that the copies do not have
         self._are_old = True
         self.num_repeated = 0
@@ -130,4 +134,4 @@ class RepeatedSteps:
                 self._recovery.await_all_workers(error)
                 if attempt == _TRIES:
                     raise
-                time.sleep(_PAUSE_S)
+                self._machine.sleep(_PAUSE_S)

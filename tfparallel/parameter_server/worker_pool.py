@@ -8,15 +8,16 @@ servers, one step at a time (`effects.py`), so the order of updates is the order
 """
 
 import collections
+import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.coordination.machine import THIS_MACHINE, Machine, Running
 from tfparallel.coordination.patience import Wait
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.waiting import look
@@ -36,7 +37,7 @@ class QueuedStep:
         remote: what to run.
         arguments: on what.
         number: in the order of submission.
-        is_done: set when outputs or an error are there.
+        is_done: outputs or an error are there.
         outputs: what the step gave, on the chief.
         worker: who computed it.
     """
@@ -44,7 +45,7 @@ class QueuedStep:
     remote: RemoteStep
     arguments: BatchArguments
     number: int
-    is_done: threading.Event = field(default_factory=threading.Event)
+    is_done: bool = False
     outputs: Any = None
     worker: int | None = None
     attempt: int = 0
@@ -58,6 +59,9 @@ class WorkerPool:
         devices: what each worker computes on.
         max_staleness: see `StalenessBound`.
         timeouts: when a worker or a server counts as lost.
+        machine: what the chief runs on.
+        recovery: tells who is lost; by default by asking the cluster.
+        executor: what a thread's calls run in.
     """
 
     def __init__(
@@ -66,10 +70,14 @@ class WorkerPool:
         devices: tuple[str, ...],
         max_staleness: int | None,
         timeouts: Timeouts,
+        machine: Machine = THIS_MACHINE,
+        recovery: Recovery | None = None,
+        executor: Callable[[], Any] = own_executor,
     ):
         self._cluster, self._devices, self._timeouts = cluster, devices, timeouts
-        self._recovery = Recovery(cluster, timeouts)
-        self._changed = threading.Condition()  # guards everything below
+        self._machine, self._executor = machine, executor
+        self._recovery = Recovery(cluster, timeouts) if recovery is None else recovery
+        self._changed = machine.changes()  # guards everything below
         self._queue: collections.deque[QueuedStep] = collections.deque()
         self._under_way: dict[
             int, tuple[QueuedStep, Wait]
@@ -80,7 +88,7 @@ class WorkerPool:
         self._lost: set[int] = set()  # workers that are gone, or hold on to a step for too long
         self._is_applying = False
         self.steps_of_worker = [0] * len(devices)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Running] = []
 
     def generation(self, worker: int) -> int:
         """How often `worker` has been lost, with all that it kept."""
@@ -105,7 +113,7 @@ class WorkerPool:
     def wait(self, step: QueuedStep) -> Any:
         """The outputs of `step`, when it is done."""
         with self._changed:
-            self._wait_until(step.is_done.is_set)
+            self._wait_until(lambda: step.is_done)
         return step.outputs
 
     def join(self) -> None:
@@ -139,17 +147,14 @@ class WorkerPool:
         if self._threads:
             return
         for worker in range(len(self._devices)):
-            target, name = self._work, f"tfparallel worker {worker}"
-            thread = threading.Thread(target=target, args=(worker,), name=name, daemon=True)
-            self._threads.append(thread)
-        self._threads.append(threading.Thread(target=self._watch, daemon=True))
-        for thread in self._threads:
-            thread.start()
+            work, name = functools.partial(self._work, worker), f"tfparallel worker {worker}"
+            self._threads.append(self._machine.start(work, name))
+        self._threads.append(self._machine.start(self._watch, "tfparallel pool"))
 
     # ---- for the thread of a worker --------------------------------------------------------------
 
     def _work(self, worker: int) -> None:
-        executor = own_executor()
+        executor = self._executor()
         while True:
             step = self._take(worker)
             try:
@@ -217,7 +222,7 @@ class WorkerPool:
 
     def _end(self, worker: int, step: QueuedStep) -> None:
         del self._under_way[worker]
-        step.is_done.set()
+        step.is_done = True
         self._changed.notify_all()
 
     def _give_back(self, worker: int, step: QueuedStep) -> None:
@@ -258,7 +263,7 @@ class WorkerPool:
         """Takes steps from workers that are silent, and gives up where nobody is left."""
         for_anyone: Wait | None = None
         while True:
-            time.sleep(0.5)
+            self._machine.sleep(0.5)
             with self._changed:
                 is_working = bool(self._queue or self._under_way)
             silent = self._recovery.silent_servers(self._timeouts.ps_s) if is_working else ""
@@ -275,18 +280,18 @@ class WorkerPool:
 
     def _wait_for(self, step: QueuedStep) -> Wait:
         limit_s, option = self._timeouts.worker_s, "Timeouts.worker_s"
-        return Wait("chief", f"finish step {step.number}", limit_s, time.monotonic(), option)
+        return Wait("chief", f"finish step {step.number}", limit_s, self._machine.now_s(), option)
 
     def _wait_for_anyone(self) -> Wait:
         limit_s, option = self._timeouts.all_workers_s, "Timeouts.all_workers_s"
-        return Wait("chief", "come back", limit_s, time.monotonic(), option)
+        return Wait("chief", "come back", limit_s, self._machine.now_s(), option)
 
     def _take_from_slow(self) -> None:
         for worker, (step, wait) in list(self._under_way.items()):
             if step.worker != worker or self._is_applying or worker in self._lost:
                 continue
             try:
-                look(wait, self._cluster.describe("worker", worker))
+                look(wait, self._cluster.describe("worker", worker), self._machine)
             except TimeoutError as error:
                 tf.get_logger().warning("%s Its step goes to another.", error)
                 del self._under_way[worker]
@@ -300,7 +305,7 @@ class WorkerPool:
             return self._recovery.server_silent(silent_servers)
         if for_anyone is not None:
             try:
-                look(for_anyone, self._describe_lost())
+                look(for_anyone, self._describe_lost(), self._machine)
             except TimeoutError as error:
                 return error
         return None

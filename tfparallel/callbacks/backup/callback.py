@@ -5,22 +5,24 @@ import functools
 import math
 import os
 import signal
-import time
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.callbacks.backup import owner
 from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.fit_call import FitCall
-from tfparallel.callbacks.backup.held_lease import Lease
+from tfparallel.callbacks.backup.held_lease import Lease, Processes
 from tfparallel.callbacks.backup.input_position import InputPosition
+from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.search import find_backup
 from tfparallel.callbacks.backup.snapshot import Restoration, TrainingProgress, take_snapshot
 from tfparallel.callbacks.backup.step_agreement import StepAgreement
 from tfparallel.callbacks.backup.storage import BackupError, LeaseError, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
+from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.writer import Writer, writer_for
 from tfparallel.version import __version__
 
@@ -76,6 +78,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         _check(backup_dir, save_freq, keep, on_error, lease_s)
         self._storage = Storage(backup_dir)
         self._lease_s = float(lease_s)
+        self._machine: Machine = THIS_MACHINE
+        self._processes: Processes = owner
         self._lease: Lease | None = None
         self._save_freq = save_freq
         self._keep = keep
@@ -102,9 +106,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._in_writer(self._writer.wait)
         self._lease = self._take_folder()
         self._progress, self._restoration = TrainingProgress(), None
-        self._unsaved_batches, self._last_save = 0, time.monotonic()
+        self._unsaved_batches, self._last_save = 0, self._machine.now_s()
         self._steps = StepAgreement(self._workers)
-        parts = find_backup(self._storage, self._workers)
+        parts = self._find_backup()
         if parts is not None:
             call.build_model(len(parts["shared"]["model"]["paths"]))
         self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
@@ -155,7 +159,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         lease, error = None, None
         if self._workers.is_chief:
             is_needed = functools.partial(_is_needed, self._call, self._writer)
-            lease = Lease(self._storage, self._lease_s, is_needed)
+            place = (self._machine, self._processes)
+            lease = Lease(self._storage, self._lease_s, is_needed, "", *place)
             try:
                 lease.acquire()
             except LeaseError as in_use:
@@ -166,6 +171,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         if told[0] is not None:
             raise LeaseError(told[0]) from error
         return lease
+
+    def _find_backup(self) -> dict[str, BackupPart] | None:
+        try:
+            return find_backup(self._storage, self._workers)
+        except BackupError:
+            if self._lease is not None and self._lease.fence:
+                self._lease.require()  # who has lost the folder finds its files gone: say why
+            raise
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -199,7 +212,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._notice is not None and self._notice.has_come:
             wanted.add("exit")
         if isinstance(self._save_freq, datetime.timedelta) and self._workers.is_chief:
-            is_time = time.monotonic() - self._last_save >= self._save_freq.total_seconds()
+            is_time = self._machine.now_s() - self._last_save >= self._save_freq.total_seconds()
             wanted |= {"save"} if is_time else set()
         return wanted
 
@@ -229,7 +242,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             arguments = (self._storage, self._agreement, rank, parts, about, self._keep)
             write_backup(*arguments, self._lease)
 
-        self._unsaved_batches, self._last_save = 0, time.monotonic()
+        self._unsaved_batches, self._last_save = 0, self._machine.now_s()
         self._in_writer(lambda: self._writer.submit(write))
         if not self._asynchronous:
             self._in_writer(self._writer.wait)

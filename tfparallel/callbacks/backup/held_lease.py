@@ -9,20 +9,35 @@ import dataclasses
 import errno
 import logging
 import secrets
-import threading
-import time
 from collections.abc import Callable
+from typing import Protocol
 
+from tfparallel.callbacks.backup import owner as processes_of_this_machine
 from tfparallel.callbacks.backup.backup_names import Draft
 from tfparallel.callbacks.backup.lease import Claim, Contender, owns
-from tfparallel.callbacks.backup.owner import has_ended, is_this_process, this_process
+from tfparallel.callbacks.backup.schema import Owner
 from tfparallel.callbacks.backup.storage import LeaseError, Storage
+from tfparallel.coordination.machine import THIS_MACHINE, Machine
 
 BEATS = 6  # heartbeats in the time after which an owner without one is taken for dead
 _PATIENCE = 1.25  # of that time: a contender waits longer than it takes to know that one is dead
 _POLLS = 20  # looks in that time
+_LOOKS = 4  # at a claim that seems to be none
 
 _logger = logging.getLogger("tensorflow")
+
+
+class Processes(Protocol):
+    """Who owners are; the module `owner` is one."""
+
+    def this_process(self, job: str = "") -> Owner:
+        """The process that asks, of a job of this name."""
+
+    def is_this_process(self, owner: Owner) -> bool:
+        """Whether `owner` is the process that asks."""
+
+    def has_ended(self, owner: Owner) -> bool:
+        """Whether `owner` is known to have ended: False for what runs elsewhere."""
 
 
 class Lease:
@@ -33,6 +48,7 @@ class Lease:
         lease_s: how long an owner of another machine may be silent before it is taken for dead.
         is_needed: whether the training still runs, or a backup of it is being written.
         job: its name, in the messages of others; by default the scheduler's, or the command line.
+        machine, processes: what it runs on, and who owners are.
     """
 
     def __init__(
@@ -41,13 +57,16 @@ class Lease:
         lease_s: float,
         is_needed: Callable[[], bool] = lambda: True,
         job: str = "",
+        machine: Machine = THIS_MACHINE,
+        processes: Processes = processes_of_this_machine,
     ):
+        self._machine, self._processes = machine, processes
         self._storage, self._files, self._lease_s = storage, storage.files, lease_s
         self._is_needed, self._job = is_needed, job
         self._token = secrets.token_hex(8)
         self._claim: Claim | None = None
-        self._is_over = threading.Event()
-        self._lock = threading.RLock()
+        self._is_over = False
+        self._lock = machine.changes()
         self._loss: LeaseError | None = None
 
     # ---- to get it -------------------------------------------------------------------------------
@@ -68,8 +87,7 @@ class Lease:
         while True:
             fence, data = self._newest()
             claim = Claim.from_bytes(fence, data)
-            ended = claim is not None and (has_ended(claim.owner) or is_this_process(claim.owner))
-            decision = contender.decide(fence, data, ended, time.monotonic())
+            decision = contender.decide(fence, data, self._is_over_by(claim), self._machine.now_s())
             if decision == "take" and self._take(fence, claim):
                 break
             if decision == "give up":
@@ -78,13 +96,20 @@ class Lease:
                 has_told = True
                 text = "%s is in use by %s. Waiting up to %.0f s for it to end, or to be silent."
                 _logger.warning(text, self._storage.root, _name(claim), patience_s)
-            time.sleep(self._lease_s / _POLLS)
+            self._machine.sleep(self._lease_s / _POLLS)
         _leases[self._storage.key] = self
-        threading.Thread(target=self._beat, name="tfparallel-lease", daemon=True).start()
+        self._machine.start(self._beat, "tfparallel-lease")
+
+    def _is_over_by(self, claim: Claim | None) -> bool:
+        """Whether its process has ended, or is this one, whose earlier training has."""
+        if claim is None:
+            return False
+        owner = claim.owner
+        return self._processes.has_ended(owner) or self._processes.is_this_process(owner)
 
     def _take(self, fence: int, before: Claim | None) -> bool:
         """Makes the next claim, unless somebody else has; then nothing of others is published."""
-        claim = Claim(fence + 1, self._token, this_process(self._job))
+        claim = Claim(fence + 1, self._token, self._processes.this_process(self._job))
         claim = dataclasses.replace(claim, last_number=before.last_number if before else 0)
         if not self._files.create_claim(claim.fence, claim.to_bytes()):
             return False
@@ -138,7 +163,11 @@ class Lease:
             self.acquire(is_patient=False)
         assert self._claim is not None
         self.require()
-        draft = self._storage.begin(self._token, above=self._claim.last_number)
+        try:
+            draft = self._storage.begin(self._token, above=self._claim.last_number)
+        except OSError:
+            self.require()  # the next owner may have removed the folder: say so
+            raise
         self._rewrite(last_number=draft.number)
         return draft
 
@@ -149,9 +178,12 @@ class Lease:
             LeaseError: naming who has it now.
         """
         with self._lock:  # the heartbeat rewrites the claim, not everywhere at once
-            fence, data = self._newest()
-            if not data:  # the next owner has removed it between the two looks
+            for _ in range(_LOOKS):
                 fence, data = self._newest()
+                if data:
+                    break
+                # The next owner has removed it between the two looks, or rewrites it.
+                self._machine.sleep(self._lease_s / _POLLS / _LOOKS)
         newest = Claim.from_bytes(fence, data)
         if newest is None and fence == self.fence:
             raise OSError(errno.EIO, "the claim on it is damaged", str(self._storage.root))
@@ -171,7 +203,8 @@ class Lease:
             forget: leave no claim: there are no backups either, whose numbers it would keep.
         """
         with self._lock:
-            self._is_over.set()
+            self._is_over = True
+            self._lock.notify_all()
             if _leases.get(self._storage.key) is self:
                 del _leases[self._storage.key]
             if self._claim is None or self._loss is not None:
@@ -187,13 +220,13 @@ class Lease:
             self._claim = None
 
     def _beat(self) -> None:
-        while not self._is_over.wait(self._lease_s / BEATS):
+        while not self._is_over_in(self._lease_s / BEATS):
             if not self._is_needed():
                 self.release()
                 return
             try:
                 with self._lock:
-                    if self._is_over.is_set() or self._claim is None:
+                    if self._is_over or self._claim is None:
                         return
                     self.require()
                     self._rewrite(beat=self._claim.beat + 1)
@@ -202,6 +235,10 @@ class Lease:
                 return
             except OSError as error:
                 _logger.warning("No heartbeat in %s: %s", self._storage.root, error)
+
+    def _is_over_in(self, seconds: float) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: self._is_over, seconds)
 
     def _rewrite(self, **changes: object) -> None:
         with self._lock:

@@ -30,8 +30,8 @@ from tfparallel.callbacks.backup.backup_names import (
     folder_name,
     numbered,
 )
+from tfparallel.callbacks.backup.disk import too_large
 from tfparallel.callbacks.backup.lease import Claim, counting
-from tfparallel.callbacks.backup.local_files import too_large
 
 
 class RemoteFiles:

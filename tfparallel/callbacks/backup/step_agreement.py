@@ -9,8 +9,8 @@ TensorFlow's `PreemptionCheckpointHandler` works the same way. Source:
 https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
 """
 
+import functools
 import json
-import threading
 from collections.abc import Set
 
 from tfparallel.callbacks.backup.workers import Workers
@@ -30,11 +30,14 @@ class StepAgreement:
         self._agreement = workers.agreement("step")
         self._step = 0
         self._known: list[tuple[str, int]] = []  # what shall be done, and at the end of which step
-        self._has_ended = threading.Event()
-        self._has_news = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, args=(self._agreement,), daemon=True)
+        self._has_ended = False
         if self._agreement is not None:
-            self._thread.start()
+            machine, listen = (
+                self._agreement.machine,
+                functools.partial(self._listen, self._agreement),
+            )
+            self._has_news = machine.changes()
+            self._thread = machine.start(listen, "tfparallel-steps")
 
     def at_end_of_step(self, wanted: Set[str]) -> Set[str]:
         """What all workers do at the end of this step; each worker calls it at every step.
@@ -53,7 +56,7 @@ class StepAgreement:
     def end(self) -> None:
         """Stops listening; all workers have ended their last step by now."""
         if self._agreement is not None:
-            self._has_ended.set()
+            self._has_ended = True
             self._thread.join()
 
     def _announce(self, agreement: Agreement, what: str, step: int) -> None:
@@ -64,18 +67,18 @@ class StepAgreement:
             for rank in range(agreement.num_workers):
                 agreement.value_of(rank, f"{key}/{rank}", f"hear of a {what}")
         with self._has_news:
-            self._has_news.wait_for(lambda: len(self._known) > number or self._has_ended.is_set())
+            self._has_news.wait_for(lambda: len(self._known) > number or self._has_ended)
 
     def _listen(self, agreement: Agreement) -> None:
         """Hears of every announcement and confirms it, until the training or the cluster ends."""
-        while not self._has_ended.is_set():
+        while not self._has_ended:
             key = _key(agreement, len(self._known))
             try:
                 what, step = json.loads(agreement.store.get(key, _POLL_S))
             except TimeoutError:
                 continue
             except ConnectionError:
-                self._has_ended.set()
+                self._has_ended = True
                 with self._has_news:
                     self._has_news.notify_all()
                 return

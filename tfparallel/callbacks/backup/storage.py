@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST, Draft
+from tfparallel.callbacks.backup.disk import Disk
 from tfparallel.callbacks.backup.local_files import LocalFiles
 from tfparallel.callbacks.backup.remote_files import RemoteFiles
 from tfparallel.callbacks.backup.schema import (
@@ -120,12 +121,13 @@ class Storage:
         root: a folder, or a URL for fsspec ("gs://bucket/run"); created by the first save. Nothing
             else should live in it: files of others are left alone, but their folders may not have
             names like `backup-00000001`.
+        disk: where a folder is; by default what this machine has mounted there.
     """
 
-    def __init__(self, root: str | os.PathLike):
+    def __init__(self, root: str | os.PathLike, disk: Disk | None = None):
         is_url = isinstance(root, str) and "://" in root
         self.root: str | Path = str(root) if is_url else Path(root)
-        self.files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root))
+        self.files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root), disk)
 
     @property
     def key(self) -> str:
