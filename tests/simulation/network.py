@@ -1,4 +1,4 @@
-"""A network of the simulated world: bytes arrive late and in pieces, connections break or fall silent.
+"""A network of the simulated world: bytes are late and in pieces, connections break or go silent.
 
 As TCP does it: what arrives is in order and whole. A connection to a process that was killed is
 reset; one to a process that is stopped, or cut off, says nothing.

@@ -1,7 +1,7 @@
 """A chief, its workers and parameter servers: each step's update once, whoever is lost meanwhile.
 
-`WorkerPool`, `StalenessBound`, `RepeatedSteps` and `Recovery` are the package's. Played is what runs
-in TensorFlow: calls of functions on workers and servers, and the lock on a server by which
+`WorkerPool`, `StalenessBound`, `RepeatedSteps` and `Recovery` are the package's. Played is what
+runs in TensorFlow: calls of functions on workers and servers, and the lock on a server by which
 `fence.py` orders them.
 """
 
@@ -124,9 +124,8 @@ class _Cluster:
             "is_listening": is_listening,
             "time": machine,
             "context": SimpleNamespace(
-                context=lambda: SimpleNamespace(
-                    update_server_def=lambda definition: None, get_server_def=lambda: None
-                )
+                context=lambda: SimpleNamespace(update_server_def=lambda definition: None),
+                get_server_def=lambda: None,
             ),
             "look": lambda wait, whom: wait.look(self.chief.machine.now_s(), whom),
         }
