@@ -12,7 +12,8 @@ from tests.simulation.choices import Choices
 from tests.simulation.faults import FaultInjector, Faults
 from tests.simulation.network import Network
 from tests.simulation.world import Process, Violation, World
-from tfparallel.communication.ring import PeerLostError, Ring
+from tfparallel.communication.neighbours import Neighbours, PeerLostError
+from tfparallel.communication.ring import Ring
 from tfparallel.coordination.patience import Silence
 
 _TIMEOUT_S, _PATIENCE_S, _ASK_EVERY_S = 30.0, 8.0, 2.0
@@ -73,7 +74,7 @@ class _Workers:
 
     def _main(self, process: Process, rank: int) -> None:
         watch = _Watch(self._network, process, self.processes)
-        ring = Ring(
+        neighbours = Neighbours(
             rank,
             self._num_workers,
             self._to_next[rank],
@@ -82,6 +83,7 @@ class _Workers:
             watch,
             machine=process.machine,
         )
+        ring = Ring(neighbours)
         process.machine.start(watch.ask, "watch")
         results: list[np.ndarray] = []
         began_s = self._world.now_s
@@ -100,7 +102,7 @@ class _Workers:
             self._check_limits(process, began_s, str(error))
         finally:
             ring.close.detach()  # the collector of garbage must not do it, at a time of its own
-        ring._sender.stop()
+        neighbours._sender.stop()
 
     def _check(self, rank: int, step: int, result: np.ndarray) -> None:
         values = [self._values(each, step) for each in range(self._num_workers)]
