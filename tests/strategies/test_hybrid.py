@@ -1,5 +1,11 @@
 """HybridStrategy: what the conformance suite cannot ask."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -235,6 +241,22 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
 def test_what_does_not_fit_a_mesh_is_refused_at_once(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.long
+def test_the_quick_example_trains_on_eight_devices():
+    run = subprocess.run(
+        [sys.executable, Path(__file__).parents[2] / "examples" / "hybrid_gpt.py", "--quick"],
+        capture_output=True,
+        timeout=400,
+        env={**os.environ, "TF_NUM_INTEROP_THREADS": "8"},
+    )
+    output = run.stdout.decode()
+    assert run.returncode == 0, run.stderr.decode()[-3000:]
+    assert "CPU:0, CPU:4" in output
+    assert "CPU:3, CPU:7" in output
+    loss = float(re.search(r"^loss ([\d.]+)$", output, re.MULTILINE)[1])
+    assert loss < 4.8  # nats; that of equal odds is log(128) = 4.85
 
 
 class TwoLosses(keras.Model):

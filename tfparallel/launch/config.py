@@ -294,26 +294,29 @@ class ShardSection(Section):
 
 
 class Hybrid(StrategySection):
-    """`mesh`: the size of each axis; `layout`: as of `TensorParallel`."""
+    """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s."""
 
     class_name = "HybridStrategy"
     name: Literal["hybrid"]
-    mesh: dict[Literal["data", "shard", "pipeline", "model"], int]
+    mesh: dict[Literal["data", "shard", "pipeline", "model"], int] | None = None
     pipeline: PipelineSection | None = None
     shard: ShardSection | None = None
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         import keras
+        import tensorflow as tf
 
         import tfparallel
 
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        all_on_data = {"data": len(tf.config.list_logical_devices(kind))}
         layout: Any = keras.distribution.LayoutMap() if self.layout else None
         for pattern, axes in self.layout.items():
             layout[pattern] = keras.distribution.TensorLayout(axes)
         options = self.pipeline and tfparallel.PipelineOptions(**self.pipeline.model_dump())
         return {
-            "mesh": dict(self.mesh),
+            "mesh": dict(self.mesh or all_on_data),
             "pipeline": options,
             "shard": self.shard and tfparallel.Sharding(**self.shard.model_dump()),
             "layout_map": layout,
