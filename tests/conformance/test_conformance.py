@@ -9,6 +9,7 @@ from tests.helpers import assert_same_training
 
 _OF_TENSORFLOW_COLLECTIVES = [
     "models.mlp",
+    "collectives.a_group_is_on_one_kind_of_device",
     "inputs.sparse_gradients_of_many_sizes",
     "inputs.sparse_gradients_of_many_sizes_in_a_loop",
     "optimizers.sparse_gradients_stay_sparse_in_a_loop",

@@ -16,7 +16,13 @@ from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.coordination.watch import Watch, always, watch_once
+from tfparallel.data_parallel.worker_collectives import (
+    check_alike,
+    options_of_gradients,
+    options_of_hosts,
+)
 from tfparallel.internals import (
+    CollectiveAllReduce,
     CollectiveAllReduceExtended,
     PerReplica,
     ReduceOp,
@@ -25,6 +31,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import draw_keys_at_call_time, launchers_of
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
+from tfparallel.replicas.device_names import is_in_parts
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
@@ -63,6 +70,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         self._ring_all_reduce: RingAllReduce | None = None
         if self._num_workers > 1:
             self._agree_on_seed()
+            self._agree_on_collectives(addresses)
             self._open_ring(stall_s, [f"/job:{job}/task:{i}" for job, i in tasks])
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
@@ -70,6 +78,23 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         self._is_in_loop = False
         transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
         self._compress_gradients(compressor, transport)
+
+    def _agree_on_collectives(self, addresses: list[str]) -> None:
+        """NCCL between GPUs; what is of hosts, which the same workers reduce, on CPUs alone."""
+        own = [self._local_device_type, len(self._devices), is_in_parts()]
+        told = self._agreement.exchange("tell its devices", own)
+        kinds, counts, are_divided = (list(each) for each in zip(*told, strict=True))
+        check_alike(kinds, counts, addresses)
+        options = options_of_gradients(self._communication_options, kinds[0], any(are_divided))
+        self._cross_device_ops = CollectiveAllReduce(
+            self._devices, self._num_replicas_in_sync, options, self._collective_keys
+        )
+        self._host_cross_device_ops = CollectiveAllReduce(
+            [self._host_device],
+            self._num_workers,
+            options_of_hosts(self._communication_options),
+            self._collective_keys,
+        )
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -116,7 +141,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                     error,
                 )
             return
-        with tf.init_scope():
+        with tf.init_scope(), tf.device(self._host_device):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             order = ResourceVariable(0.0)
         common = {
@@ -149,9 +174,6 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         )
 
     # ---- across workers --------------------------------------------------------------------------
-
-    def _xla_compiles_collectives(self, device: str) -> bool:
-        return "gpu" in device.lower() and self._compressor is None
 
     @property
     def _host_device(self) -> str:
@@ -218,7 +240,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         if isinstance(reduction, RingAllReduce):
             with tf.device(self._host_device):
                 return reduction._gather_rows(rows)
-        return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
+        with tf.device(self._host_device):
+            return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
 
 
 def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int | None]:

@@ -101,12 +101,12 @@ def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> N
             f"Received: {len(devices)} replicas in this process ({', '.join(devices)}). Compile "
             "the model with jit_compile=False, or start one process per device."
         )
-    if not strategy.extended._xla_compiles_collectives(devices[0]):
-        raise ValueError(
-            "jit_compile=True with several workers needs collectives that XLA can compile: "
-            f"TensorFlow's on GPUs. Received: {type(strategy).__name__} on {devices[0]}. Compile "
-            "the model with jit_compile=False."
-        )
+    raise ValueError(
+        "jit_compile=True needs one process: XLA compiles one group of collectives into a program, "
+        "and a step of several workers has two, for gradients and for metrics. Received: "
+        f"{type(strategy).__name__} of {num_replicas(strategy)} workers. Compile the model with "
+        "jit_compile=False."
+    )
 
 
 def check_states_of_rows(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

@@ -1,6 +1,7 @@
 """Devices as users write them: names, numbers, a count, or TensorFlow's own objects."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +34,18 @@ def short_names(devices: Iterable[str]) -> list[str]:
     """Devices of one process as users write them: `GPU:0`."""
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     return [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+
+
+def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether GPUs are parts of one, between which NCCL does not reduce.
+
+    Logical GPUs are, and so are several MIG instances in one process.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    instances = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if sum(each.strip().startswith("MIG-") for each in instances) > 1:
+        return True
+    return any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in gpus)
 
 
 def _name(device: Any, what: str) -> str:

@@ -67,11 +67,6 @@ class ReplicatedExtended(MirroredExtended):
         """Whether each replica's device has all that XLA compiles there, to predict."""
         return set(self.parameter_devices) == set(self.worker_devices)
 
-    def _xla_compiles_collectives(self, device: str) -> bool:
-        """Whether XLA can compile what crosses processes, for a `device`."""
-        del device
-        return False
-
     # ---- where variables live --------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:

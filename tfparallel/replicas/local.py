@@ -16,6 +16,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import gather
 from tfparallel.replicas.batch import concat_rows
+from tfparallel.replicas.device_names import is_in_parts
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
 
@@ -33,7 +34,7 @@ class LocalExtended(ReplicatedExtended):
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         if self._user_cross_device_ops is not None:
             return self._user_cross_device_ops
-        if all("gpu" in device.lower() for device in self._devices) and not _has_virtual_gpus():
+        if all("gpu" in device.lower() for device in self._devices) and not is_in_parts():
             return self._collective_ops
         return ReductionToOneDevice()
 
@@ -129,7 +130,3 @@ class LocalExtended(ReplicatedExtended):
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         self._refuse_workers("distribute_datasets_from_function")
         return super()._distribute_datasets_from_function(dataset_fn, options)
-
-
-def _has_virtual_gpus() -> bool:
-    return len(tf.config.list_logical_devices("GPU")) > len(tf.config.list_physical_devices("GPU"))

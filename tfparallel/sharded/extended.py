@@ -55,10 +55,6 @@ class ShardedExtended(ReplicatedExtended):
         """Weights are gathered from other devices."""
         return self._num_shards == 1
 
-    def _xla_compiles_collectives(self, device: str) -> bool:
-        del device
-        return False
-
     # ---- where variables live --------------------------------------------------------------------
 
     @property
