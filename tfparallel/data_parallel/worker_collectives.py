@@ -32,7 +32,8 @@ def check_alike(kinds: Sequence[str], counts: Sequence[int], addresses: Sequence
         raise ValueError(
             "All workers must compute on as many devices of one kind. Received: "
             f"{', '.join(others)}; the others have {usual}. Look for the "
-            "driver and the wheel there (`tfparallel doctor`), or hide the GPUs of all: CUDA_VISIBLE_DEVICES=-1."
+            "driver and the wheel there (`tfparallel doctor`), or hide all "
+            "GPUs: CUDA_VISIBLE_DEVICES=-1."
         )
 
 
