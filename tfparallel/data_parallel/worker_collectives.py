@@ -5,6 +5,7 @@ of hosts, unless its configuration of sessions asks for NCCL. So NCCL is asked f
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -37,7 +38,7 @@ def check_alike(kinds: Sequence[str], counts: Sequence[int], addresses: Sequence
         )
 
 
-def options_of_gradients(options: Options, kind: str, is_divided: bool) -> Options:
+def options_of_gradients(options: Any, kind: str, is_divided: bool) -> Any:
     """The options with NCCL, in packs, where devices are whole GPUs and nothing else is asked for.
 
     Args:
@@ -66,7 +67,7 @@ def options_of_gradients(options: Options, kind: str, is_divided: bool) -> Optio
     )
 
 
-def options_of_hosts(options: Options) -> Options:
+def options_of_hosts(options: Any) -> Any:
     """The options of collectives between hosts' memories."""
     return Options(
         bytes_per_pack=options.bytes_per_pack,
