@@ -31,7 +31,7 @@ def main(only: str = "") -> int:
         if not (key in BY_DEFAULT if only == "default" else name.startswith(only)):
             continue
         totals, before = audited(*key).totals(), table.get(name)
-        if before and any(totals[each] > before[each] for each in totals):
+        if before and sum(totals.values()) > sum(before.values()):
             risen.append(f"{name}: {totals}, before {before}")
             continue
         table[name] = totals

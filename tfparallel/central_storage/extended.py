@@ -1,10 +1,16 @@
 """Which device keeps the variables of a central storage."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import device_util
+from tfparallel.internals import (
+    ReduceOp,
+    ReductionToOneDevice,
+    device_util,
+    distribute_lib,
+)
 from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.variables import CentralVariable
 
@@ -26,6 +32,17 @@ class CentralStorageExtended(CentralExtended):
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         return (self._parameter_device,) if variable_class is CentralVariable else self._devices
+
+    def _sum_gradients(self, gradients: list) -> list:
+        """Summed where the variables are, which alone need the sum."""
+
+        def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+            pairs = [(gradient, self._parameter_device) for gradient in gradients]
+            return ReductionToOneDevice().batch_reduce(ReduceOp.SUM, pairs)
+
+        if self._num_replicas_in_sync == 1:
+            return gradients
+        return distribute_lib.get_replica_context().merge_call(merge, args=tuple(gradients))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ it computes the mean loss `L_i` over its own rows. What one device computes is
 `w_i` is right for any batch: uneven ones, and batches with fewer rows than replicas.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -80,20 +81,38 @@ def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
     variables = list({id(variable): variable for variable in variables}.values())
     if not variables:
         return
-    means = []
+    groups: dict[tf.DType, list] = collections.defaultdict(list)
     for variable in variables:
-        copies = zip(variable.values, batch.rows, batch.weights, strict=True)
-        weighted = [
-            tf.where(tf.greater(rows, 0), copy.read_value(), tf.zeros_like(copy))
-            * tf.cast(weight, copy.dtype)
-            for copy, rows, weight in copies
-        ]
-        means.append(tf.add_n(weighted))
-    means = extended._sum_list_across_workers(means)
-    for variable, mean in zip(variables, means, strict=True):
-        for copy in variable.values:
-            with tf.device(copy.device):
-                copy.assign(mean)
+        groups[variable.dtype].append(variable)
+    means = extended._sum_list_across_workers([_mean(own, batch) for own in groups.values()])
+    for own, mean in zip(groups.values(), means, strict=True):
+        _assign_parts(own, mean)
+
+
+def _mean(variables: Sequence, batch: Batch) -> tf.Tensor:
+    """`[values of all variables]`: the mean of the replicas' copies, weighted by rows.
+
+    Variables of one type are one tensor, which crosses from device to device once.
+    """
+    weighted = []
+    for i, (rows, weight) in enumerate(zip(batch.rows, batch.weights, strict=True)):
+        copies = [variable.values[i] for variable in variables]
+        with tf.device(copies[0].device):
+            joined = tf.concat([tf.reshape(copy.read_value(), [-1]) for copy in copies], 0)
+            counted = tf.where(tf.greater(rows, 0), joined, tf.zeros_like(joined))
+            weighted.append(counted * tf.cast(weight, joined.dtype))
+    with tf.device(variables[0].values[0].device):
+        return tf.add_n(weighted)
+
+
+def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:
+    """Gives every copy of each variable its part of `joined`."""
+    sizes = [variable.shape.num_elements() for variable in variables]
+    for i, first in enumerate(variables[0].values):
+        with tf.device(first.device):
+            parts = tf.split(tf.identity(joined), sizes)
+            for variable, part in zip(variables, parts, strict=True):
+                variable.values[i].assign(tf.reshape(part, variable.shape))
 
 
 def _reduce_output(strategy: Any, value: Any, batch: Batch, global_results: list) -> Any:

@@ -163,7 +163,13 @@ class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
 
     def _get_cross_replica(self) -> Any:
         prefetched = self._prefetched()
-        return super()._get_cross_replica() if prefetched is None else prefetched
+        if prefetched is not None:
+            return prefetched
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        if not is_sum or self.distribute_strategy.extended._num_workers > 1:
+            return super()._get_cross_replica()
+        with tf.device(self._primary.device):  # and not on the host, which would wait for a GPU
+            return tf.add_n([copy.read_value() for copy in self.values])
 
 
 _prefetched = threading.local()
