@@ -1,4 +1,4 @@
-"""A slice of `benchmarks/kills.py`: a few lives that are killed again and again, exact to the bit."""
+"""A slice of `benchmarks/kills.py`: lives that are killed again and again, exact to the bit."""
 
 import pytest
 

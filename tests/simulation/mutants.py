@@ -2,8 +2,8 @@
 
     python -m tests.simulation.mutants [--only NAME ...]
 
-Each mutant is a copy of the package in which one fix of the project's history is undone. It is found
-if a schedule fails within `--schedules`; the script ends with 1 unless all are.
+Each mutant is a copy of the package in which one fix of the project's history is undone. It is
+found if a schedule fails within `--schedules`; the script ends with 1 unless all are.
 """
 
 import argparse
