@@ -53,6 +53,8 @@ class LocalFiles:
         """A draft gets another name at once: a process that slept cannot publish half of it."""
         for name in drafts(names := self._names(), "writing"):
             self._move(self._root / name.name("writing"), self._root / name.name("deleting"))
+        if drafts(self._names(), "deleting"):  # whoever has renamed them may have died before this
+            self._disk.sync_folder(self._root)
         for kind in ("writing", "deleting"):
             for leftover in drafts(self._names(), kind):
                 self._remove(self._root / leftover.name(kind))
