@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
-from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
@@ -39,7 +39,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         container_strategy: Any,
         cluster_resolver: Any,
         communication_options: Any,
-        compressor: Compressor | None,
+        compressor: Meeting | None,
         timeouts: WorkerTimeouts,
         has_inner: bool = False,
     ):
@@ -151,7 +151,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     # ---- across workers --------------------------------------------------------------------------
 
     def _xla_compiles_collectives(self, device: str) -> bool:
-        return "gpu" in device.lower() and self._compressor is None
+        return "gpu" in device.lower() and self._compressor is None and self._meets_every_step
 
     @property
     def _host_device(self) -> str:

@@ -80,7 +80,7 @@ def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
     variables = list({id(variable): variable for variable in variables}.values())
     if not variables:
         return
-    means = []
+    shares = []
     for variable in variables:
         copies = zip(variable.values, batch.rows, batch.weights, strict=True)
         weighted = [
@@ -88,8 +88,8 @@ def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
             * tf.cast(weight, copy.dtype)
             for copy, rows, weight in copies
         ]
-        means.append(tf.add_n(weighted))
-    means = extended._sum_list_across_workers(means)
+        shares.append(tf.add_n(weighted))
+    means = extended._mean_statistics(variables, shares, batch)
     for variable, mean in zip(variables, means, strict=True):
         for copy in variable.values:
             with tf.device(copy.device):
