@@ -48,7 +48,7 @@ def inside_of(
     """The `extended` of `strategy`, as that of `outer`: its processes are `workers`.
 
     Raises:
-        ValueError: if the workers compress what the strategy has in parts, or train alone in rounds.
+        ValueError: if the workers compress what the strategy has in parts, or train in rounds.
     """
     extended = strategy.extended
     if workers._compressor is not None and extended._reduces_parts:
