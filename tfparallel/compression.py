@@ -14,6 +14,7 @@ from tfparallel.communication.compression.random_k import RandomK
 from tfparallel.communication.compression.sign_sgd import SignSGD
 from tfparallel.communication.compression.top_k import TopK
 from tfparallel.communication.compression.transport import Transport
+from tfparallel.communication.local_sgd import DiLoCo, LocalSGD
 
 __all__ = [
     "QSGD",
@@ -21,7 +22,9 @@ __all__ = [
     "Cast",
     "CompressionReport",
     "Compressor",
+    "DiLoCo",
     "GradientCompression",
+    "LocalSGD",
     "PowerSGD",
     "RandomK",
     "SignSGD",

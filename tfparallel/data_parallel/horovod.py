@@ -29,7 +29,6 @@ from tfparallel.internals import (
     ReduceOp,
     ResourceVariable,
     TrainerCall,
-    surround_epochs,
 )
 from tfparallel.replicas.compressed_gradients import CompressedGradients
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
@@ -158,9 +157,13 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         dataset = super()._keras_dataset(dataset, call)
         if self._num_workers > 1:
-            surround_epochs(call, self._names_lost_ranks)
             self._spread_state(call.model)
         return dataset
+
+    @contextlib.contextmanager
+    def _around_epoch(self, call: TrainerCall) -> Iterator[None]:
+        with self._names_lost_ranks(), super()._around_epoch(call):
+            yield
 
     def _spread_state(self, model: Any) -> None:
         """Gives all ranks rank 0's weights and optimizer state where a rank has other ones.
@@ -168,7 +171,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         They differ where one rank alone has restored a checkpoint.
         """
         variables = [v.value for v in model.variables]
-        optimizer = getattr(model, "optimizer", None)
+        optimizer = getattr(model, "optimizer", None) if self._meets_every_step else None
         variables += [v.value for v in optimizer.variables] if optimizer is not None else []
         variables = list({id(v): v for v in variables}.values())
         checksum = 0
@@ -190,6 +193,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _sum_gradients(self, gradients: list) -> list:
         if self._num_workers == 1:
             return gradients
+        if not self._meets_every_step:
+            return super()._sum_gradients(gradients)
         return self._counted(gradients, gradient_source(), self._sum_across_ranks)
 
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:

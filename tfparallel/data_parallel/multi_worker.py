@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
-from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
@@ -46,7 +46,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         container_strategy: Any,
         cluster_resolver: Any,
         communication_options: Any,
-        compressor: Compressor | None,
+        compressor: Meeting | None,
         timeouts: WorkerTimeouts,
         has_inner: bool = False,
     ):

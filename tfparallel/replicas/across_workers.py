@@ -22,6 +22,7 @@ from tfparallel.internals import (
     context,
     owner_of_new_variable,
 )
+from tfparallel.internals.keras_trainer import surround_epochs
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.weights_check import WeightsCheck
@@ -114,6 +115,7 @@ class WorkersExtended(ReplicatedExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if self._num_workers == 1:
             return dataset
+        surround_epochs(call, lambda: self._around_epoch(call))
         policy = dataset.options().experimental_distribute.auto_shard_policy
         shards = call.is_dataset_of_user and policy == tf.data.experimental.AutoShardPolicy.FILE
         self._agreement.require_equal(
@@ -146,6 +148,11 @@ class WorkersExtended(ReplicatedExtended):
                 f"dataset with FILE. Use AutoShardPolicy.OFF. (Rank {self._id_in_cluster} is "
                 "speaking.)"
             )
+
+    def _around_epoch(self, call: TrainerCall) -> contextlib.AbstractContextManager:
+        """Around the steps of each epoch of a call of `fit`, `evaluate` or `predict`."""
+        del call
+        return contextlib.nullcontext()
 
     def _as_per_replica(self, batch: Any) -> Any:
         """A batch that is this worker's already, also where it has one replica only."""

@@ -35,6 +35,10 @@ class AxisOfProcesses(Protocol):
     _compressor: Compressor | None
 
     @property
+    def _meets_every_step(self) -> bool:
+        """Whether workers hear of one another in each step."""
+
+    @property
     def _host_device(self) -> str:
         """A CPU of this process."""
 

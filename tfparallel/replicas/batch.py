@@ -71,6 +71,7 @@ class Batch:
         parts: one nest for each local replica.
         rows: the number of rows of each part.
         weights: for each part a scalar float64, its rows over the rows of all replicas.
+        total: the rows of all replicas.
         first_rows: where each part begins among the rows of all replicas, or None: if they are
             distributed already, that is not known.
     """
@@ -100,6 +101,7 @@ class Batch:
                 self.first_rows += [start for start, _ in bounds]
 
     def _append(self, parts: list, rows: list, total: Rows) -> None:
+        self.total = total
         all_rows = tf.cast(total, tf.float64)
         self.parts += parts
         self.rows += rows

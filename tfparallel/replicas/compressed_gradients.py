@@ -5,9 +5,12 @@ so far, and all else that compression remembers, belongs to the optimizer: `tf.t
 saves it with the optimizer.
 """
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.communication.compression.compression_report import CompressionReport
@@ -15,9 +18,21 @@ from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.gradient_compression import GradientCompression
 from tfparallel.communication.compression.transport import Transport, sum_halves
 from tfparallel.communication.joining import add_tensors, join, split
-from tfparallel.internals import Mirrored, distribute_lib, distribute_utils
+from tfparallel.communication.local_sgd import LocalSGD, Meeting
+from tfparallel.internals import (
+    BaseOptimizer,
+    Mirrored,
+    TrainerCall,
+    distribute_lib,
+    distribute_utils,
+)
 from tfparallel.replicas.across_workers import WorkersExtended
+from tfparallel.replicas.batch import Batch
+from tfparallel.replicas.local_rounds import LocalRounds, scaled
+from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.variables import mark_statistics, statistics_of
 
 ATTRIBUTE = "gradient_compression"  # of the optimizer
 
@@ -26,20 +41,30 @@ class CompressedGradients(WorkersExtended):
     """`WorkersExtended` whose gradients may be compressed between workers."""
 
     _compressor: Compressor | None = None
+    _local_sgd: LocalSGD | None = None
     _transport: Transport
     _host_has_all_to_all = False
+    _step_to_count: tuple[BaseOptimizer, tf.Tensor] | None = None  # of the step that is traced
+    _has_round_ended: tf.Tensor | bool = False
+    _statistics: Sequence[tf.Variable] = ()  # of the model that trains
 
     def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """`[workers, ...]`: row j goes to worker j, row i came from worker i."""
         raise NotImplementedError
 
-    def _compress_gradients(self, compressor: Compressor | None, transport: Transport) -> None:
+    def _compress_gradients(self, meeting: Meeting | None, transport: Transport) -> None:
         """Compresses from now on; called when the strategy is built."""
-        self._compressor, self._transport = compressor, transport
+        self._transport = transport
         self._compressions: weakref.WeakSet = weakref.WeakSet()
+        if not isinstance(meeting, LocalSGD):
+            self._compressor = meeting
+        elif self._num_workers > 1:
+            self._local_sgd = meeting
 
     def _sum_gradients(self, gradients: list) -> list:
         source = gradient_source()
+        if self._local_sgd is not None and source is not None:
+            return self._mean_here(source, gradients)
         if self._compressor is None or self._num_workers == 1 or source is None:
             return super()._sum_gradients(gradients)
 
@@ -74,8 +99,10 @@ class CompressedGradients(WorkersExtended):
         self._compressions.add(compression)
         return compression
 
-    def compression_of(self, optimizer: Any) -> GradientCompression | None:
+    def compression_of(self, optimizer: BaseOptimizer) -> GradientCompression | LocalRounds | None:
         """What compresses the gradients of a built optimizer; None where nothing is compressed."""
+        if self._local_sgd is not None:
+            return self._rounds_of(optimizer)
         if self._compressor is None or self._num_workers == 1:
             return None
         return self._compression_of(GradientSource(optimizer, []))
@@ -86,6 +113,102 @@ class CompressedGradients(WorkersExtended):
             with tf.device(device):
                 copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
         return distribute_utils.regroup(tuple(copies), wrap_class=Mirrored)
+
+    # ---- rounds of local steps -------------------------------------------------------------------
+
+    def _mean_here(self, source: GradientSource, gradients: list) -> list:
+        """Gradients of the mean loss over the rows of this worker, from weighted ones."""
+
+        def merge(_: tf.distribute.Strategy, weight: Any, *gradients: Any) -> list:
+            own = tf.add_n(list(self._local_results(weight)))
+            self._step_to_count = source.optimizer, own
+            inverse = tf.math.divide_no_nan(tf.ones_like(own), own)
+            local = [add_tensors(self._local_results(gradient)) for gradient in gradients]
+            return [self._on_replicas(scaled(gradient, inverse)) for gradient in local]
+
+        step = current_replica_step()
+        share = tf.constant(1 / self._num_replicas_in_sync, tf.float64)
+        context = distribute_lib.get_replica_context()
+        return context.merge_call(merge, args=(share if step is None else step.weight, *gradients))
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._statistics = statistics_of(model)
+        with super()._step_of(model):
+            yield
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        updated = super()._apply_reduced(apply, gradients, variables)
+        if self._local_sgd is not None:
+            distribute_lib.get_replica_context().merge_call(self._count_step)
+        return updated
+
+    def _count_step(self, _: tf.distribute.Strategy) -> None:
+        if self._step_to_count is not None:
+            optimizer, weight = self._step_to_count
+            self._step_to_count = None
+            self._has_round_ended = self._rounds_of(optimizer).count_step(weight)
+
+    def _rounds_of(self, optimizer: BaseOptimizer) -> LocalRounds:
+        rounds = vars(optimizer).get(ATTRIBUTE)
+        if rounds is None:
+            assert self._local_sgd is not None
+            if getattr(optimizer, "use_ema", False):
+                raise ValueError(
+                    f"{self._local_sgd!r} averages weights, use_ema=True replaces them by another "
+                    "average at the end. Received: both. Take one or the other."
+                )
+            rounds = LocalRounds(self._local_sgd, optimizer, self)
+            setattr(optimizer, ATTRIBUTE, rounds)
+        return rounds
+
+    def _check_weights(self, every_steps: int | None) -> None:
+        if every_steps is not None and self._local_sgd is not None:
+            raise ValueError(
+                f"Workers have weights of their own within a round of {self._local_sgd!r}. "
+                f"Received: also check_weights_every={every_steps}. Leave one of them out."
+            )
+        super()._check_weights(every_steps)
+
+    @property
+    def _meets_every_step(self) -> bool:
+        return self._local_sgd is None
+
+    def _mean_statistics(
+        self, firsts: list[tf.Tensor], shares: list[tf.Tensor], batch: Batch
+    ) -> list[tf.Tensor]:
+        if self._local_sgd is None:
+            return super()._mean_statistics(firsts, shares, batch)
+        own, ended, self._has_round_ended = tf.add_n(batch.weights), self._has_round_ended, False
+        return tf.cond(
+            tf.less(batch.total, self._num_replicas_in_sync),  # a worker without rows has no mean
+            lambda: self._sum_list_across_workers(shares),
+            lambda: tf.cond(
+                tf.convert_to_tensor(ended),  # with means of all workers, the same bits on each
+                lambda: firsts,
+                lambda: [share / tf.cast(own, share.dtype) for share in shares],
+            ),
+        )
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        if self._local_sgd is not None and call.model.built:
+            mark_statistics(call.model)
+            self._statistics = statistics_of(call.model)  # backups are restored before a step
+        return super()._keras_dataset(dataset, call)
+
+    @contextlib.contextmanager
+    def _around_epoch(self, call: TrainerCall) -> Iterator[None]:
+        with super()._around_epoch(call):
+            if call.method != "fit":
+                self._end_rounds(call.model)
+            yield
+            self._end_rounds(call.model)
+
+    def _end_rounds(self, model: keras.Model) -> None:
+        for optimizer in optimizers_of(model):
+            rounds = vars(optimizer).get(ATTRIBUTE)
+            if rounds is not None:
+                rounds.end_now()
 
     def compression_report(self) -> list[CompressionReport]:
         """One for each optimizer that has trained."""

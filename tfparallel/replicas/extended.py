@@ -25,7 +25,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
-from tfparallel.replicas.batch import concat_rows
+from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.optimizer_hooks import GradientSource
@@ -286,6 +286,19 @@ class ReplicatedExtended(MirroredExtended):
             return gradients
         return self._workers._sum_gradients_across_workers(gradients, source)
 
+    def _mean_statistics(
+        self, firsts: list[tf.Tensor], shares: list[tf.Tensor], batch: Batch
+    ) -> list[tf.Tensor]:
+        """Means over all rows of a batch of what replicas have computed of their own.
+
+        Args:
+            firsts: what the first replica of this process has.
+            shares: of each mean, what this process adds to it.
+            batch: whose rows it is of.
+        """
+        del firsts, batch
+        return self._sum_list_across_workers(shares)
+
     def _gather_rows(self, rows: Any) -> Any:
         return rows if self._workers is None else self._workers._gather_rows(rows)
 
@@ -308,10 +321,16 @@ class ReplicatedExtended(MirroredExtended):
         if self._num_workers == 1 or not variables:
             yield
             return
-        local = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
-        sums = self._sum_and_check_weights(local)
+        sums = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
+        if self._meets_every_step:
+            sums = self._sum_and_check_weights(sums)
         with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield
+
+    @property
+    def _meets_every_step(self) -> bool:
+        """Whether workers hear of one another in each step; what a step reports is of all then."""
+        return True
 
     def _sum_and_check_weights(self, tensors: list) -> list:
         if self._workers is None:

@@ -84,7 +84,8 @@ def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
     groups: dict[tf.DType, list] = collections.defaultdict(list)
     for variable in variables:
         groups[variable.dtype].append(variable)
-    means = extended._sum_list_across_workers([_mean(own, batch) for own in groups.values()])
+    shares = [_mean(own, batch) for own in groups.values()]
+    means = extended._mean_statistics([_joined(own, 0) for own in groups.values()], shares, batch)
     for own, mean in zip(groups.values(), means, strict=True):
         _assign_parts(own, mean)
 
@@ -96,13 +97,18 @@ def _mean(variables: Sequence, batch: Batch) -> tf.Tensor:
     """
     weighted = []
     for i, (rows, weight) in enumerate(zip(batch.rows, batch.weights, strict=True)):
-        copies = [variable.values[i] for variable in variables]
-        with tf.device(copies[0].device):
-            joined = tf.concat([tf.reshape(copy.read_value(), [-1]) for copy in copies], 0)
+        with tf.device(variables[0].values[i].device):
+            joined = _joined(variables, i)
             counted = tf.where(tf.greater(rows, 0), joined, tf.zeros_like(joined))
             weighted.append(counted * tf.cast(weight, joined.dtype))
     with tf.device(variables[0].values[0].device):
         return tf.add_n(weighted)
+
+
+def _joined(variables: Sequence, i: int) -> tf.Tensor:
+    """`[values of all variables]` of replica `i`."""
+    copies = [variable.values[i] for variable in variables]
+    return tf.concat([tf.reshape(copy.read_value(), [-1]) for copy in copies], 0)
 
 
 def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:

@@ -210,6 +210,12 @@ def mark_owner(variable: tf.Variable, owner: object, statistics: bool) -> None:
         variable._assigned_alike = isinstance(owner, BaseOptimizer)
 
 
+def statistics_of(model: keras.Model) -> list[ReplicatedVariable]:
+    """What replicas of `model` assign of their own rows; known once a step has begun."""
+    variables = [behind(variable) for variable in model.non_trainable_variables]
+    return [v for v in variables if isinstance(v, ReplicatedVariable) and v._is_statistics]
+
+
 def mark_statistics(model: keras.Model) -> None:
     """Tells the variables of `model`'s layers which of them are statistics.
 

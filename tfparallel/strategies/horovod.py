@@ -6,8 +6,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.compression.compression_report import CompressionReport
-from tfparallel.communication.compression.compressor import Compressor
-from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.horovod_collectives import (
     hvd,
     start,
@@ -19,6 +17,7 @@ from tfparallel.communication.horovod_reductions import (
     lack_of_job,
     slow_on_gpus,
 )
+from tfparallel.communication.local_sgd import Meeting, as_meeting
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.compressed_gradients import WorkersTransport
@@ -64,7 +63,7 @@ class HorovodStrategy(KerasStrategy):
 
     def __init__(
         self,
-        compression: Compressor | str | None = None,
+        compression: Meeting | str | None = None,
         *,
         reduction: str = "ring",
         bucket_bytes: int = 16 << 20,
@@ -76,7 +75,7 @@ class HorovodStrategy(KerasStrategy):
         inner: Inner | None = None,
     ):
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
-        compressor = None if compression is None else as_compressor(compression)
+        compressor = as_meeting(compression)
         if reduction == "adasum" and inner is not None:
             raise ValueError(
                 'reduction="adasum" combines the gradients of single replicas. Received: also '

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfparallel.communication.compression.compression_report import CompressionReport
-from tfparallel.communication.compression.compressor import Compressor
-from tfparallel.communication.compression.names import as_compressor
+from tfparallel.communication.local_sgd import Meeting, as_meeting
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
@@ -47,7 +46,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
-        compression: Compressor | str | None = None,
+        compression: Meeting | str | None = None,
         timeouts: WorkerTimeouts | None = None,
         check_weights_every: int | None = None,
         inner: Callable[[], KerasStrategy] | None = None,
@@ -57,7 +56,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
                 "TensorFlow's server has to start before a strategy looks for devices, so `inner` "
                 f"must be a function. Received: {inner}. Pass lambda: {type(inner).__name__}(...)."
             )
-        compressor = None if compression is None else as_compressor(compression)
+        compressor = as_meeting(compression)
         if cluster_resolver is None and (cluster := read_tf_config()) is not None:
             cluster_resolver = cluster.cluster_resolver()
         if communication_options is None:

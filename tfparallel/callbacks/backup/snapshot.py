@@ -99,14 +99,18 @@ class Restoration:
         own = [part for name, part in parts.items() if name != "shared"]
         self._own = own[workers.rank] if workers.rank < len(own) else own[0]
         self._metrics = self._metrics_for(own, workers)
-        states = [part["compression"] for part in own]
+        self._num_workers = workers.num_workers
+        self._compression = [part["compression"] for part in own]
         try:
-            set_compression_state(call.model, states, workers.num_workers)
+            self._set_compression_state()
         except ValueError as error:
             raise BackupError(
                 f"A backup restores a training as it was. {error} Use another backup_dir, or the "
                 "compression of the backup."
             ) from error
+
+    def _set_compression_state(self) -> None:
+        set_compression_state(self._call.model, self._compression, self._num_workers)
 
     def _metrics_for(self, own: list[BackupPart], workers: Workers) -> list:
         metrics = [part["metrics"] for part in own]
@@ -145,6 +149,7 @@ class Restoration:
         call = self._call
         set_mirrored_state(call.model, self._shared["model"])
         set_replica_state(call.model, self._metrics)
+        self._set_compression_state()  # after the weights: in a round, workers have their own
         unknown = set_callback_states(call.callbacks.callbacks, self._shared["callbacks"])
         if unknown:
             tf.get_logger().warning(
