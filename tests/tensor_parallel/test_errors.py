@@ -18,7 +18,7 @@ def _fit(layout, model=None):
 
 
 def test_refuses_what_is_no_layout_map():
-    with pytest.raises(TypeError, match="LayoutMap or ModelParallel. Received: 'megatron'"):
+    with pytest.raises(TypeError, match="ModelParallel. Received: 'megatron'"):
         tfparallel.TensorParallelStrategy("megatron")
 
 
@@ -56,6 +56,14 @@ def test_refuses_a_pattern_that_matches_nothing_before_the_first_step():
         ValueError, match=r"\['\.\*danse\.\*/kernel'\], which match none of .*dense"
     ):
         _fit(layout)
+
+
+def test_refuses_a_pattern_that_matches_nothing_in_predict():
+    strategy = tfparallel.TensorParallelStrategy(layout_map(1, 2, {".*danse.*/kernel": COLUMN}))
+    with strategy.scope():
+        model = helpers.tiny_model()
+    with pytest.raises(ValueError, match=r"\['\.\*danse\.\*/kernel'\], which match none of"):
+        model.predict(helpers.tiny_data(4)[0], verbose=0)
 
 
 def test_refuses_two_patterns_for_one_path():

@@ -147,3 +147,8 @@ def number_of_first_copy(variable: Any) -> Any:
 def strategy_behind(variable: Any) -> Any:
     """The strategy of a distributed variable, also while that is being made."""
     return variable._distribute_strategy
+
+
+def keep_number(new: Any, old: Any) -> None:
+    """Gives `new` the number of `old`, by which optimizers of Keras know a variable."""
+    new._primary._unique_id = old._primary._unique_id

@@ -39,6 +39,7 @@ __all__ = [
     "function_of_metric",
     "functional_of",
     "has_stock_moments",
+    "inputs_structure",
     "kept_losses",
     "layers_of",
     "loss_tracker_of",
@@ -49,9 +50,11 @@ __all__ = [
     "own_losses",
     "own_state",
     "own_variables",
+    "projections_of",
     "reduction_axes",
     "seed_generators_of",
     "stock_own_losses",
+    "set_behind",
     "trained_by",
 ]
 
@@ -92,6 +95,21 @@ def behind(variable: keras.Variable) -> Any:
     The public `value` may be a tensor, cast to the dtype that a layer computes in.
     """
     return variable._value
+
+
+def set_behind(variable: keras.Variable, value: Any) -> None:
+    """Has `variable` be kept by another variable of TensorFlow, of the same shape and value."""
+    variable._value = value
+
+
+def projections_of(attention: Any) -> list:
+    """The layers of a `MultiHeadAttention` or `GroupQueryAttention` that multiply.
+
+    The query's, key's, value's, that of a gate if there is one, and the output's, which is last.
+    """
+    gate = getattr(attention, "_gate_dense", None)
+    to_heads = [attention._query_dense, attention._key_dense, attention._value_dense]
+    return [*to_heads, *([] if gate is None else [gate]), attention._output_dense]
 
 
 def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
@@ -244,6 +262,14 @@ def nodes_by_depth(graph: Functional) -> dict[int, list]:
 def operation_of_node(graph: Functional, node: Any) -> Callable:
     """What Keras calls for `node`, which another model may share."""
     return graph._get_operation_for_node(node)
+
+
+def inputs_structure(model: keras.Model) -> Any:
+    """The nest of inputs of a functional or built `Sequential` model; None for another."""
+    graph: Any = model
+    if isinstance(model, keras.Sequential):
+        graph = functional_of(model) if model.built else None
+    return graph._inputs_struct if isinstance(graph, Functional) else None
 
 
 def outputs_structure(graph: Functional) -> Any:

@@ -130,6 +130,18 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "steps_per_epoch",
     ),
     "keras.src.distribution.distribution_lib.ModelParallel": ("_layout_map",),
+    "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention": (
+        "_key_dense",
+        "_output_dense",
+        "_query_dense",
+        "_value_dense",
+    ),
+    "keras.src.layers.attention.multi_head_attention.MultiHeadAttention": (
+        "_key_dense",
+        "_output_dense",
+        "_query_dense",
+        "_value_dense",
+    ),
     "keras.src.layers.core.embedding.Embedding": ("_embeddings",),
     "keras.src.layers.layer.Layer": (
         "_clear_losses",
@@ -149,6 +161,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "keras.src.metrics.reduction_metrics.MeanMetricWrapper": ("_fn", "_fn_kwargs"),
     "keras.src.models.functional.Functional": (
         "_get_operation_for_node",
+        "_inputs_struct",
         "_nodes_by_depth",
         "_outputs_struct",
         "_run_through_graph",

@@ -21,11 +21,13 @@ from tfparallel.internals import (
     owner_of_new_variable,
     values_util,
 )
+from tfparallel.internals.distribute import keep_number
 from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
 from tfparallel.tensor_parallel.layer_rules import hook_layer, name_layers_without_rule
 from tfparallel.tensor_parallel.layouts import Layouts
@@ -89,12 +91,29 @@ class TensorParallelExtended(LocalExtended):
         finally:
             self._thread.new = None
 
+    def in_parts(self, variable: keras.Variable, rows: Rows) -> tf.Variable:
+        """What keeps the value of `variable` in parts; called outside of replicas."""
+        old = behind(variable)
+        self._thread.asked = rows
+        try:
+            with self._container_strategy().scope():
+                name = old.name.split(":")[0]
+                new = tf.Variable(old.read_value(), trainable=old.trainable, name=name)
+        finally:
+            self._thread.asked = None
+        keep_number(new, old)
+        return new
+
     def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
         """How the variable that is created will be in parts."""
+        asked = getattr(self._thread, "asked", None)
+        if asked is not None:
+            return asked
         leader, keras_variable = kwargs.get("colocate_with"), variable_under_creation()
         if isinstance(leader, SplitVariable):  # of an optimizer, beside the weight that it is for
             same = keras_variable is None or shape_of_new(keras_variable) == tuple(leader.shape)
             return leader.rows if same else None
+        self._note_slot(leader, keras_variable)
         layer = owner_of_new_variable() or layer_of_late_variable()
         if keras_variable is None or not isinstance(layer, keras.Layer):
             return None
@@ -109,6 +128,13 @@ class TensorParallelExtended(LocalExtended):
             hook_layer(layer, self)
             name_layers_without_rule(layer, path)
         return placement.rows
+
+    def _note_slot(self, leader: Any, keras_variable: Any) -> None:
+        """Has a slot be put in parts with its weight, if that is to come."""
+        if not isinstance(self.layouts, FoundLayouts) or keras_variable is None:
+            return
+        if isinstance(leader, tf.Variable) and shape_of_new(keras_variable) == tuple(leader.shape):
+            self.layouts.add_slot(leader, keras_variable)
 
     @property
     def _new(self) -> tuple[Rows, list] | None:
@@ -137,8 +163,16 @@ class TensorParallelExtended(LocalExtended):
     # ---- how a step runs on replicas -------------------------------------------------------------
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        self.layouts.check_patterns(step_function.__self__)
+        self.prepare(step_function.__self__, args)
         return super()._arguments_of_step(step_function, args)
+
+    def prepare(self, model: keras.Model, args: tuple) -> None:
+        """Before a step of `model`: finds its layout, or checks the one that was given."""
+        if isinstance(self.layouts, FoundLayouts):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(args[0])
+            lay_out(self._container_strategy(), model, x)
+        elif model.built:  # else the step that begins makes its variables
+            self.layouts.check_patterns(model)
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

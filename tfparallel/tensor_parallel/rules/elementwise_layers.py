@@ -12,7 +12,7 @@ from keras import layers
 
 from tfparallel.internals import record
 from tfparallel.tensor_parallel.group import Group
-from tfparallel.tensor_parallel.layer_rules import layer_rule
+from tfparallel.tensor_parallel.layer_rules import layer_rule, rule_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
 
@@ -41,6 +41,14 @@ _GLOBAL = (
     layers.GlobalMaxPooling2D,
     layers.GlobalMaxPooling3D,
 )
+
+
+def keeps_parts(layer: Any) -> bool:
+    """Whether a layer gives in parts, along channels, what it gets in parts."""
+    if isinstance(layer, layers.Activation):
+        return is_elementwise_function(layer.activation)
+    types = (layers.Dropout, *_ACTIVATIONS, *_MERGES, *_BY_CHANNEL, *_GLOBAL)
+    return isinstance(layer, types) and rule_of(layer) is not None
 
 
 @layer_rule(layers.Activation)

@@ -1,0 +1,113 @@
+"""What the layers of a model send between the devices of a group, in one step, counted.
+
+    way      forward                              backward
+    column   its input, if that is in parts       the gradient of its input, summed
+    row      its output, summed                   the gradient of its input, if that was whole
+    heads    its output, summed                   the gradient of each input, summed
+    tokens   its output, summed
+    whole    its input, if that is in parts
+
+The gradient of what the model is called with is not computed, and not counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tfparallel.tensor_parallel.cuts import Cut, numbers_of
+from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.rules.elementwise_layers import keeps_parts
+from tfparallel.tensor_parallel.split_variable import split_of
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One tensor that all devices of the group give a part of, or get.
+
+    Attributes:
+        kind: "sum" of a tensor of each device, or "gather" of parts.
+        is_forward: else it is a gradient.
+        size_bytes: of the tensor, for one row of the batch.
+    """
+
+    kind: str
+    is_forward: bool
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One call of a layer.
+
+    Attributes:
+        layer: of Keras.
+        way: as above; "" for a layer that only passes on what it gets.
+        flops: for one row of the batch.
+        sent: in one step.
+    """
+
+    layer: keras.Layer
+    way: str
+    flops: int
+    sent: tuple[Sent, ...]
+
+
+def costs_of(model: ModelCalls) -> list[LayerCost]:
+    """Of each call of a model whose weights are in parts by now."""
+    known: dict[int, Rows | None] = {}
+    borders = {id(x) for x in model.borders}
+    costs = []
+    for call in model.calls:
+        way = _way(call)
+        sent = tuple(_sent(call, way, known, borders))
+        for tensor in call.outputs:
+            known[id(tensor)] = _rows_of_output(call, way, known)
+        cuts = call.cuts
+        costs.append(LayerCost(call.layer, way, cuts.flops if cuts else 0, sent))
+    return costs
+
+
+def _way(call: LayerCall) -> str:
+    cuts = call.cuts
+    for name, cut in (cuts.ways if cuts else {}).items():
+        if _rows(cut) is not None:
+            return name
+    return "" if keeps_parts(call.layer) else "whole"
+
+
+def _rows(cut: Cut) -> Rows | None:
+    """How the first weight of a way is in parts, if it is in parts that way."""
+    weight, dim = cut.dims[0]
+    split = split_of(weight)
+    return None if split is None or split.rows.dim != dim else split.rows
+
+
+def _rows_of_output(call: LayerCall, way: str, known: dict) -> Rows | None:
+    if way == "column":
+        cut = call.cuts.ways["column"]  # type: ignore[union-attr]
+        return Rows(cut.tensor_dim, _rows(cut).sizes)  # type: ignore[union-attr, arg-type]
+    given = {known.get(id(x)) for x in call.inputs}
+    return given.pop() if way == "" and len(given) == 1 else None
+
+
+def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent]:
+    has_gradient = [x for x in call.inputs if id(x) not in borders and x.dtype.is_floating]
+    in_parts = [x for x in call.inputs if known.get(id(x)) is not None]
+    takes_parts = way == "row" or (way == "" and len(in_parts) == len(call.inputs))
+    if not takes_parts:
+        yield from (Sent("gather", True, _bytes(x)) for x in in_parts)
+    if way in ("row", "heads", "tokens"):
+        yield from (Sent("sum", True, _bytes(x)) for x in call.outputs[:1])
+    if way in ("column", "heads"):
+        different = {id(x): x for x in has_gradient}.values()
+        yield from (Sent("sum", False, _bytes(x)) for x in different)
+    if way == "row":
+        whole = [x for x in has_gradient if known.get(id(x)) is None]
+        yield from (Sent("gather", False, _bytes(x)) for x in whole)
+
+
+def _bytes(tensor: Any) -> int:
+    return numbers_of(tensor.shape) * tensor.dtype.size
