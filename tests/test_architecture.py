@@ -25,7 +25,7 @@ METHODS = (
 )
 LAYERS = (
     ("__main__", "launch", "build_horovod"),
-    ("__init__", "compression"),  # the public names
+    ("__init__", "compression", "keras_distribution"),  # the public names
     ("callbacks", "planning"),
     ("strategies",),
     METHODS,

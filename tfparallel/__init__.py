@@ -18,7 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
     )
 
 if TYPE_CHECKING:
-    from tfparallel import callbacks, compression, tensor_parallel
+    from tfparallel import callbacks, compression, keras_distribution, tensor_parallel
     from tfparallel.callbacks.backup.storage import BackupError, LeaseError
     from tfparallel.communication.neighbours import PeerLostError
     from tfparallel.coordination import cluster
@@ -50,6 +50,7 @@ _NAMESPACES = {
     "callbacks": "tfparallel.callbacks",
     "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
+    "keras_distribution": "tfparallel.keras_distribution",
     "tensor_parallel": "tfparallel.tensor_parallel",
 }
 # The table of public names, by module. The imports above say the same to type checkers, docs/api.md
@@ -137,6 +138,7 @@ __all__ = [
     "compression",
     "coupled_loss",
     "in_chunks",
+    "keras_distribution",
     "mean_loss",
     "read_tf_config",
     "run_elastic",

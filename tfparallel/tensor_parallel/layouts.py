@@ -1,5 +1,6 @@
 """What a `LayoutMap` says of each variable: which dim is in parts, or why none is."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from tfparallel.internals.keras_layers import layers_of
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups
 from tfparallel.tensor_parallel.rows import Rows, even_sizes
 
+_log = logging.getLogger("tfparallel")
 _OUTPUT = "/output"  # the end of a key that lays out what a layer returns
 
 
@@ -38,11 +40,13 @@ class Layouts:
         layout_map: of Keras.
         groups: of the mesh.
         placements: of the variables made so far, by path.
+        allows_unused: whether patterns may match nothing, of which the log tells once.
     """
 
     layout_map: Any
     groups: MeshGroups
     placements: dict[str, VariableLayout] = field(default_factory=dict)
+    allows_unused: bool = False
     _matched: set[str] = field(default_factory=set)
 
     def place(self, path: str, shape: Sequence[int], trainable: bool) -> VariableLayout:
@@ -93,7 +97,10 @@ class Layouts:
         for path in paths:
             self._layout_of(path + _OUTPUT)
         unused = [p for p in self.layout_map if p not in self._matched]
-        if unused:
+        if unused and self.allows_unused:
+            _log.warning("Patterns of the LayoutMap match nothing: %s", unused)
+            self._matched.update(unused)
+        elif unused:
             raise ValueError(
                 f"Every pattern of the LayoutMap must match a variable. Received: {unused}, which "
                 f"match none of {sorted(self.placements)}. Patterns are regular expressions of "
