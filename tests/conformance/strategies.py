@@ -165,10 +165,6 @@ _OF_STAGES = {
     "keras_io.metric_learning": "refused: its step computes forward again with what came of all "
     "microbatches",
 }
-_OF_OWN_COPIES = {
-    "layer_state.a_layer_called_twice": "replica 1 of a variable that exists once reads what "
-    "replica 0 has assigned in both calls",
-}
 _OF_TWO_LAYERS = dict.fromkeys(
     (
         "custom_training.guide_train_step",
@@ -243,7 +239,6 @@ STRATEGIES = [
         lambda: library().CentralStorageStrategy(_cpus(2)),
         num_replicas=2,
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
-        exempt=_OF_OWN_COPIES,
     ),
     Row(
         "sharded_3",
@@ -381,7 +376,6 @@ STRATEGIES = [
         num_replicas=2,
         devices_per_worker=1,
         every_case=False,
-        exempt=_OF_OWN_COPIES,
     ),
     Row(
         "parameter_server_async",

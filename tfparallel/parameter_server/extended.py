@@ -24,10 +24,12 @@ from tfparallel.parameter_server.partitioned_variables import (
 )
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.server_variables import (
+    ServerLayerVariable,
     ServerMetric,
     ServerStatistics,
     ServerVariable,
 )
+from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.elementwise import is_elementwise
@@ -180,6 +182,7 @@ class ParameterServerExtended(CentralExtended):
 
 _ON_SERVERS: dict[type, type] = {
     CentralVariable: ServerVariable,
+    CentralLayerVariable: ServerLayerVariable,
     ReplicatedVariable: ServerStatistics,
     MetricVariable: ServerMetric,
 }

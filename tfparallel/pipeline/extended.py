@@ -49,12 +49,12 @@ from tfparallel.pipeline.stage_variables import (
 )
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Stages, divide
-from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
+from tfparallel.replicas.state_changes import StateChanges, current_inputs
 
 
 class PipelineExtended(LocalExtended):
@@ -226,6 +226,11 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             self._batches.note_shapes(model, data)
 
+    @property
+    def _gathers_for_layers(self) -> bool:
+        """False: microbatches come to a layer one after another (`StateChanges`)."""
+        return False
+
     def _batch_for_step(self, data: Any) -> Any:
         if self._num_replicas_in_sync == 1:  # `Strategy.run` takes the batch as it is
             return data
@@ -262,7 +267,7 @@ class PipelineExtended(LocalExtended):
             deferred.shares[microbatch] = step.rows, step.weight
             return microbatch
 
-        changes = StateChanges(model, current_microbatch, _current_inputs, deferred.shares, add_up)
+        changes = StateChanges(model, current_microbatch, current_inputs, deferred.shares, add_up)
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
         with contextlib.ExitStack() as around:
             around.enter_context(super()._step_of(model))
@@ -446,12 +451,6 @@ def _weighted_sum(values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> 
     weights = [tf.cast(weight, value.dtype) for value, weight in zip(values, weights, strict=True)]
     pairs = zip(values, weights, strict=True)
     return tf.add_n([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])
-
-
-def _current_inputs() -> list[tf.Tensor]:
-    """The dense tensors of the calling thread's microbatch."""
-    step = current_replica_step()
-    return [] if step is None else tf.nest.flatten(step.inputs, expand_composites=True)
 
 
 def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:

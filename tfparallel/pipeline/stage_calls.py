@@ -17,8 +17,8 @@ from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_masks, split_at
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
+from tfparallel.replicas.state_changes import StateChanges
 
 
 class StageCalls:

@@ -89,8 +89,8 @@ def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
 def gather_rows(tensors: Sequence) -> list:
     """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
     context = distribute_lib.get_replica_context()
-    if isinstance(context, BuildContext):  # the only replica
-        return list(tensors)
+    if isinstance(context, BuildContext):
+        return context.all_rows(tensors)
     try:
         return context.strategy.extended._all_rows(list(tensors))
     except RuntimeError as error:

@@ -268,6 +268,11 @@ class ReplicatedExtended(MirroredExtended):
         return device_util.canonicalize("/device:CPU:0", self._devices[0])
 
     @property
+    def _gathers_for_layers(self) -> bool:
+        """Whether a layer that needs the rows of all replicas gets them."""
+        return True
+
+    @property
     def _divides_data(self) -> bool:
         """Whether a device computes a part of the rows, or of the batches, only."""
         return self._num_replicas_in_sync > 1

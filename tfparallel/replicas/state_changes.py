@@ -37,6 +37,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
+from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.replica_step import current_replica_step
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class StateChanges:
             return False
         value = tf.stop_gradient(tf.convert_to_tensor(value, variable.dtype))
         value.shape.assert_is_compatible_with(variable.shape)
-        depends = tf.is_symbolic_tensor(value) and self._depends(value)
+        step = current_replica_step()
+        is_of_part = step is None or not step.has_all_rows
+        depends = is_of_part and tf.is_symbolic_tensor(value) and self._depends(value)
         self._own()[id(variable)] = Change(variable, value, depends)
         return True
 
@@ -128,7 +132,7 @@ class StateChanges:
         known = self._own().values()
         rows = {id(change.value) for change in known if change.depends}
         rows |= self._given()
-        return _reaches(value, rows, {id(change.value) for change in known})
+        return reaches(value, rows, {id(change.value) for change in known})
 
     def _given(self) -> set[int]:
         """The ids of the tensors that come with the microbatch."""
@@ -261,19 +265,7 @@ def _are_alike(values: Sequence[tf.Tensor]) -> bool:
     return all(bool(tf.reduce_all(tf.equal(value, values[0]))) for value in values)
 
 
-def _reaches(value: tf.Tensor, targets: set[int], ends: set[int]) -> bool:
-    """Whether any of `targets`, ids of tensors, is on the way back from `value`.
-
-    Args:
-        ends: ids of tensors behind which not to look.
-    """
-    stack, seen = [value], set()
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) in targets:
-            return True
-        if id(tensor) in ends or tensor.op in seen:
-            continue
-        seen.add(tensor.op)
-        stack += tensor.op.inputs
-    return False
+def current_inputs() -> list[tf.Tensor]:
+    """The dense tensors of the calling thread's microbatch."""
+    step = current_replica_step()
+    return [] if step is None else tf.nest.flatten(step.inputs, expand_composites=True)
