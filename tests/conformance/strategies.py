@@ -162,6 +162,8 @@ _OF_STAGES = {
     **_BATCH_NORM_OF_A_MICROBATCH,
     "coupled_losses.all_rows_in_layer": "layers of a pipeline are computed apart: "
     "tests/replicas/test_all_rows.py",
+    "layer_state.codebook_that_moves_first": "refused: its rows need those of later microbatches: "
+    "tests/pipeline/test_pipeline_layer_state.py",
     "keras_io.metric_learning": "refused: its step computes forward again with what came of all "
     "microbatches",
 }

@@ -49,6 +49,7 @@ from tfparallel.pipeline.stage_variables import (
 )
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Stages, divide
+from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
@@ -102,6 +103,7 @@ class PipelineExtended(LocalExtended):
         self._executors: Executors | None = None
         self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False
+        self._found_of_layers = new_found()
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
@@ -271,6 +273,8 @@ class PipelineExtended(LocalExtended):
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
         with contextlib.ExitStack() as around:
             around.enter_context(super()._step_of(model))
+            strategy, found = self._container_strategy(), self._found_of_layers
+            around.enter_context(left_for_all_rows(model, strategy, changes, found))
             if not tf.executing_eagerly():
                 around.enter_context(traced)
             self._changes, self._averages = changes, {}

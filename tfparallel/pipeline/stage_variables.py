@@ -121,6 +121,9 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         return not self.is_metric or len(self._values) * extended._num_workers == 1
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        changes = self.distribute_strategy.extended._changes
+        if changes is not None and changes.is_recomputing:
+            return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
         if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:

@@ -53,7 +53,7 @@ def computed_on_all_rows(model: keras.Model) -> Iterator[None]:
     """Within it, layers of `model` whose state depends on rows get the rows of all replicas."""
     with contextlib.ExitStack() as hooks:
         for layer in layers_of(model):
-            if _may_keep_state(layer):
+            if may_keep_state(layer):
                 hooks.enter_context(
                     shadowed(
                         layer,
@@ -84,7 +84,7 @@ def _call(layer: keras.Layer, call: Callable, *args: Any, **kwargs: Any) -> Any:
     step = current_replica_step()
     if step is None or step.has_all_rows or in_stateless_scope() or in_symbolic_scope():
         return call(*args, **kwargs)
-    arguments = _Arguments(args, kwargs)
+    arguments = LayerArguments(args, kwargs)
     if not arguments.rows:
         return call(*args, **kwargs)
     known = _found.setdefault(layer, {})
@@ -95,7 +95,7 @@ def _call(layer: keras.Layer, call: Callable, *args: Any, **kwargs: Any) -> Any:
     return _of_all_rows(layer, call, arguments, known[arguments.key], step)
 
 
-class _Arguments:
+class LayerArguments:
     """What a layer is called with.
 
     Attributes:
@@ -122,6 +122,13 @@ class _Arguments:
         masks = [get_keras_mask(self.leaves[i]) for i in self.rows]
         return [mask for mask in masks if mask is not None]
 
+    def placeholders(self) -> list[tf.Tensor]:
+        """In the place of `tensors()`, of any number of rows."""
+        return [
+            tf.compat.v1.placeholder(tensor.dtype, [None, *tensor.shape[1:]])
+            for tensor in self.tensors()
+        ]
+
     def filled(self, tensors: Sequence) -> tuple[tuple, dict]:
         """The arguments with others for `tensors()`."""
         leaves, masks = list(self.leaves), iter(tensors[len(self.rows) :])
@@ -137,7 +144,7 @@ class _Arguments:
 
 
 def _of_all_rows(
-    layer: keras.Layer, call: Callable, arguments: _Arguments, found: Found, step: ReplicaStep
+    layer: keras.Layer, call: Callable, arguments: LayerArguments, found: Found, step: ReplicaStep
 ) -> Any:
     own = arguments.tensors()
     try:
@@ -170,7 +177,8 @@ def _of_all_rows(
 # ---- finding the layers --------------------------------------------------------------------------
 
 
-def _may_keep_state(layer: keras.Layer) -> bool:
+def may_keep_state(layer: keras.Layer) -> bool:
+    """Whether a class that is not Keras's has a state, or mentions an assignment."""
     own_class = type(layer)
     if own_class.__module__.startswith(("keras.src.", "tfparallel.")):
         return False
@@ -194,14 +202,16 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _trace(layer: keras.Layer, call: Callable, arguments: _Arguments, step: ReplicaStep) -> Found:
+def _trace(
+    layer: keras.Layer, call: Callable, arguments: LayerArguments, step: ReplicaStep
+) -> Found:
     """Traces a call of `layer` in a graph that is thrown away, on replica 0 of one."""
     strategy = distribute_lib.get_replica_context().strategy
     graph = FuncGraph("call_of_layer")
     context = BuildContext(strategy, graph)
     try:
         with graph.as_default(), context, kept_losses(layer), step.with_all_rows():
-            given = [_placeholder(tensor) for tensor in arguments.tensors()]
+            given = arguments.placeholders()
             args, kwargs = arguments.filled(given)
             outputs = keras.tree.flatten(call(*args, **kwargs))
     except Exception:  # what only Python can run
@@ -217,10 +227,6 @@ def _trace(layer: keras.Layer, call: Callable, arguments: _Arguments, step: Repl
         for value in values
     )
     return Found(assigns_rows, [isinstance(x, tf.Tensor) and _has_rows(x) for x in outputs])
-
-
-def _placeholder(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.compat.v1.placeholder(tensor.dtype, [None, *tensor.shape[1:]])
 
 
 def _has_as_many(output: Any, rows: tf.Tensor) -> bool:
