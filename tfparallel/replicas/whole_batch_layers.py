@@ -45,7 +45,7 @@ from tfparallel.replicas.step_build import BuildContext
 
 _ASSIGNMENTS = ("assign", "scatter", "batch_scatter")  # beginnings of names of methods
 _STEPS = ("train_step", "test_step", "predict_step")
-_found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by layer: {arguments: Found}
+_found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by layer: {arguments: TracedCall}
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def computed_on_all_rows(model: keras.Model) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Found:
+class TracedCall:
     """What the call of a layer does.
 
     Attributes:
@@ -144,7 +144,11 @@ class LayerArguments:
 
 
 def _of_all_rows(
-    layer: keras.Layer, call: Callable, arguments: LayerArguments, found: Found, step: ReplicaStep
+    layer: keras.Layer,
+    call: Callable,
+    arguments: LayerArguments,
+    found: TracedCall,
+    step: ReplicaStep,
 ) -> Any:
     own = arguments.tensors()
     try:
@@ -204,7 +208,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _trace(
     layer: keras.Layer, call: Callable, arguments: LayerArguments, step: ReplicaStep
-) -> Found:
+) -> TracedCall:
     """Traces a call of `layer` in a graph that is thrown away, on replica 0 of one."""
     strategy = distribute_lib.get_replica_context().strategy
     graph = FuncGraph("call_of_layer")
@@ -215,9 +219,9 @@ def _trace(
             args, kwargs = arguments.filled(given)
             outputs = keras.tree.flatten(call(*args, **kwargs))
     except Exception:  # what only Python can run
-        return Found(not context.is_asked)
+        return TracedCall(not context.is_asked)
     if context.is_asked:  # it reduces or gathers by itself
-        return Found(False)
+        return TracedCall(False)
     rows = set(map(id, given))
     of_others = _handles_of_others(layer)
     assigns_rows = any(
@@ -226,7 +230,7 @@ def _trace(
         if handle not in of_others
         for value in values
     )
-    return Found(assigns_rows, [isinstance(x, tf.Tensor) and _has_rows(x) for x in outputs])
+    return TracedCall(assigns_rows, [isinstance(x, tf.Tensor) and _has_rows(x) for x in outputs])
 
 
 def _has_as_many(output: Any, rows: tf.Tensor) -> bool:
