@@ -1,9 +1,9 @@
 """Convolutions that Keras has XLA compile get their kernel as a value.
 
 TensorFlow's grouped convolution on a CPU is wrong without XLA, and so is that of channels first in
-three dimensions. Keras puts them in a function that XLA compiles, which reads the kernel itself: XLA
-refuses a variable on another device than its own, and a variable in parts would be put together in
-there, without its gradient. The kernel is read before, where the step is traced.
+three dimensions. Keras puts them in a function that XLA compiles, which reads the kernel itself.
+XLA refuses a variable on another device than its own, and a variable in parts would be put together
+in there, without its gradient. The kernel is read before, where the step is traced.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,5 @@ def _is_broken_on_cpus(layer: Any) -> bool:
 
 
 def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
-    """`convolution_op(inputs, kernel)`; without a strategy's step `kernel` may be symbolic."""
-    is_variable = isinstance(kernel, keras.Variable)
-    return convolution_op(inputs, keras.ops.convert_to_tensor(kernel) if is_variable else kernel)
+    is_tensor = tf.is_tensor(kernel)
+    return convolution_op(inputs, kernel if is_tensor else tf.convert_to_tensor(kernel))
