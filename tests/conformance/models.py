@@ -134,6 +134,19 @@ def cnn():
     )
 
 
+@model(_features(8, 8, 4), _class_options)
+def grouped_convolution():
+    """Keras has XLA compile it, also for a CPU."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 4)),
+            layers.Conv2D(6, 3, groups=2, activation="tanh"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3),
+        ]
+    )
+
+
 @model(_tokens, _class_options)
 def embedding():
     return keras.Sequential(

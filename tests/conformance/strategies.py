@@ -162,12 +162,10 @@ _OF_STAGES = {
     **_BATCH_NORM_OF_A_MICROBATCH,
     "coupled_losses.all_rows_in_layer": "layers of a pipeline are computed apart: "
     "tests/replicas/test_all_rows.py",
+    "layer_state.codebook_that_moves_first": "refused: its rows need those of later microbatches: "
+    "tests/pipeline/test_pipeline_layer_state.py",
     "keras_io.metric_learning": "refused: its step computes forward again with what came of all "
     "microbatches",
-}
-_OF_OWN_COPIES = {
-    "layer_state.a_layer_called_twice": "replica 1 of a variable that exists once reads what "
-    "replica 0 has assigned in both calls",
 }
 _OF_TWO_LAYERS = dict.fromkeys(
     (
@@ -243,7 +241,6 @@ STRATEGIES = [
         lambda: library().CentralStorageStrategy(_cpus(2)),
         num_replicas=2,
         few=NUMBER_OF_REPLICAS,  # the code of mirrored_2
-        exempt=_OF_OWN_COPIES,
     ),
     Row(
         "sharded_3",
@@ -381,7 +378,6 @@ STRATEGIES = [
         num_replicas=2,
         devices_per_worker=1,
         every_case=False,
-        exempt=_OF_OWN_COPIES,
     ),
     Row(
         "parameter_server_async",

@@ -45,11 +45,58 @@ def between(layer):
     return lambda: keras.Sequential([keras.Input((6,)), layer(name="own"), layers.Dense(3)])
 
 
+class Centers(layers.Layer):
+    """Returns its rows less their moving average, which they are in already."""
+
+    def build(self, shape):
+        self.average = self.add_weight(name="average", shape=shape[1:], trainable=False)
+
+    def call(self, x):
+        self.average.assign(0.9 * self.average + 0.1 * ops.mean(x, axis=0))
+        return x - self.average
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_whole_numbers_that_depend_on_rows_are_refused(run_eagerly):
-    options = {**tiny_compile_options(), "run_eagerly": run_eagerly}
+def test_whole_numbers_that_depend_on_rows(run_eagerly):
+    def options():
+        return {**tiny_compile_options(), "run_eagerly": run_eagerly}
+
+    strategy = PipelineStrategy(CPUS, 3)
+    own = train(strategy, between(CountsFeatures), options, epochs=1)
+    assert_same_training(train(None, between(CountsFeatures), options, epochs=1), own)
+
+
+def test_a_layer_called_twice_of_which_the_state_depends_on_rows():
+    def build():
+        inputs, own = keras.Input((6,)), CountsFeatures()
+        return keras.Model(inputs, layers.Dense(3)(own(layers.Dense(6)(own(inputs)))))
+
+    strategy = PipelineStrategy(CPUS, 3, "gpipe", rematerialize="full")
+    assert_same_training(train(None, build), train(strategy, build))
+
+
+def test_a_row_that_needs_later_rows_is_refused():
+    with pytest.raises(ValueError, match="just assigned from the rows.*layer 'own'.*behind"):
+        train(PipelineStrategy(CPUS, 3), between(Centers))
+
+
+def test_a_model_that_assigns_whole_numbers_of_rows_is_refused():
+    class CountsRows(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.hidden, self.scores = layers.Dense(4), layers.Dense(3)
+
+        def build(self, shape):
+            self.rows = self.add_weight(name="rows", trainable=False, dtype="int32")
+            super().build(shape)
+
+        def call(self, x):
+            y = self.hidden(x)
+            self.rows.assign_add(ops.sum(ops.cast(y > 0, "int32")))
+            return self.scores(y)
+
     with pytest.raises(ValueError, match="'rows' of layer 'own' of type int32.*metric"):
-        train(PipelineStrategy(CPUS, 3), between(CountsFeatures), lambda: options)
+        train(PipelineStrategy(CPUS, 3), CountsRows)
 
 
 def test_assigning_in_a_branch_is_refused():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers import tiny_compile_options, tiny_data, train
+from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel import MirroredStrategy, OneDeviceStrategy, PipelineStrategy
 
 CPUS = [f"CPU:{i}" for i in range(3)]
@@ -54,6 +54,30 @@ def test_a_custom_loop_sums_what_all_replicas_ask_for():
         np.testing.assert_array_equal(rows[each], [[1], [2], [2]])
         np.testing.assert_array_equal(ids[each], [1, 2, 2])
     assert [g.numpy().tolist() for g in gradients] == [[], [[0]], [[111], [222]]]
+
+
+def test_more_rows_than_the_batch_has():
+    """Two views of each row, one after the other, as SimCLR has them."""
+
+    class TwoViews(keras.Model):
+        def __init__(self, strategy):
+            super().__init__()
+            self.hidden, self._strategy = keras.layers.Dense(3), strategy
+
+        def call(self, x):
+            return self.hidden(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            own = tf.concat([y_pred, self(2.0 * x)], 0)
+            every = self._strategy.all_rows(own) if self._strategy else own
+            return tf.reduce_mean(tf.square(tf.matmul(every, every, transpose_b=True)))
+
+    strategy = MirroredStrategy(CPUS)
+    expected = train(None, build=lambda: TwoViews(None), compile_options=dict, data=tiny_data)
+    received = train(
+        strategy, build=lambda: TwoViews(strategy), compile_options=dict, data=tiny_data
+    )
+    assert_same_training(expected.results(), received.results(), 1e-5)
 
 
 def test_in_a_function_of_its_own_is_an_error():

@@ -31,7 +31,8 @@ class CentralStorageExtended(CentralExtended):
         self._parameter_device = device_util.canonicalize(parameter_device)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
-        return (self._parameter_device,) if variable_class is CentralVariable else self._devices
+        is_central = issubclass(variable_class, CentralVariable)
+        return (self._parameter_device,) if is_central else self._devices
 
     def _sum_gradients(self, gradients: list) -> list:
         """Summed where the variables are, which alone need the sum."""

@@ -24,12 +24,15 @@ from tfparallel.parameter_server.partitioned_variables import (
 )
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.server_variables import (
+    ServerLayerVariable,
     ServerMetric,
     ServerStatistics,
     ServerVariable,
 )
+from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.central import CentralExtended
+from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.variables import (
@@ -86,6 +89,7 @@ class ParameterServerExtended(CentralExtended):
         layer = owner_of_new_variable() or layer_of_late_variable()
         hook_embedding(layer)
         hook_batch_norm(layer)  # its variables may be in parts
+        hook_convolution(layer)
         kwargs["initial_value"] = _evaluated(kwargs.get("initial_value"), kwargs.get("dtype"))
         reference = kwargs.get("colocate_with")
         servers_and_rows = self._plan_parts(reference, kwargs)
@@ -180,6 +184,7 @@ class ParameterServerExtended(CentralExtended):
 
 _ON_SERVERS: dict[type, type] = {
     CentralVariable: ServerVariable,
+    CentralLayerVariable: ServerLayerVariable,
     ReplicatedVariable: ServerStatistics,
     MetricVariable: ServerMetric,
 }

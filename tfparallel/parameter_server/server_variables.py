@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import SaveSpec
+from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.variables import CentralVariable, MetricVariable, ReplicatedVariable
 
 VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
@@ -72,6 +73,10 @@ class TellsOfChanges:
 
 class ServerVariable(TellsOfChanges, WholeInCheckpoints, RowsOnServers, CentralVariable):
     """One copy, on a parameter server."""
+
+
+class ServerLayerVariable(CentralLayerVariable, ServerVariable):
+    """As `CentralLayerVariable`, on a parameter server."""
 
 
 class ServerStatistics(TellsOfChanges, WholeInCheckpoints, ReplicatedVariable):

@@ -100,7 +100,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
             batch = self._for_replicas(batch)
             if self._num_replicas_in_sync == 1:
                 return strategy.run(model.predict_step, (batch,))
-            return run_predict_step(strategy, model.predict_step, batch)
+            return run_predict_step(strategy, model.predict_step, batch, model)
 
         chief = self._cluster.chief_device
         for name, step, function_class in (

@@ -49,12 +49,13 @@ from tfparallel.pipeline.stage_variables import (
 )
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Stages, divide
-from tfparallel.pipeline.state_changes import StateChanges
+from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
+from tfparallel.replicas.state_changes import StateChanges, current_inputs
 
 
 class PipelineExtended(LocalExtended):
@@ -102,6 +103,7 @@ class PipelineExtended(LocalExtended):
         self._executors: Executors | None = None
         self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False
+        self._found_of_layers = new_found()
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
@@ -226,6 +228,11 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             self._batches.note_shapes(model, data)
 
+    @property
+    def _gathers_for_layers(self) -> bool:
+        """False: microbatches come to a layer one after another (`StateChanges`)."""
+        return False
+
     def _batch_for_step(self, data: Any) -> Any:
         if self._num_replicas_in_sync == 1:  # `Strategy.run` takes the batch as it is
             return data
@@ -262,10 +269,12 @@ class PipelineExtended(LocalExtended):
             deferred.shares[microbatch] = step.rows, step.weight
             return microbatch
 
-        changes = StateChanges(model, current_microbatch, _current_inputs, deferred.shares, add_up)
+        changes = StateChanges(model, current_microbatch, current_inputs, deferred.shares, add_up)
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
         with contextlib.ExitStack() as around:
             around.enter_context(super()._step_of(model))
+            strategy, found = self._container_strategy(), self._found_of_layers
+            around.enter_context(left_for_all_rows(model, strategy, changes, found))
             if not tf.executing_eagerly():
                 around.enter_context(traced)
             self._changes, self._averages = changes, {}
@@ -446,12 +455,6 @@ def _weighted_sum(values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> 
     weights = [tf.cast(weight, value.dtype) for value, weight in zip(values, weights, strict=True)]
     pairs = zip(values, weights, strict=True)
     return tf.add_n([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])
-
-
-def _current_inputs() -> list[tf.Tensor]:
-    """The dense tensors of the calling thread's microbatch."""
-    step = current_replica_step()
-    return [] if step is None else tf.nest.flatten(step.inputs, expand_composites=True)
 
 
 def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:

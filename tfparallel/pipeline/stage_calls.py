@@ -17,8 +17,8 @@ from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_masks, split_at
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
-from tfparallel.pipeline.state_changes import StateChanges
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
+from tfparallel.replicas.state_changes import StateChanges
 
 
 class StageCalls:
@@ -100,17 +100,18 @@ class StageCalls:
             self._thread.is_in_part = True
             apart = self._changes.in_function(flat, given, state)
             try:
-                with self._deferred.collected() as statistics, apart as changed:
+                with self._deferred.collected() as statistics, apart as noted:
                     outputs, losses = losses_apart(function, layers, own_inputs)
             finally:
                 self._thread.is_in_part = False
             owners = [layer for layer, _ in losses]
-            result = TracedResult(outputs, owners, [v for v, _ in statistics], changed)
+            result = TracedResult(outputs, owners, [v for v, _ in statistics], noted)
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
             values = flat_tensors(result.tensors)
             tensors = [*values, *result.masks, *(x for _, x in [*losses, *statistics])]
-            tensors += [change.value for change in changed]
+            tensors += [change.value for change in noted.changed]
+            tensors += [tensor for _, left in noted.calls for tensor in left]
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self._current_microbatch()
@@ -118,6 +119,9 @@ class StageCalls:
         stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
         flat = self._executor.call(stage, microbatch, key, flat_function, given_tensors, **options)
         result = self._results[key]
+        flat, left = split_at(flat, len(flat) - result.num_left)
+        for call, tensors in result.calls(left):
+            self._changes.leave(call, tensors)
         flat, values = split_at(flat, len(flat) - len(result.changed))
         self._changes.add(result.changed, values, layers)
         flat, values = split_at(flat, len(flat) - len(result.statistics))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfparallel.internals import SaveSpec, device_util, distribute_lib, values_util
 from tfparallel.internals.distribute import become_copy_of, number_of_first_copy, strategy_behind
-from tfparallel.pipeline.state_changes import StateChanges
+from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
 from tfparallel.replicas.variables import CentralVariable, SummedWhenRead
@@ -88,71 +88,11 @@ class StageVariable(CentralVariable):
             become_copy_of(variable, index, new, old)
 
 
-class LayerVariable(StageVariable):
+class LayerVariable(CentralLayerVariable, StageVariable):
     """A weight or other variable of a layer, assigned once for all microbatches of a Keras step.
 
     See `StateChanges`. Elsewhere replica 0 assigns it for all.
     """
-
-    def _changes(self) -> StateChanges | None:
-        of_batch = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
-        is_once = self.aggregation in of_batch
-        return self.distribute_strategy.extended._changes if is_once else None
-
-    def _seen(self) -> tf.Tensor | None:
-        changes = self._changes()
-        seen = None if changes is None else changes.seen(self)
-        if seen is None or not self.trainable:
-            return seen
-        read = self._primary.read_value()  # whose gradient is the variable's
-        return seen + (read - tf.stop_gradient(read))
-
-    def _get(self) -> Any:  # what operators compute with
-        seen = self._seen()
-        return super()._get() if seen is None else seen
-
-    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: Any = False) -> Any:
-        seen = self._seen()
-        if seen is None or dtype not in (None, self.dtype):
-            return super()._dense_var_to_tensor(dtype, name, as_ref)
-        return seen
-
-    def value(self) -> tf.Tensor:
-        """The value."""
-        seen = self._seen()
-        return super().value() if seen is None else seen
-
-    def read_value(self) -> tf.Tensor:
-        """The value."""
-        seen = self._seen()
-        return super().read_value() if seen is None else seen
-
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        """Rows of the value: `[*indices, ...]`."""
-        seen = self._seen()
-        if seen is None:
-            return super().sparse_read(indices, name=name)
-        return tf.gather(seen, indices, name=name)
-
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`tf.Variable.assign`."""
-        return self if self._take(value) else super().assign(value, *args, **kwargs)
-
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`tf.Variable.assign_add`."""
-        return self._assign_sum(super().assign_add, value, value, *args, **kwargs)
-
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`tf.Variable.assign_sub`."""
-        return self._assign_sum(super().assign_sub, -value, value, *args, **kwargs)
-
-    def _assign_sum(self, assign: Callable, more: Any, *args: Any, **kwargs: Any) -> Any:
-        is_taken = self._changes() is not None and self._take(self.value() + more)
-        return self if is_taken else assign(*args, **kwargs)
-
-    def _take(self, value: Any) -> bool:
-        changes = self._changes()
-        return changes is not None and changes.take(self, value)
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         changes = self._changes()
@@ -181,6 +121,9 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         return not self.is_metric or len(self._values) * extended._num_workers == 1
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        changes = self.distribute_strategy.extended._changes
+        if changes is not None and changes.is_recomputing:
+            return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
         if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:

@@ -24,7 +24,7 @@ from tfparallel.pipeline.stage_calls import StageCalls
 from tfparallel.pipeline.staged_graph import StagedGraph
 from tfparallel.pipeline.staged_losses import staged_losses
 from tfparallel.pipeline.stages import Stages
-from tfparallel.pipeline.state_changes import StateChanges
+from tfparallel.replicas.state_changes import StateChanges
 
 
 @contextlib.contextmanager

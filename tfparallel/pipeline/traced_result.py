@@ -1,6 +1,7 @@
 """What the traced function of a stage returns, as a nest of other tensors later."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from tfparallel.internals.keras_layers import (
     layers_of,
 )
 from tfparallel.pipeline.flat_tensors import TENSORS, filled, flat_tensors, present, set_masks
+from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 
 
 class TracedResult:
@@ -23,14 +25,25 @@ class TracedResult:
         changed: what was to be assigned otherwise.
     """
 
-    def __init__(self, outputs: Any, loss_owners: list, statistics: list, changed: list):
+    def __init__(self, outputs: Any, loss_owners: list, statistics: list, noted: Noted):
         self._structure, self._loss_owners = outputs, loss_owners
-        self.statistics, self.changed = statistics, changed
+        self.statistics, self.changed, self._calls = statistics, noted.changed, noted.calls
         self._leaves = keras.tree.flatten(outputs)
         self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TENSORS)]
         self.tensors = [self._leaves[i] for i in self._at]
         self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
         self.masks = present(self._all_masks)
+
+    @property
+    def num_left(self) -> int:
+        """How many tensors calls have that are to be made of all rows."""
+        return sum(len(tensors) for _, tensors in self._calls)
+
+    def calls(self, flat: Sequence) -> Iterator[tuple[CallOfAllRows, list]]:
+        """These calls, with the tensors `flat` for their own."""
+        tensors = iter(flat)
+        for call, left in self._calls:
+            yield call, list(itertools.islice(tensors, len(left)))
 
     def filled(self, flat: Sequence) -> Any:
         """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""

@@ -45,13 +45,26 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
         )
     flat = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(tensors)]
     _check_rows(flat)
-    gathered = gather_rows(flat)
-    start = _first_row(context, tf.shape(flat[0])[0])
+    live, _ = rows_and_place(flat)
+    return keras.tree.pack_sequence_as(tensors, live)
+
+
+def rows_and_place(tensors: Sequence) -> tuple[list, Any]:
+    """`all_rows` of dense tensors of as many rows each, and where the replica's own rows begin.
+
+    They need not be the rows of the batch: a program may have put two views of a batch, or the
+    positions of all its rows, one after the other.
+    """
+    context = distribute_lib.get_replica_context()
+    own_count = tf.shape(tensors[0])[:1]
+    *gathered, counts = gather_rows([*tensors, own_count])
+    number = 0 if isinstance(context, BuildContext) else context.replica_id_in_sync_group
+    start = tf.cumsum(counts, exclusive=True)[number]
     live = [
         _with_gradient(rows, own, _gradient_of_all(start)) if own.dtype.is_floating else rows
-        for rows, own in zip(gathered, flat, strict=True)
+        for rows, own in zip(gathered, tensors, strict=True)
     ]
-    return keras.tree.pack_sequence_as(tensors, live)
+    return live, start
 
 
 def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
@@ -76,8 +89,8 @@ def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
 def gather_rows(tensors: Sequence) -> list:
     """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
     context = distribute_lib.get_replica_context()
-    if isinstance(context, BuildContext):  # the only replica
-        return list(tensors)
+    if isinstance(context, BuildContext):
+        return context.all_rows(tensors)
     try:
         return context.strategy.extended._all_rows(list(tensors))
     except RuntimeError as error:
@@ -97,7 +110,7 @@ def _check_rows(tensors: Sequence) -> None:
 
 
 def _first_row(context: Any, rows: Any) -> Any:
-    """Where this replica's rows begin among those of all."""
+    """Where this replica's rows of the batch begin among those of all."""
     step = current_replica_step()
     if isinstance(context, BuildContext):
         return 0

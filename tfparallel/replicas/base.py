@@ -133,7 +133,9 @@ class KerasStrategy(tf.distribute.Strategy):
         with self.extended._step_of(model):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
-            return (run_keras_step if is_step else run_predict_step)(self, fn, *args)
+            if is_step:
+                return run_keras_step(self, fn, *args)
+            return run_predict_step(self, fn, args[0], model)
 
     def _run_on_replicas(self, fn: Callable) -> Any:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""

@@ -27,6 +27,7 @@ from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
+from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.owners import hook_owner
@@ -74,6 +75,7 @@ class ReplicatedExtended(MirroredExtended):
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
         hook_batch_norm(owner or layer_of_late_variable())
+        hook_convolution(owner or layer_of_late_variable())
         colocate_with = kwargs.pop("colocate_with", None)
         if isinstance(colocate_with, numpy_dataset.SingleDevice):
             with tf.device(colocate_with.device):
@@ -261,6 +263,11 @@ class ReplicatedExtended(MirroredExtended):
     @property
     def _host_device(self) -> str:
         return device_util.canonicalize("/device:CPU:0", self._devices[0])
+
+    @property
+    def _gathers_for_layers(self) -> bool:
+        """Whether a layer that needs the rows of all replicas gets them."""
+        return True
 
     @property
     def _divides_data(self) -> bool:

@@ -56,8 +56,8 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
     )
 
 
-def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
-    """Runs `predict_step` on every replica's rows; returns all rows in the caller's order."""
+def run_predict_step(strategy: Any, predict_step: Callable, data: Any, model: keras.Model) -> Any:
+    """Runs `predict_step` of `model` on every replica's rows; returns all rows in their order."""
     extended = strategy.extended
     batch = Batch(extended, data)
     statistics: list = []
@@ -68,7 +68,8 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any) -> Any:
         with step.active():
             return predict_step(batch.parts[i])
 
-    outputs = strategy._run_on_replicas(replica_function)
+    with model_hooks.gathering_layers(model, extended):
+        outputs = strategy._run_on_replicas(replica_function)
     _average_statistics(extended, statistics, batch)
     return keras.tree.map_structure(
         lambda rows: extended._gather_rows(concat_rows(strategy.experimental_local_results(rows))),

@@ -65,16 +65,18 @@ class CallsOfLayer:
     def __init__(self, layer: keras.Layer):
         self._layer, self._call, self._own_losses = layer, layer.call, own_losses(layer)
         self._arguments: tuple = ()
+        self._is_of_all_rows = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """`layer.call`."""
-        self._arguments = args, kwargs
+        self._arguments, step = (args, kwargs), current_replica_step()
+        self._is_of_all_rows = step is not None and step.has_all_rows
         return self._call(*args, **kwargs)
 
     def own_losses(self) -> list:
         """`layer._get_own_losses`, scaled for a step that weighs each replica by its rows."""
         losses, step = self._own_losses(), current_replica_step()
-        if not losses or step is None or in_stateless_scope():
+        if not losses or step is None or self._is_of_all_rows or in_stateless_scope():
             return losses
         return [
             tf.math.divide_no_nan(loss, tf.cast(step.weight, loss.dtype)) if kind == "sum" else loss

@@ -20,6 +20,7 @@ from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
+from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
 
 _BATCH = "_batch_to_build_with"  # of Keras's iterator over the data of a call
 
@@ -137,7 +138,14 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
                 )
         hooks.enter_context(weighted_losses(model))
         hooks.enter_context(added_losses_by_replica(model))
+        hooks.enter_context(gathering_layers(model, extended))
         yield
+
+
+def gathering_layers(model: keras.Model, extended: Any) -> contextlib.AbstractContextManager:
+    """Within it, layers whose state depends on all rows get them, where replicas can gather."""
+    gathers = extended._gathers_for_layers
+    return computed_on_all_rows(model) if gathers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -184,7 +192,9 @@ def _counting_a_batch_once(update_state: Callable) -> Callable:
 
     def weighted(values: Any, sample_weight: Any = None) -> Any:
         step = current_replica_step()
-        if step is not None and tf.convert_to_tensor(values).shape.rank == 0:
+        if step is None or step.has_all_rows:
+            return update_state(values, sample_weight=sample_weight)
+        if tf.convert_to_tensor(values).shape.rank == 0:
             if sample_weight is None:
                 sample_weight = step.weight
             # Without rows a mean is 0/0, and 0 * NaN would stay in the metric.

@@ -30,6 +30,7 @@ class ReplicaStep:
         inputs: the replica's part of the batch, a nest of tensors.
         first_row: where `rows` begin among those of all replicas, None where that is not known.
         summed_targets: of the last gradient of the step's own, as `tape_hooks` has changed them.
+        has_all_rows: what is computed is of the rows of all replicas, on each of them alike.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ReplicaStep:
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
         self.summed_targets: list | None = None
+        self.has_all_rows = False
 
     def weigh_gradient(self, gradient: Any) -> Any:
         """`gradient * weight`, unless the loss already carries the weight."""
@@ -68,6 +70,15 @@ class ReplicaStep:
         for i, gradient in zip(dense, tf.nest.flatten(chosen), strict=True):
             result[i] = gradient
         return result
+
+    @contextlib.contextmanager
+    def with_all_rows(self) -> Iterator[None]:
+        """Within it, the replica computes on the rows of all."""
+        before, self.has_all_rows = self.has_all_rows, True
+        try:
+            yield
+        finally:
+            self.has_all_rows = before
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ So every variable is there before the first step, the same on all workers, and n
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -44,21 +44,32 @@ class BuildContext(ReplicaContext):
     Args:
         strategy: of the model.
         graph: in which the step is traced.
+
+    Attributes:
+        is_asked: something was to be reduced or gathered.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
         super().__init__(strategy, first_replica_of_process(strategy.extended))
         self.graph = graph
+        self.is_asked = False
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """`value`: there is no other replica."""
         del reduce_op, options
+        self.is_asked = True
         return value
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """`value`: there is no other replica."""
         del axis, options
+        self.is_asked = True
         return value
+
+    def all_rows(self, tensors: Sequence) -> list:
+        """`tensors`: there is no other replica."""
+        self.is_asked = True
+        return list(tensors)
 
 
 def build(model: keras.Model, method: str, data_batch: Any) -> None:

@@ -40,6 +40,7 @@ from tfparallel.internals import (
     distribute_lib,
     values_util,
 )
+from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.keras_layers import behind, layers_of, own_state
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
@@ -93,7 +94,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         step = current_replica_step()
-        if self._is_statistics and step is not None:
+        if self._is_statistics and step is not None and not step.has_all_rows:
             step.statistics.append(self)
         if self._needs_aggregation():
             if self.aggregation == tf.VariableAggregation.SUM:
@@ -159,7 +160,17 @@ class SummedWhenRead:
 
 
 class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
-    """One copy a replica, reduced when read outside of replicas."""
+    """One copy a replica, reduced when read outside of replicas.
+
+    Where each replica computes on the rows of all, the first counts for all.
+    """
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        step, extended = current_replica_step(), self.distribute_strategy.extended
+        number = (_replica_id() or 0) + first_replica_of_process(extended)
+        if step is not None and step.has_all_rows and number != 0:
+            return self
+        return super()._update_replica(update_fn, value, **kwargs)
 
     def _get_cross_replica(self) -> Any:
         prefetched = self._prefetched()

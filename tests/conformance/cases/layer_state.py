@@ -48,6 +48,58 @@ class Codebook(layers.Layer):
         return x + before
 
 
+class VectorQuantizer(layers.Layer):
+    """Codes that move to the mean of the rows which chose them: a ratio of two moving sums.
+
+    Source: van den Oord et al. 2017, appendix A, https://arxiv.org/abs/1711.00937
+    """
+
+    def __init__(self, num_codes: int = 4, trainable_codes: bool = False, first: bool = False):
+        super().__init__()
+        self.num_codes, self._trainable_codes, self._first = num_codes, trainable_codes, first
+        self.usage = keras.metrics.Sum(name="usage")
+
+    def build(self, shape):
+        size = (shape[-1], self.num_codes)
+        start = np.random.default_rng(0).normal(size=size).astype("float32")
+        options = {"shape": size, "initializer": lambda *_, **__: start}
+        self.codes = self.add_weight(name="codes", trainable=self._trainable_codes, **options)
+        self.sums = self.add_weight(name="sums", trainable=False, **options)
+        self.sizes = self.add_weight(
+            name="sizes", shape=(self.num_codes,), trainable=False, initializer="ones"
+        )
+        self.seen = self.add_weight(
+            name="seen", initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def call(self, x, training=False):
+        flat = ops.reshape(x, (-1, x.shape[-1]))  # positions of all rows
+        distances = ops.sum(self.codes**2, 0) - 2 * ops.matmul(flat, self.codes)
+        chosen = ops.one_hot(ops.argmin(distances, 1), self.num_codes)
+        if training and self._first:
+            self._update(flat, chosen)
+        quantised = ops.reshape(ops.matmul(chosen, ops.transpose(self.codes)), ops.shape(x))
+        if training and not self._first:
+            self._update(flat, chosen)
+        self.usage.update_state(ops.sum(chosen, 1))
+        self.add_loss(0.25 * ops.mean((x - ops.stop_gradient(quantised)) ** 2))
+        return x + ops.stop_gradient(quantised - x) + 0.01 * quantised
+
+    def _update(self, flat, chosen):
+        flat = ops.stop_gradient(flat)
+        self.seen.assign_add(ops.shape(flat)[0])
+        self.sizes.assign(0.9 * self.sizes + 0.1 * ops.sum(chosen, 0))
+        self.sums.assign(0.9 * self.sums + 0.1 * ops.matmul(ops.transpose(flat), chosen))
+        self.codes.assign(self.sums / (self.sizes + 1e-3))
+
+
+def _vq_model(**options):
+    x = keras.Input((6,))
+    positions = layers.Reshape((3, 2))(layers.Dense(6, activation="tanh")(x))
+    quantised = VectorQuantizer(**options)(positions)
+    return keras.Model(x, layers.Dense(3)(layers.Flatten()(quantised)))
+
+
 def _extra(training: Training) -> dict:
     counters = [x.own for x in training.model.layers if isinstance(x, Counting)]
     training.extra["own"] = np.array([float(tf.convert_to_tensor(own)) for own in counters])
@@ -71,6 +123,23 @@ def layers_that_update_themselves(run: Run):
         )
 
     return _extra(run.train(build=build, validation_data=tiny_data(ODD_BATCH)))
+
+
+@case(core=True)
+def codebook_of_sums(run: Run):
+    """A ratio of sums over rows, whole numbers of rows, a loss and a metric of the layer."""
+    return run.train(build=_vq_model, validation_data=tiny_data(ODD_BATCH)).results()
+
+
+@case()
+def codebook_that_is_trained_too(run: Run):
+    return run.train(build=lambda: _vq_model(trainable_codes=True)).results()
+
+
+@case()
+def codebook_that_moves_first(run: Run):
+    """A row's output depends on all rows of its batch."""
+    return run.train(build=lambda: _vq_model(first=True)).results()
 
 
 @case()

@@ -34,7 +34,7 @@ for _name in MODELS:
     add_case(
         f"models.{_name}",
         lambda run, name=_name: _train_evaluate_predict(run, name),
-        core=_name in ("mlp", "cnn", "embedding"),
+        core=_name in ("mlp", "cnn", "embedding", "grouped_convolution"),
     )
 
 

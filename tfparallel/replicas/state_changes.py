@@ -9,7 +9,8 @@ passed, and before an optimizer looks at a gradient, each variable is assigned o
     ---------------------------------------------  -----------------------------------------------
     a value that no row has a part in: a counter,  that of the last microbatch, as all are equal
     the kernel of SpectralNormalization
-    a value that depends on rows: a moving         the mean of the microbatches' values, weighted by
+    what a layer makes of its rows                 what it makes of all (`CallOfAllRows`)
+    another value that depends on rows: a moving   the mean of the microbatches' values, weighted by
     average of means                               rows: one device's, where it is a mean over rows
     the same, of whole numbers                     refused, as they have no mean
 
@@ -30,13 +31,15 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
+from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.replica_step import current_replica_step
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,35 @@ class Change:
         value: a tensor.
         depends: whether it depends on the microbatch's rows.
         layers: the ids of the layers in whose call it was assigned; none outside of layers.
+        assigned: the tensor that was assigned, of which `value` is a copy; None from elsewhere.
     """
 
     variable: Any
     value: tf.Tensor
     depends: bool
     layers: frozenset[int] = frozenset()
+    assigned: tf.Tensor | None = None
+
+
+class CallOfAllRows(Protocol):
+    """A call of a layer whose state is to be computed from the rows of all microbatches."""
+
+    def changes_of_all(self, changes: "StateChanges", parts: Sequence[Sequence]) -> list[tuple]:
+        """Variables, and what they become by the tensors of all microbatches."""
+        ...
+
+
+@dataclass
+class Noted:
+    """What was noted while a function was traced.
+
+    Attributes:
+        changed: what it assigns.
+        calls: that are to be made of all rows, with the tensors of the microbatch.
+    """
+
+    changed: list[Change] = field(default_factory=list)
+    calls: list[tuple[CallOfAllRows, list]] = field(default_factory=list)
 
 
 class StateChanges:
@@ -80,6 +106,7 @@ class StateChanges:
         self._current_microbatch, self._current_inputs = current_microbatch, current_inputs
         self._graph = tf.compat.v1.get_default_graph()
         self._changes: dict[int, dict[int, Change]] = collections.defaultdict(dict)
+        self._calls: dict[int, list[tuple]] = collections.defaultdict(list)
         self._thread = threading.local()
 
     # ---- asked by variables ----------------------------------------------------------------------
@@ -93,13 +120,37 @@ class StateChanges:
         """Takes note of an assignment; whether it is thereby dealt with."""
         graph = getattr(self._thread, "function_graph", self._graph)
         is_in_branch = tf.compat.v1.get_default_graph() is not graph
-        if self._current_microbatch() is None or self._is_applying() or is_in_branch:
+        is_outside = self._current_microbatch() is None and not self.is_recomputing
+        if is_outside or self._is_applying() or is_in_branch:
             return False
-        value = tf.stop_gradient(tf.convert_to_tensor(value, variable.dtype))
+        assigned = tf.convert_to_tensor(value, variable.dtype)
+        value = tf.stop_gradient(assigned)
         value.shape.assert_is_compatible_with(variable.shape)
-        depends = tf.is_symbolic_tensor(value) and self._depends(value)
-        self._own()[id(variable)] = Change(variable, value, depends)
+        step = current_replica_step()
+        is_of_part = step is None or not step.has_all_rows
+        depends = is_of_part and tf.is_symbolic_tensor(value) and self._depends(value)
+        self._own()[id(variable)] = Change(variable, value, depends, assigned=assigned)
         return True
+
+    def leave(self, call: CallOfAllRows, tensors: list) -> None:
+        """Leaves a call that the calling thread makes of a microbatch, to be made of all rows."""
+        noted = getattr(self._thread, "noted", None)
+        calls = self._calls[self._current_microbatch()] if noted is None else noted.calls
+        calls.append((call, tensors))
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether the calling thread makes a call that has been left."""
+        return getattr(self._thread, "is_recomputing", False)
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Within it, the calling thread is, for what layers assign; metrics have counted before."""
+        self._thread.is_recomputing = True
+        try:
+            yield
+        finally:
+            self._thread.is_recomputing = False
 
     def check_is_outside_of_layers(self, variable: Any) -> None:
         """Refuses what `take` does not take, in a layer.
@@ -128,7 +179,7 @@ class StateChanges:
         known = self._own().values()
         rows = {id(change.value) for change in known if change.depends}
         rows |= self._given()
-        return _reaches(value, rows, {id(change.value) for change in known})
+        return reaches(value, rows, {id(change.value) for change in known})
 
     def _given(self) -> set[int]:
         """The ids of the tensors that come with the microbatch."""
@@ -161,26 +212,28 @@ class StateChanges:
     @contextlib.contextmanager
     def in_function(
         self, arguments: Sequence, given: Sequence[Change], values: Sequence
-    ) -> Iterator[list[Change]]:
-        """Within it, a stage's function is traced; the list is then what that assigns.
+    ) -> Iterator[Noted]:
+        """Within it, a stage's function is traced, and what it does is noted.
 
         Args:
             arguments: of the function, tensors of a microbatch.
             given: what the microbatch has assigned before, as `needed_by` tells.
             values: the function's arguments that stand for these.
         """
-        thread = self._thread
+        thread, noted = self._thread, Noted()
+        around = dict(vars(thread))
         pairs = zip(given, values, strict=True)
         thread.changes = {id(c.variable): Change(c.variable, v, c.depends) for c, v in pairs}
         thread.arguments = set(map(id, arguments))
         thread.function_graph = tf.compat.v1.get_default_graph()
+        thread.noted = noted
         before = dict(thread.changes)
-        changed: list[Change] = []
         try:
-            yield changed
-            changed += [c for key, c in thread.changes.items() if before.get(key) is not c]
+            yield noted
+            noted.changed += [c for key, c in thread.changes.items() if before.get(key) is not c]
         finally:
-            del thread.changes, thread.arguments, thread.function_graph
+            del thread.changes, thread.arguments, thread.function_graph, thread.noted
+            vars(thread).update(around)
 
     def add(self, changed: Sequence[Change], values: Sequence, layers: Iterable) -> None:
         """Adds what a call of a stage's function has returned for the calling microbatch."""
@@ -205,6 +258,18 @@ class StateChanges:
     def _is_applying(self) -> bool:
         return getattr(self._thread, "is_applying", False)
 
+    def _of_all_rows(self) -> set[int]:
+        """Assigns what the calls that were left make of all rows; the ids of the variables."""
+        calls = [self._calls[microbatch] for microbatch in sorted(self._calls)]
+        self._calls.clear()
+        assigned = set()
+        for call_of_each in zip(*calls, strict=True):
+            call = call_of_each[0][0]
+            for variable, value in call.changes_of_all(self, [part for _, part in call_of_each]):
+                _assign_all(variable, value)
+                assigned.add(id(variable))
+        return assigned
+
     def assign(self) -> None:
         """Assigns what all microbatches have assigned so far; called outside of microbatches.
 
@@ -216,12 +281,12 @@ class StateChanges:
             for key, change in self._changes[microbatch].items():
                 by_variable[key][microbatch] = change
         self._changes.clear()
-        for changes in by_variable.values():
+        done = self._of_all_rows()
+        for key, changes in by_variable.items():
             variable = next(iter(changes.values())).variable
-            with tf.device(variable.device):
-                value = self._combined(variable, changes)
-                for copy in variable.values:
-                    copy.assign(value)
+            if key not in done:
+                with tf.device(variable.device):
+                    _assign_all(variable, self._combined(variable, changes))
 
     def _combined(self, variable: Any, changes: Mapping[int, Change]) -> tf.Tensor:
         values = [change.value for change in changes.values()]
@@ -249,6 +314,12 @@ class StateChanges:
         return f"variable '{variable.name}'"
 
 
+def _assign_all(variable: Any, value: tf.Tensor) -> None:
+    with tf.device(variable.device):
+        for copy in variable.values:
+            copy.assign(value)
+
+
 def _flat_layers(operations: Iterable) -> list[keras.Layer]:
     layers = [each for each in operations if isinstance(each, keras.Layer)]
     return [own for each in layers for own in layers_of(each)]
@@ -261,19 +332,7 @@ def _are_alike(values: Sequence[tf.Tensor]) -> bool:
     return all(bool(tf.reduce_all(tf.equal(value, values[0]))) for value in values)
 
 
-def _reaches(value: tf.Tensor, targets: set[int], ends: set[int]) -> bool:
-    """Whether any of `targets`, ids of tensors, is on the way back from `value`.
-
-    Args:
-        ends: ids of tensors behind which not to look.
-    """
-    stack, seen = [value], set()
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) in targets:
-            return True
-        if id(tensor) in ends or tensor.op in seen:
-            continue
-        seen.add(tensor.op)
-        stack += tensor.op.inputs
-    return False
+def current_inputs() -> list[tf.Tensor]:
+    """The dense tensors of the calling thread's microbatch."""
+    step = current_replica_step()
+    return [] if step is None else tf.nest.flatten(step.inputs, expand_composites=True)
