@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
@@ -24,6 +25,7 @@ from tfparallel.internals import (
     with_body,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.measure.shares import NO_PLAN, Plan
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
@@ -322,3 +324,14 @@ class ReplicatedExtended(MirroredExtended):
         if self._workers is None:
             return self._sum_list_across_workers(tensors)
         return self._workers._sum_and_check_weights(tensors)
+
+    # ---- what training costs ---------------------------------------------------------------------
+
+    def _link_times(self) -> LinkTimes:
+        """What collectives of this process have taken so far, where the transport is our own."""
+        return LinkTimes() if self._workers is None else self._workers._link_times()
+
+    def _plan_of(self, model: keras.Model) -> Plan:
+        """What of a step's time is idle by the strategy's own schedule."""
+        del model
+        return NO_PLAN
