@@ -21,11 +21,11 @@ from tfparallel.internals.keras_trainer import (
     surrounded_steps,
 )
 from tfparallel.machine.processors import usable_cores
-from tfparallel.measure.clock import Epoch, Sources, TrainingClock
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.record import Record
 from tfparallel.measure.screen import print_screen, screen
 from tfparallel.measure.shares import NO_PLAN, Plan, seconds_by_category
+from tfparallel.measure.training_clock import Epoch, Sources, TrainingClock
 from tfparallel.measure.verdict import Setting, Verdict, judge
 from tfparallel.measure.writing import RecordWriter
 from tfparallel.replicas.base import KerasStrategy

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.measure.clock import Sources, TrainingClock
+from tfparallel.measure.training_clock import Sources, TrainingClock
 
 
 class Hands:
