@@ -1,6 +1,7 @@
 """The callback that measures where the time of a training goes."""
 
 import contextlib
+import math
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import psutil
 import tensorflow as tf
 
 from tfparallel.callbacks.backup.callback import BackupAndRestore
@@ -21,17 +23,26 @@ from tfparallel.internals.keras_trainer import (
     surrounded_steps,
 )
 from tfparallel.machine.processors import usable_cores
+from tfparallel.measure.goodput import Ledger, goodput, read_ledger
 from tfparallel.measure.input_wait import InputWait
+from tfparallel.measure.noise_scale import NoiseScale, noise_rows, suggest
 from tfparallel.measure.record import Record
-from tfparallel.measure.screen import print_screen, screen
-from tfparallel.measure.shares import NO_PLAN, Plan, seconds_by_category
+from tfparallel.measure.screen import noise_line, print_screen, screen
+from tfparallel.measure.shares import NO_PLAN, Plan, Spent, seconds_by_category
 from tfparallel.measure.training_clock import Epoch, Sources, TrainingClock
 from tfparallel.measure.verdict import Setting, Verdict, judge
 from tfparallel.measure.writing import RecordWriter
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.noise_probe import mean_estimate
 
-_TIMED = ("on_train_batch_begin", "on_train_batch_end", "on_epoch_begin", "on_epoch_end")
+_TIMED = (
+    "on_train_begin",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+)
 _SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
@@ -52,6 +63,10 @@ class Measure(keras.callbacks.Callback):
         verbose: 0 prints nothing, 1 a screen at the end, 2 also one for each epoch.
         one_device_rows_per_s: samples per second on one device, measured before: speed-up and
             efficiency are told.
+        noise_every: every so many steps, squares of the replicas' gradients are noted, from which
+            the noise scale and a batch size are told; None notes nothing. The step is traced anew.
+            Nothing is told of one replica, under `ShardedStrategy` and parameter servers with
+            mode="async".
 
     Attributes:
         records: what was measured, a `Record` for each epoch.
@@ -70,6 +85,7 @@ class Measure(keras.callbacks.Callback):
         folder: str | os.PathLike | None = None,
         verbose: int = 2,
         one_device_rows_per_s: float | None = None,
+        noise_every: int | None = None,
     ):
         super().__init__()
         if verbose not in (0, 1, 2):
@@ -79,6 +95,9 @@ class Measure(keras.callbacks.Callback):
                 "`one_device_rows_per_s` must be samples per second, above 0. Received: "
                 f"{one_device_rows_per_s!r}."
             )
+        if noise_every is not None and noise_every < 1:
+            raise ValueError(f"`noise_every` must be a number of steps. Received: {noise_every!r}.")
+        self._noise_every = noise_every
         self._folder = None if folder is None else Path(folder)
         self._verbose, self._one_device = verbose, one_device_rows_per_s
         self._hooks = contextlib.ExitStack()
@@ -99,7 +118,10 @@ class Measure(keras.callbacks.Callback):
         self._hooks.close()  # of a training that has failed
         self._hooks = contextlib.ExitStack()
         self.records, self.total = [], None
-        self._fit, self._epoch, self._steps = fit, 0, 0
+        self._fit, self._epoch, self._step = fit, 0, -1
+        self._has_run = False
+        self._spent_before: dict[str, float] = {}
+        self._restored_s = 0.0
         strategy = strategy_of(self.model)
         self._extended = strategy.extended if isinstance(strategy, KerasStrategy) else None
         self._workers = Workers(self.model.distribute_strategy)
@@ -107,7 +129,15 @@ class Measure(keras.callbacks.Callback):
         self._input: InputWait | None = None
         self._stage: dict[str, Any] = {}
         self._clock = TrainingClock(self._sources())
+        self._noise, self._probe = NoiseScale(decay=0.5), None
+        if self._noise_every is not None and self._extended is not None:
+            self._probe = self._extended._probe_noise(self._noise_every)
+            self.model.make_train_function(force=True)
+            self._hooks.callback(self._end_probe)
+        self._ledger = None
         self._writer = None
+        if self._folder is not None and self._workers.is_chief:
+            self._ledger = Ledger(self._folder, psutil.Process().create_time())
         if self._folder is not None:
             self._writer = RecordWriter(self._folder, self._workers.rank)
         self._hooks.enter_context(surrounded_steps(fit.epoch_iterator, self._around_steps))
@@ -132,12 +162,16 @@ class Measure(keras.callbacks.Callback):
         self._epoch = epoch
         record = self._record(self._clock.end_epoch())
         self.records.append(record)
+        self._spent_before = _added(self._spent_before, dict(record.seconds))
+        self._write_ledger()
         self._tell(record, self._verbose >= 2)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Tells of the whole training."""
         self._hooks.close()
         rest = self._record(self._clock.end_epoch())
+        self._spent_before = _added(self._spent_before, dict(rest.seconds))
+        self._write_ledger()
         self.total = _sum([*self.records, rest])
         self.verdict = self._tell(self.total, self._verbose >= 1)
 
@@ -164,6 +198,8 @@ class Measure(keras.callbacks.Callback):
                     return
                 first, last, batches = step
                 batches = self._measured(batches)
+            if self._step < 0:  # what a backup restores is there
+                self._begin_job()
             clock.begin_step()
             self._has_run = False
             try:
@@ -175,9 +211,43 @@ class Measure(keras.callbacks.Callback):
                 clock.forget_step()
                 continue
             clock.end_step()
+            self._step += last - first + 1
+            if self._ledger is not None and self._ledger.is_due:
+                self._write_ledger()
             count += 1
             if count & (count - 1) == 0 and self._input is not None:  # 1, 2, 4, 8, ...
                 self._stage = self._input.slowest_stage() or self._stage
+
+    # ---- the job, over its restarts --------------------------------------------------------------
+
+    def _begin_job(self) -> None:
+        """The first step is about to be done; what savers did before it was restoring."""
+        iterations = getattr(self.model.optimizer, "iterations", None)
+        self._step = 0 if iterations is None else int(iterations.numpy())
+        saving, outside = self._saving(), self._clock.epoch.spent.outside_s
+        self._restored_s = sum(outside.get(name, 0.0) for name in saving)
+        self._write_ledger()
+
+    def _write_ledger(self) -> None:
+        """What this process has spent so far."""
+        if self._ledger is not None and self._step >= 0:
+            seconds = _added(self._spent_before, self._seconds(self._clock.so_far()))
+            restored = {"restoring": self._restored_s, "saving": -self._restored_s}
+            self._ledger.write(self._step, _added(seconds, restored))
+
+    def _seconds(self, spent: Spent, behind_s: float = 0.0) -> dict[str, float]:
+        """By category."""
+        return seconds_by_category(spent, self._saving(), self._plan(), behind_s)
+
+    def _saving(self) -> frozenset[str]:
+        savers = [each for each in self._fit.callbacks.callbacks if isinstance(each, _SAVES)]
+        return frozenset(type(each).__name__ for each in savers)
+
+    def _goodput(self, record: Record) -> str:
+        """Of the whole job, at its end."""
+        if self._ledger is None or self._folder is None or record.epoch is not None:
+            return ""
+        return str(goodput(read_ledger(self._folder)))
 
     def _measured(self, batches: Any) -> Any:
         """The iterator of a step with a clock at it; one of another kind as it is."""
@@ -221,12 +291,11 @@ class Measure(keras.callbacks.Callback):
 
     def _record(self, epoch: Epoch) -> Record:
         spent, plan = epoch.spent, self._plan()
-        savers = [each for each in self._fit.callbacks.callbacks if isinstance(each, _SAVES)]
-        saving = frozenset(type(each).__name__ for each in savers)
+        saving = self._saving()
         own_s = spent.steps_s - spent.linked_s
         by_rank = exchange(self._agreement, "measure", own_s)
         slowest = max(range(len(by_rank)), key=by_rank.__getitem__)
-        seconds = seconds_by_category(spent, saving, plan, by_rank[slowest] - own_s)
+        seconds = self._seconds(spent, by_rank[slowest] - own_s)
         callbacks = _added(spent.callbacks_s, spent.outside_s)
         details: dict[str, Any] = {
             "traces": epoch.traces,
@@ -237,6 +306,8 @@ class Measure(keras.callbacks.Callback):
         }
         if plan.slowest or len(by_rank) > 1:
             details["slowest"] = plan.slowest or f"rank {slowest}"
+        if (noise := self._noise_so_far()) is not None:
+            details["noise"] = noise
         return Record(
             self._epoch,
             epoch.num_steps,
@@ -248,6 +319,31 @@ class Measure(keras.callbacks.Callback):
             details,
             self._workers.rank,
         )
+
+    def _end_probe(self) -> None:
+        """The next training has a step without squares."""
+        if self._extended is not None:
+            self._extended._probe_noise(None)
+            self.model.train_function = None
+
+    def _noise_so_far(self) -> dict[str, Any] | None:
+        """The noise scale after another epoch; None where it is not known."""
+        if self._probe is None:
+            return None
+        found = mean_estimate(exchange(self._agreement, "noise", self._probe.sums()))
+        if found is not None:
+            self._noise.add(found)
+        smoothed, size = self._noise.smoothed, self._batch_size()
+        if smoothed is None:
+            return None
+        rows = noise_rows(smoothed)
+        suggested = None if size is None else suggest(rows, size)
+        return {
+            "squared_gradient": smoothed.squared_gradient,
+            "variance": smoothed.variance,
+            "rows": rows if math.isfinite(rows) else None,
+            "suggestion": None if suggested is None else suggested._asdict(),
+        }
 
     def _plan(self) -> Plan:
         return NO_PLAN if self._extended is None else self._extended._plan_of(self.model)
@@ -290,7 +386,8 @@ class Measure(keras.callbacks.Callback):
         if self._writer is not None:
             self._writer.write(record, verdict)
         if is_shown and self._workers.is_chief:
-            print_screen(screen(record, verdict, self._compared(record)))
+            beside = [self._compared(record), noise_line(record), self._goodput(record)]
+            print_screen(screen(record, verdict, [line for line in beside if line]))
         return verdict
 
     def _compared(self, record: Record) -> str:

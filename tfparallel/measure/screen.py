@@ -1,5 +1,7 @@
 """One screen of what an epoch, or a training, has given: for terminals and logs."""
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -22,13 +24,13 @@ _BAR = 40
 _SMALLEST = 0.0005
 
 
-def screen(record: Record, verdict: Verdict, compared: str = "") -> Group:
+def screen(record: Record, verdict: Verdict, beside: Sequence[str] = ()) -> Group:
     """What is printed.
 
     Args:
         record: of an epoch or a training.
         verdict: about it.
-        compared: a line about one device, if that is known.
+        beside: more lines: one device, noise, goodput.
     """
     lines: list[Text | Table] = [
         Text(title(record), style="bold"),
@@ -38,8 +40,7 @@ def screen(record: Record, verdict: Verdict, compared: str = "") -> Group:
     if record.utilisation:
         each = ", ".join(f"{name} {share:.0%}" for name, share in record.utilisation.items())
         lines.append(Text(f"busy: {each}"))
-    if compared:
-        lines.append(Text(compared))
+    lines += [Text(line) for line in beside]
     lines.append(Text(verdict.text, style="bold" if verdict.cause != "none" else ""))
     return Group(*lines)
 
@@ -59,6 +60,22 @@ def steps_line(record: Record) -> str:
         f"step: median {step.median * 1e3:.1f} ms, p95 {step.p95 * 1e3:.1f} ms, slowest "
         f"{step.slowest * 1e3:.1f} ms (step {step.slowest_step}{why})"
     )
+
+
+def noise_line(record: Record) -> str:
+    """The noise scale and what it suggests; "" where it was not measured."""
+    noise = record.details.get("noise")
+    if noise is None:
+        return ""
+    if noise["rows"] is None:
+        return "noise scale: all that is seen of the gradient is noise so far"
+    line = f"noise scale: {noise['rows']:,.0f} rows"
+    if (suggested := noise["suggestion"]) is not None:
+        line += (
+            f"; a suggestion: batches of {suggested['batch_size']:,} rows, the learning rate times "
+            f"{suggested['linear']:.2g} for SGD, {suggested['square_root']:.2g} for Adam or LAMB"
+        )
+    return line
 
 
 def print_screen(group: Group) -> None:

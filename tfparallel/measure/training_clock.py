@@ -5,6 +5,7 @@ knows neither Keras nor TensorFlow; what it reads besides the time is passed in.
 """
 
 import contextlib
+import dataclasses
 import statistics
 import threading
 import time
@@ -118,6 +119,16 @@ class TrainingClock:
             ended.rows = rows - ended.first_row
         self.epoch = self._new_epoch(now)
         return ended
+
+    def so_far(self) -> Spent:
+        """What the epoch that goes on has spent, at this moment."""
+        epoch = self.epoch
+        waited_s = self._sources.waited_s() - epoch.waited_s
+        return dataclasses.replace(
+            epoch.spent,
+            wall_s=self._now() - epoch.started_s,
+            input_s=epoch.spent.input_s + waited_s,
+        )
 
     def _new_epoch(self, now: float) -> Epoch:
         return Epoch(now, self._sources.waited_s(), self._sources.rows())
