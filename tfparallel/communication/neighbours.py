@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.sender import Sender
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
@@ -75,6 +76,7 @@ class Neighbours:
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous = from_previous
         self._timeout_s, self._liveness = timeout_s, liveness
+        self._spent_s = self._waited_s = 0.0  # in collectives
         self._what = ""
         self._wait: Wait | None = None  # for the neighbour, while nothing comes
         for each in (to_next, from_previous):
@@ -89,6 +91,11 @@ class Neighbours:
         """What has been given to the connection since it was opened."""
         return self._sender.bytes_sent
 
+    @property
+    def times(self) -> LinkTimes:
+        """What collectives have taken since the connection was opened."""
+        return LinkTimes(self._spent_s, self._waited_s, self.bytes_sent)
+
     def put(self, array: np.ndarray) -> None:
         """Sends `array` to the next rank in the background; it must not change until `flush`."""
         self._sender.put(array)
@@ -100,7 +107,9 @@ class Neighbours:
         self._what = f"come to {_describe(ours)}"
         self.send_at_once(np.frombuffer(_GREETING.pack(*ours), np.uint8))
         greeting = np.empty(_GREETING.size, np.uint8)
+        came = self._machine.now_s()
         self.receive(greeting)
+        self._waited_s += self._machine.now_s() - came
         number, their_kind, their_bytes, their_dtype = _GREETING.unpack(greeting.tobytes())
         theirs = (number, their_kind.rstrip(b"\0"), their_bytes, their_dtype.rstrip(b"\0"))
         if theirs != ours:
@@ -163,8 +172,10 @@ class Neighbours:
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
         """Closes the ring when anything fails, so that the neighbours do not wait for this one."""
+        began = self._machine.now_s()
         try:
             yield
+            self._spent_s += self._machine.now_s() - began
         except OSError as error:
             lost = self._next if self._sender.has_failed else self._previous
             absent = self._liveness.absent() if self._liveness is not None else []

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.neighbours import Neighbours
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
@@ -50,6 +51,11 @@ class Ring:
     def bytes_sent(self) -> int:
         """What this worker has given to its connection since the ring was opened."""
         return self._neighbours.bytes_sent
+
+    @property
+    def times(self) -> LinkTimes:
+        """What collectives have taken since the ring was opened."""
+        return self._neighbours.times
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays; every worker receives the same bits.

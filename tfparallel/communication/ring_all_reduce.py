@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.joining import join, split
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.ring import Ring
 from tfparallel.internals import CollectiveAllReduce, ReduceOp, ResourceVariable
 
@@ -23,6 +24,11 @@ class RingAllReduce(BucketedAllReduce):
     def __init__(self, ring: Ring, order: ResourceVariable, **options: Any):
         super().__init__(**options)
         self._ring, self._order = ring, order
+
+    @property
+    def times(self) -> LinkTimes:
+        """What the ring's collectives have taken so far."""
+        return self._ring.times
 
     def _all_reduce_per_replica_values(
         self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.local_sgd import Meeting
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
@@ -178,6 +179,10 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     @property
     def _host_device(self) -> str:
         return self._worker_device + "/device:CPU:0" if self._num_workers > 1 else "/device:CPU:0"
+
+    def _link_times(self) -> LinkTimes:
+        ring = self._ring_all_reduce
+        return super()._link_times() if ring is None else ring.times
 
     def _in_multi_worker_mode(self) -> bool:
         """Whether what `run` returns is this worker's only.

@@ -18,9 +18,12 @@ __all__ = [
     "arrays_of",
     "dataset_as_graph",
     "fills_a_cache",
+    "flat_output",
+    "iterator_over",
     "num_shuffles",
     "repeats_a_shuffle",
     "set_state_of_iterator",
+    "slowest_stage",
     "state_of_iterator",
     "unrepeatable_parts",
 ]
@@ -51,6 +54,76 @@ def state_of_iterator(iterator: Any) -> tf.Tensor:
 def set_state_of_iterator(iterator: Any, state: tf.Tensor) -> None:
     """Lets a `tf.data` iterator go on from a `state_of_iterator`."""
     iterator._restore_from_tensors({_STATE: state})
+
+
+def flat_output(iterator: Any) -> tuple[list, list]:
+    """Types and shapes of the tensors that a `tf.data` iterator's operation gives, in order."""
+    return iterator._flat_output_types, iterator._flat_output_shapes
+
+
+def iterator_over(iterator: Any, function: Any, length: int) -> Any:
+    """An iterator, of the same elements' structure, that calls `function` for each of them.
+
+    Args:
+        iterator: of `tf.data`.
+        function: a concrete one of a number and the resource of `iterator`, in the graph; it ends
+            where it raises OutOfRange, which the public `Dataset.map` takes for an error.
+        length: how often it is called at most.
+    """
+    types, shapes = flat_output(iterator)
+    variant = tf.raw_ops.MapDataset(
+        input_dataset=tf.data.experimental.to_variant(tf.data.Dataset.range(length)),
+        other_arguments=[iterator._iterator_resource, *function.captured_inputs],
+        f=function,
+        output_types=types,
+        output_shapes=shapes,
+        preserve_cardinality=False,
+    )
+    options = tf.data.Options()  # none puts a prefetch behind `function`
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    dataset = tf.data.experimental.from_variant(variant, iterator.element_spec)
+    return iter(dataset.with_options(options))
+
+
+_KINDS = (  # of tf.data's nodes, by the beginning of a name
+    ("ParallelMap", "parallel map"),
+    ("MapAndBatch", "parallel map"),
+    ("Map", "map"),
+    ("Generator", "generator"),
+    ("FlatMap", "generator"),
+    ("TFRecord", "files"),
+    ("TextLine", "files"),
+    ("FixedLength", "files"),
+    ("Interleave", "files"),
+    ("ParallelInterleave", "files"),
+    ("Shuffle", "shuffle"),
+    ("Batch", "batch"),
+    ("PaddedBatch", "batch"),
+    ("ParallelBatch", "batch"),
+    ("Filter", "filter"),
+    ("Cache", "cache"),
+)
+
+
+def slowest_stage(iterator: Any) -> dict[str, Any]:
+    """The stage of a pipeline that has computed longest, by tf.data's own model of it.
+
+    Returns:
+        `kind`, a word such as "map"; `name`, that of tf.data; `ms`, an element. {} where tf.data
+        tells nothing: at the end of the data, its stages are gone.
+    """
+    try:
+        model = tf.data.experimental.get_model_proto(iterator)
+    except tf.errors.OpError:  # a pipeline without a model
+        return {}
+    nodes = [node for node in model.nodes.values() if node.num_elements and node.name != "Root"]
+    if not nodes:
+        return {}
+    slowest = max(nodes, key=lambda node: node.processing_time)
+    kind = next((kind for start, kind in _KINDS if slowest.name.startswith(start)), "tf.data")
+    each_ms = slowest.processing_time / slowest.num_elements / 1e6
+    return {"kind": kind, "name": slowest.name, "ms": each_ms}
 
 
 def dataset_as_graph(dataset: tf.data.Dataset, largest_bytes: int) -> tf.compat.v1.GraphDef | None:

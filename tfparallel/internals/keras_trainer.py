@@ -23,7 +23,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 # What a method that is a `tf.function` is bound to, in the place of its object.
 from tensorflow.python.eager.polymorphic_function import tf_method_target
 
-from tfparallel.internals.hooks import hook_once
+from tfparallel.internals.hooks import hook_once, shadowed, wrapped
 
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 
@@ -299,6 +299,40 @@ def set_steps_seen(epoch_iterator: Any, steps: int) -> None:
 def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
     """How many steps Keras shall think an epoch has."""
     epoch_iterator._num_batches = steps
+
+
+def num_traces(model: keras.Model) -> int:
+    """How often the function that `fit` calls for a step was traced; 0 where it is no graph."""
+    function = inspect.getclosurevars(model.train_function) if _is_function(model) else None
+    known = [] if function is None else [*function.nonlocals.values()]
+    graphs = [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
+    return sum(graph.experimental_get_tracing_count() for graph in graphs)
+
+
+def _is_function(model: keras.Model) -> bool:
+    return inspect.isfunction(getattr(model, "train_function", None))
+
+
+@contextlib.contextmanager
+def surrounded_steps(epoch_iterator: Any, around: Callable) -> Iterator[None]:
+    """Within it, `around(steps)` walks the steps of each epoch in the place of `steps`.
+
+    Args:
+        epoch_iterator: of a call of `fit`.
+        around: takes and gives an iterator of `(first_step, last_step, batches)`.
+    """
+
+    def enumerate_iterator(original: Callable) -> Iterator[tuple]:
+        return around(original())
+
+    with shadowed(
+        epoch_iterator,
+        "_enumerate_iterator",
+        wrapped(epoch_iterator, "_enumerate_iterator", enumerate_iterator),
+        during="a training that is measured",
+        why="When a step begins and ends, and what it waits for its data, is measured.",
+    ):
+        yield
 
 
 def steps_of_epoch(epoch_iterator: Any) -> Iterator[tuple]:

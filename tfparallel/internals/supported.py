@@ -190,6 +190,9 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.data.ops.dataset_ops.DatasetV2": ("_as_serialized_graph", "_inputs"),
     "tensorflow.python.data.ops.iterator_ops.OwnedIterator": (
+        "_flat_output_shapes",
+        "_flat_output_types",
+        "_iterator_resource",
         "_restore_from_tensors",
         "_serialize_to_tensors",
     ),

@@ -25,6 +25,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import container_of
 from tfparallel.internals.keras_layers import behind, layers_of
+from tfparallel.measure.shares import Plan
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executor import Executor
@@ -32,6 +33,7 @@ from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.pipeline_options import PipelineOptions
+from tfparallel.pipeline.plan_of_shares import plan_of_shares
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
@@ -251,6 +253,15 @@ class PipelineExtended(LocalExtended):
                     behind(variable).move_to(self._devices_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
+
+    def _plan_of(self, model: keras.Model) -> Plan:
+        if model not in self._known_stages:
+            return super()._plan_of(model)
+        specs = map(tf.DeviceSpec.from_string, self._stage_devices)
+        where = [f"{each.job}:{each.task}/" if self._cluster else "" for each in specs]
+        short = short_names(self._stage_devices)
+        names = [f"{i} ({job}{name})" for i, (job, name) in enumerate(zip(where, short))]
+        return plan_of_shares(self._schedule, self._known_stages[model], names)
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:

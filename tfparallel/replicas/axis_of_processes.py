@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals import TrainerCall
 from tfparallel.replicas.optimizer_hooks import GradientSource
@@ -58,6 +59,9 @@ class AxisOfProcesses(Protocol):
 
     def _in_multi_worker_mode(self) -> bool:
         """Whether what `run` returns is this worker's only."""
+
+    def _link_times(self) -> LinkTimes:
+        """What collectives between processes have taken so far, where the transport is our own."""
 
     def _sum_list_across_workers(self, tensors: list) -> list:
         """Sums of the workers' tensors; called in a cross-replica context."""

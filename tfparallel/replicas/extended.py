@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
@@ -24,11 +25,13 @@ from tfparallel.internals import (
     with_body,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.measure.shares import NO_PLAN, Plan
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.noise_probe import NoiseProbe, replica_number
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
@@ -200,7 +203,15 @@ class ReplicatedExtended(MirroredExtended):
         step = current_replica_step()
         if step is not None:
             gradients = [step.weigh_gradient(gradient) for gradient in gradients]
-        return self._reduce_gradients(gradients)
+        reduced = self._reduce_gradients(gradients)
+        if self._noise_probe is not None and step is not None:
+            self._noise_probe.note(
+                replica_number(),
+                step,
+                step.zero_without_rows(gradients),
+                reduced,
+            )
+        return reduced
 
     def _reduce_gradients(self, gradients: list) -> list:
         """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
@@ -343,3 +354,26 @@ class ReplicatedExtended(MirroredExtended):
         if self._workers is None:
             return self._sum_list_across_workers(tensors)
         return self._workers._sum_and_check_weights(tensors)
+
+    # ---- what training costs ---------------------------------------------------------------------
+
+    def _link_times(self) -> LinkTimes:
+        """What collectives of this process have taken so far, where the transport is our own."""
+        return LinkTimes() if self._workers is None else self._workers._link_times()
+
+    _noise_probe: NoiseProbe | None = None
+
+    def _probe_noise(self, every_steps: int | None) -> NoiseProbe | None:
+        """Notes squares of gradients in steps that are traced from now on; None: no more.
+
+        Returns:
+            None also where replicas do not hold gradients of their own.
+        """
+        count = self._num_replicas_in_sync
+        self._noise_probe = NoiseProbe(count, every_steps) if every_steps and count > 1 else None
+        return self._noise_probe
+
+    def _plan_of(self, model: keras.Model) -> Plan:
+        """What of a step's time is idle by the strategy's own schedule."""
+        del model
+        return NO_PLAN

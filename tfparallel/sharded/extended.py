@@ -140,6 +140,10 @@ class ShardedExtended(ReplicatedExtended):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
+    def _probe_noise(self, every_steps: int | None) -> None:
+        """None: a replica holds its part of the sums only."""
+        del every_steps
+
     def _sum_gradients(self, gradients: list) -> list:
         source = gradient_source()
         variables = [] if source is None else [getattr(v, "value", v) for v in source.variables]

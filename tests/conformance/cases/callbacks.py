@@ -4,6 +4,7 @@ import csv
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.conformance.case import Run, case
@@ -104,6 +105,23 @@ def weights_read_and_set_while_training(run: Run):
             self.model.set_weights([weight / 2 for weight in self.model.get_weights()])
 
     return _train(run, Halve()).results()
+
+
+@case(core=True)
+def measure(run: Run):
+    """The shares of the time sum up, and samples per second are rows over time; no bit differs."""
+    from tfparallel.callbacks import Measure  # in the process of the strategy
+
+    measured = Measure(run.folder, verbose=0)
+    training = _train(run, measured)
+    for record in [*measured.records, measured.total]:
+        assert sum(record.seconds.values()) == pytest.approx(record.wall_s, rel=5e-3)
+        assert min(record.seconds.values()) >= 0
+        assert record.rows_per_s == pytest.approx(record.rows / record.wall_s)
+        assert record.utilisation and all(0 <= each <= 1 for each in record.utilisation.values())
+    training.extra["rows"] = [record.rows for record in measured.records]
+    training.extra["steps"] = [record.steps for record in measured.records]
+    return training.results()
 
 
 def _train(run: Run, callback, **options):

@@ -1,0 +1,115 @@
+"""The ledger's arithmetic on written lines, and a job that is killed for real."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launch.jobs import ROOT
+from tfparallel.measure.goodput import FILE, LOST, Ledger, goodput, read_ledger
+
+
+def start(run, at):
+    return {"run": run, "kind": "start", "at": at}
+
+
+def beat(run, at, step, **seconds):
+    return {"run": run, "kind": "beat", "at": at, "step": step, "seconds": seconds}
+
+
+def test_one_run():
+    found = goodput([start(0, 100.0), beat(0, 110.0, 0), beat(0, 120.0, 8, compute=6.0, input=1.5)])
+    assert (found.wall_s, found.productive_s, found.runs, found.steps) == (20.0, 6.0, 1, 8)
+    assert found.lost_s["input"] == 1.5
+    assert found.lost_s["start"] == 20 - 7.5
+    assert found.share == 0.3
+
+
+def test_steps_that_are_done_again_were_in_vain():
+    """Killed at step 10, resumed at 4; the time of 4 to 10 in the first run does not count."""
+    lines = [
+        start(0, 0.0),
+        beat(0, 2.0, 0),
+        beat(0, 12.0, 10, compute=10.0),
+        start(1, 15.0),
+        beat(1, 16.0, 4, restoring=0.5),
+        beat(1, 26.0, 14, restoring=0.5, compute=10.0),
+    ]
+    found = goodput(lines)
+    assert found.lost_s["repeated steps"] == pytest.approx(6.0)
+    assert found.productive_s == pytest.approx(14.0)
+    assert found.lost_s["down"] == 3.0
+    assert found.lost_s["restoring"] == 0.5
+    assert found.productive_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
+
+
+def test_a_run_that_never_came_to_a_step():
+    found = goodput([start(0, 0.0), start(1, 5.0), beat(1, 9.0, 0), beat(1, 10.0, 1, compute=1.0)])
+    assert found.lost_s["down"] == 5.0
+    assert found.productive_s + sum(found.lost_s.values()) == pytest.approx(10.0)
+
+
+def test_half_a_line_is_left_out(tmp_path):
+    ledger = Ledger(tmp_path, time.time())
+    ledger.write(1, {"compute": 1.0})
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"run": 0, "kind": "be')
+    assert [line["kind"] for line in read_ledger(tmp_path)] == ["start", "beat"]
+    with (tmp_path / FILE).open("a") as file:
+        file.write("\n")
+    assert Ledger(tmp_path, time.time()) and read_ledger(tmp_path)[-1]["run"] == 1
+
+
+TRAINING = """
+import os, signal, sys, time
+import keras, numpy as np, tensorflow as tf
+from tfparallel.callbacks import BackupAndRestore, Measure
+
+folder, kill_at, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(pause_s)
+        if batch == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((40, 4), "float32")
+backup = BackupAndRestore(folder + "/backup", save_freq=4, asynchronous=False)
+measure = Measure(folder + "/measure", verbose=1)
+model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[measure, Kill(), backup])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_is_killed(tmp_path):
+    """Twice by SIGKILL, then it ends: delays land under their names, all sums to the wall time."""
+    began = time.time()
+    pause_s, down_s = 0.1, 1.5
+    for kill_at in (9, 14, 99):
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINING, str(tmp_path), str(kill_at), str(pause_s)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == (0 if kill_at == 99 else -signal.SIGKILL), done.stderr
+        if kill_at != 99:
+            time.sleep(down_s)
+    job_s = time.time() - began
+    found = goodput(read_ledger(tmp_path / "measure"))
+    assert found.runs == 3 and found.steps == 20
+    assert found.wall_s == pytest.approx(job_s, abs=2.0)
+    assert found.productive_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s, rel=5e-3)
+    assert set(found.lost_s) == set(LOST)
+    # 20 steps, and those after the saves at 8 and 12 that were done again
+    assert found.lost_s["host"] >= 20 * pause_s
+    assert found.lost_s["down"] >= 2 * down_s
+    assert found.lost_s["restoring"] > 0
+    assert "goodput" in done.stdout and "3 runs" in done.stdout

@@ -1,0 +1,112 @@
+"""The noise scale out of a training's own gradients, against gradients that are taken by hand."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tests.helpers import tiny_compile_options, tiny_data, tiny_model
+from tfparallel.callbacks import Measure
+from tfparallel.measure.noise_scale import estimate, local_square
+
+CPUS = ["CPU:0", "CPU:1", "CPU:2"]
+STRATEGIES = {
+    "mirrored": lambda: tfparallel.MirroredStrategy(CPUS),
+    "central_storage": lambda: tfparallel.CentralStorageStrategy(CPUS),
+    "microbatches": lambda: tfparallel.PipelineStrategy(CPUS[:2], num_microbatches=3),
+}
+
+
+def compiled(strategy, **options):
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = tiny_model()
+        model.compile(
+            **{"optimizer": keras.optimizers.SGD(0.0), **tiny_compile_options(), **options}
+        )
+    return model
+
+
+def gradient(model, x, y):
+    """Of the mean loss, in one vector of float64."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with tf.GradientTape() as tape:
+        value = loss(y, model(x, training=True))
+    gradients = tape.gradient(value, [weight.value for weight in model.trainable_weights])
+    return np.concatenate([np.ravel(g) for g in gradients]).astype("float64")
+
+
+def by_hand(x, y, split):
+    """What the definition gives for whole batches that are split so."""
+    batch = sum(split)
+    reference = compiled(tfparallel.OneDeviceStrategy("CPU:0"))
+    found = []
+    for start in range(0, len(x), batch):
+        bounds = start + np.cumsum([0, *split])
+        parts = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        squares = [float(np.sum(gradient(reference, x[p], y[p]) ** 2)) for p in parts]
+        whole = slice(start, start + batch)
+        together = float(np.sum(gradient(reference, x[whole], y[whole]) ** 2))
+        found.append(estimate(batch, len(split), local_square(split, squares), together))
+    return np.mean(found, 0)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_replicas_and_microbatches_tell_the_same(name):
+    """13 rows on three: 5, 4, 4."""
+    measure = Measure(verbose=0, noise_every=1)
+    model = compiled(STRATEGIES[name]())
+    model.fit(*tiny_data(26), batch_size=13, shuffle=False, verbose=0, callbacks=[measure])
+    noise = measure.records[0].details["noise"]
+    squared, variance = by_hand(*tiny_data(26), (5, 4, 4))
+    assert noise["squared_gradient"] == pytest.approx(squared, rel=1e-4)
+    assert noise["variance"] == pytest.approx(variance, rel=1e-4)
+
+
+def test_only_some_steps_are_looked_at():
+    """Of 4 steps the first and the third."""
+    measure = Measure(verbose=0, noise_every=2)
+    model = compiled(STRATEGIES["mirrored"]())
+    x, y = tiny_data(52)
+    model.fit(x, y, batch_size=13, shuffle=False, verbose=0, callbacks=[measure])
+    every = Measure(verbose=0, noise_every=1)
+    chosen = np.r_[0:13, 26:39]
+    model.fit(x[chosen], y[chosen], batch_size=13, shuffle=False, verbose=0, callbacks=[every])
+    some, all_ = (each.records[0].details["noise"]["variance"] for each in (measure, every))
+    assert some == pytest.approx(all_, rel=1e-6)
+
+
+def test_fewer_rows_than_replicas():
+    """R counts replicas that have rows; one row alone tells nothing."""
+    measure = Measure(verbose=0, noise_every=1)
+    model = compiled(STRATEGIES["mirrored"]())
+    x, y = tiny_data(3)
+    model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[measure])
+    squared, variance = by_hand(x[:2], y[:2], (1, 1))
+    noise = measure.records[0].details["noise"]
+    assert noise["squared_gradient"] == pytest.approx(squared, rel=1e-4)
+    assert noise["variance"] == pytest.approx(variance, rel=1e-4)
+
+
+def test_weights_are_the_same_with_it():
+    weights = []
+    for callbacks in ([], [Measure(verbose=0, noise_every=1)]):
+        model = compiled(STRATEGIES["mirrored"](), optimizer="adam")
+        model.fit(*tiny_data(26), batch_size=13, epochs=2, verbose=0, callbacks=callbacks)
+        weights.append(model.get_weights())
+    for without, measured in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, measured)
+
+
+def test_one_device_has_none(capsys):
+    measure = Measure(noise_every=1)
+    model = compiled(tfparallel.OneDeviceStrategy("CPU:0"))
+    model.fit(*tiny_data(12), batch_size=4, verbose=0, callbacks=[measure])
+    assert "noise" not in measure.records[0].details
+    assert "noise" not in capsys.readouterr().out
+
+
+def test_bad_numbers_of_steps():
+    with pytest.raises(ValueError, match="noise_every"):
+        Measure(noise_every=0)

@@ -1,0 +1,123 @@
+"""The clock on hands that the tests turn."""
+
+import threading
+
+import pytest
+
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.measure.training_clock import Sources, TrainingClock
+
+
+class Hands:
+    """A clock whose time passes as told."""
+
+    def __init__(self):
+        self.now = self.python = self.waited = self.spent = 0.0
+        self.traces = self.rows = 0
+
+    def clock(self, splits_python=True):
+        sources = Sources(
+            links=lambda: LinkTimes(self.spent, 0.0, 0),
+            traces=lambda: self.traces,
+            waited_s=lambda: self.waited,
+            rows=lambda: self.rows,
+            splits_python=splits_python,
+        )
+        return TrainingClock(sources, lambda: self.now, lambda: self.python)
+
+    def step(self, clock, seconds=1.0, python=0.0, waited=0.0, traces=0, spent=0.0):
+        clock.begin_step()
+        self.now += seconds
+        self.python += python
+        self.waited += waited
+        self.traces += traces
+        self.spent += spent
+        self.rows += 4
+        clock.end_step()
+
+
+def test_an_epoch():
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=5, python=4, traces=1)
+    for _ in range(3):
+        hands.step(clock, seconds=1, python=0.25, waited=0.5, spent=0.125)
+    hands.now += 2
+    epoch = clock.end_epoch()
+    assert epoch.spent.wall_s == 10
+    assert epoch.spent.steps_s == 8
+    assert epoch.spent.tracing_s == 4
+    assert epoch.spent.python_s == 0.75
+    assert epoch.spent.input_s == 1.5
+    assert epoch.spent.linked_s == 0.375
+    assert (epoch.traces, epoch.num_steps, epoch.rows) == (1, 4, 16)
+    assert epoch.step_times().median == 1
+    assert clock.end_epoch().spent.wall_s == 0
+
+
+def test_the_slowest_step_says_why():
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, traces=1)
+    for _ in range(5):
+        hands.step(clock)
+    hands.step(clock, seconds=9, waited=8)
+    hands.step(clock)
+    slowest = clock.end_epoch().step_times()
+    assert (slowest.slowest, slowest.slowest_step, slowest.slowest_because) == (9, 5, "input")
+
+
+def test_callbacks_within_and_outside_of_steps():
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, traces=1)
+    clock.begin_step()
+    with clock.in_callback("Outer"):
+        hands.now += 2
+        hands.python += 1
+        with clock.in_callback("Inner"):  # is part of what the outer one takes
+            hands.now += 1
+    clock.end_step()
+    with clock.in_callback("Outer"):
+        hands.now += 4
+    spent = clock.end_epoch().spent
+    assert spent.callbacks_s == {"Outer": 3}
+    assert spent.outside_s == {"Outer": 4}
+    assert spent.python_s == 0
+
+
+def test_callbacks_of_validation_and_of_other_threads_are_not_counted():
+    hands = Hands()
+    clock = hands.clock()
+
+    def call():
+        with clock.in_callback("A"):
+            hands.now += 1
+
+    clock.begin_validation()
+    call()
+    clock.end_validation()
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
+    spent = clock.end_epoch().spent
+    assert spent.outside_s == {}
+    assert spent.validation_s == 1
+
+
+def test_a_step_that_was_none_is_forgotten():
+    hands = Hands()
+    clock = hands.clock()
+    clock.begin_step()
+    hands.now += 1
+    clock.forget_step()
+    assert clock.end_epoch().num_steps == 0
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_python_of_a_step_that_computes_on_the_main_thread(splits):
+    hands = Hands()
+    clock = hands.clock(splits)
+    hands.step(clock, traces=1)
+    hands.step(clock, python=0.5)
+    assert clock.end_epoch().spent.python_s == (0.5 if splits else 0)

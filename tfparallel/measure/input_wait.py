@@ -1,0 +1,83 @@
+"""How long steps wait at the iterator of a `tf.data` pipeline, and how many rows come out of it.
+
+Behind the iterator stands another one whose every element is taken from it, between two looks at
+the clock, on the thread that asks:
+
+    step's graph  ->  IteratorGetNext  ->  [clock, IteratorGetNext, clock, count rows]  ->  pipeline
+
+So it is what a step waits for that counts, not what the pipeline does meanwhile.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import ResourceVariable
+from tfparallel.internals.datasets import flat_output, iterator_over, slowest_stage
+
+_ENDLESS = 1 << 62
+
+
+class InputWait:
+    """The clock at one training's iterators."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            self._waited_s = ResourceVariable(tf.constant(0.0, tf.float64), trainable=False)
+            self._rows = ResourceVariable(tf.constant(0, tf.int64), trainable=False)
+        self._functions: dict[Any, Any] = {}
+        self._known: tuple[Any, Any] = (None, None)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far."""
+        return float(self._waited_s.numpy())
+
+    @property
+    def rows(self) -> int:
+        """Rows so far, of the first tensor of each batch."""
+        return int(self._rows.numpy())
+
+    def around(self, iterator: Any) -> Any:
+        """The measured iterator over `iterator`; the same one, as long as that is the same."""
+        if self._known[0] is not iterator:
+            self._known = (iterator, self._make(iterator))
+        return self._known[1]
+
+    def slowest_stage(self) -> dict[str, Any]:
+        """Of the last iterator, by tf.data's own figures: `kind`, `name`, `ms` an element."""
+        return {} if self._known[0] is None else slowest_stage(self._known[0])
+
+    def _make(self, iterator: Any) -> Any:
+        with tf.device("CPU:0"):
+            return iterator_over(iterator, self._function(iterator), _ENDLESS)
+
+    def _function(self, iterator: Any) -> Any:
+        key = str(iterator.element_spec)
+        if key not in self._functions:
+            types, shapes = flat_output(iterator)
+
+            def take(number: tf.Tensor, resource: tf.Tensor) -> list[tf.Tensor]:
+                del number  # of the batch
+                asked = tf.timestamp()
+                with tf.control_dependencies([asked]):
+                    batch = tf.raw_ops.IteratorGetNext(
+                        iterator=resource, output_types=types, output_shapes=shapes
+                    )
+                with tf.control_dependencies(batch):
+                    waited = self._waited_s.assign_add(tf.timestamp() - asked)
+                    counted = self._rows.assign_add(_rows_of(batch))
+                with tf.control_dependencies([waited, counted]):
+                    return [tf.identity(each) for each in batch]
+
+            signature = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.resource)]
+            self._functions[key] = tf.function(
+                take, input_signature=signature, autograph=False
+            ).get_concrete_function()
+        return self._functions[key]
+
+
+def _rows_of(batch: list[tf.Tensor]) -> tf.Tensor:
+    dense = [each for each in batch if each.dtype != tf.variant and each.shape.rank != 0]
+    return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(0, tf.int64)

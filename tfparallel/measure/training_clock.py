@@ -1,0 +1,242 @@
+"""The clock of one training: what is measured of each step and added up for each epoch.
+
+It is told when a step begins and ends, when callbacks run, and asked at the end of an epoch. It
+knows neither Keras nor TensorFlow; what it reads besides the time is passed in.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.measure.record import StepTimes, step_times
+from tfparallel.measure.shares import Spent
+
+_UNUSUAL = 2.0  # times the median: then it is looked up what a step has waited for
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What is read at the beginning and the end of each step.
+
+    Attributes:
+        links: what collectives have taken so far.
+        traces: how often the step has been traced so far.
+        waited_s: at the iterator, so far; asked seldom.
+        rows: that have come out of it so far; asked seldom. None where that is not known.
+        splits_python: whether the main thread computes nothing of a step but Python.
+    """
+
+    links: Callable[[], LinkTimes]
+    traces: Callable[[], int]
+    waited_s: Callable[[], float]
+    rows: Callable[[], int | None]
+    splits_python: bool = True
+
+
+@dataclass
+class _Step:
+    started_s: float
+    python_s: float
+    links: LinkTimes
+    traces: int
+    callbacks_s: float = 0.0
+    callbacks_python_s: float = 0.0
+
+
+@dataclass
+class Epoch:
+    """What has been measured since it began.
+
+    Attributes:
+        spent: sums of seconds.
+        times_s: of steps that traced nothing.
+        traced_s: of those that did.
+        rows: None where that is not known.
+        links: what collectives did within the steps.
+        traces: how many.
+    """
+
+    started_s: float
+    waited_s: float
+    first_row: int | None
+    spent: Spent = field(default_factory=Spent)
+    times_s: list[float] = field(default_factory=list)
+    traced_s: list[float] = field(default_factory=list)
+    rows: int | None = None
+    links: LinkTimes = LinkTimes()
+    traces: int = 0
+    because: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """All that were done."""
+        return len(self.times_s) + len(self.traced_s)
+
+    def step_times(self) -> StepTimes:
+        """Of steps that traced nothing, if there were any."""
+        if self.times_s:
+            return step_times(self.times_s, self.because)
+        return step_times(self.traced_s, "tracing")
+
+
+class TrainingClock:
+    """Adds up what one training spends; of its main thread only.
+
+    Args:
+        sources: what is read besides the time.
+        now: seconds by a clock that never goes back.
+        python_now: seconds that this thread has computed.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        now: Callable[[], float] = time.perf_counter,
+        python_now: Callable[[], float] = time.thread_time,
+    ):
+        self._sources, self._now, self._python_now = sources, now, python_now
+        self._thread = threading.get_ident()
+        self._step: _Step | None = None
+        self._depth = 0  # of callbacks: one that calls another is counted once
+        self._validating_s: float | None = None
+        self._usual_s = 0.0
+        self._last_wait_s = sources.waited_s()
+        self.epoch = self._new_epoch(now())
+
+    def end_epoch(self) -> Epoch:
+        """What was measured since the last call, or since the training began."""
+        now, ended = self._now(), self.epoch
+        waited_s = self._sources.waited_s()
+        ended.spent.wall_s = now - ended.started_s
+        ended.spent.input_s += waited_s - ended.waited_s
+        rows = self._sources.rows()
+        if rows is not None and ended.first_row is not None:
+            ended.rows = rows - ended.first_row
+        self.epoch = self._new_epoch(now)
+        return ended
+
+    def so_far(self) -> Spent:
+        """What the epoch that goes on has spent, at this moment."""
+        epoch = self.epoch
+        waited_s = self._sources.waited_s() - epoch.waited_s
+        return dataclasses.replace(
+            epoch.spent,
+            wall_s=self._now() - epoch.started_s,
+            input_s=epoch.spent.input_s + waited_s,
+        )
+
+    def _new_epoch(self, now: float) -> Epoch:
+        return Epoch(now, self._sources.waited_s(), self._sources.rows())
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Keras has its batches, or will ask for them now."""
+        sources = self._sources
+        self._step = _Step(self._now(), self._python_now(), sources.links(), sources.traces())
+
+    def end_step(self) -> None:
+        """Keras asks for the next step."""
+        step, spent = self._step, self.epoch.spent
+        assert step is not None
+        self._step = None
+        took_s = self._now() - step.started_s
+        python_s = max(0.0, self._python_now() - step.python_s - step.callbacks_python_s)
+        links = self._sources.links().since(step.links)
+        traces = self._sources.traces() - step.traces
+        spent.steps_s += took_s
+        spent.linked_s += links.spent_s
+        spent.waited_s += links.waited_s
+        self.epoch.links = self.epoch.links.plus(links)
+        if traces or not self._usual_s:  # the first one also where traces cannot be counted
+            self.epoch.traces += max(1, traces)
+            self.epoch.traced_s.append(took_s)
+            spent.tracing_s += python_s
+            self._usual_s = self._usual_s or took_s
+            return
+        self.epoch.times_s.append(took_s)
+        if self._sources.splits_python:
+            spent.python_s += python_s
+        self._look_up(step, took_s, python_s, links)
+
+    def _look_up(self, step: _Step, took_s: float, python_s: float, links: LinkTimes) -> None:
+        """Why a step took long, if it took longer than any before."""
+        times = self.epoch.times_s
+        if len(times) % 64 == 1:
+            self._usual_s = statistics.median(times[-256:])
+        if took_s < max(times) or took_s < _UNUSUAL * self._usual_s:
+            return
+        waited_s = self._sources.waited_s()
+        causes = {
+            "input": waited_s - self._last_wait_s,
+            "callbacks": step.callbacks_s,
+            "communication": links.spent_s - links.waited_s,
+            "waiting for another rank": links.waited_s,
+            "Python": python_s,
+        }
+        self._last_wait_s = waited_s
+        largest = max(causes, key=causes.__getitem__)
+        self.epoch.because = largest if causes[largest] > took_s / 4 else "compute"
+
+    def forget_step(self) -> None:
+        """A step that was begun was none: it was left out, or the data had ended."""
+        self._step = None
+
+    # ---- beside the steps ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def making_iterators(self) -> Iterator[None]:
+        """Within it, Keras makes the iterator of the next step."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.epoch.spent.iterators_s += self._now() - began
+
+    @contextlib.contextmanager
+    def waiting_for_input(self) -> Iterator[None]:
+        """Within it, a step waits for a batch that Python gives."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.epoch.spent.input_s += self._now() - began
+
+    def restart_counting(self) -> None:
+        """The counters of rows and waiting are there, and stand at zero."""
+        self.epoch.waited_s, self.epoch.first_row = self._sources.waited_s(), self._sources.rows()
+
+    @contextlib.contextmanager
+    def in_callback(self, name: str) -> Iterator[None]:
+        """Within it, the callback `name` runs; those of another thread, and of validation, not."""
+        if threading.get_ident() != self._thread or self._validating_s is not None or self._depth:
+            yield
+            return
+        began, python_s = self._now(), self._python_now()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            took_s, step = self._now() - began, self._step
+            spent = self.epoch.spent
+            seconds = spent.outside_s if step is None else spent.callbacks_s
+            seconds[name] = seconds.get(name, 0.0) + took_s
+            if step is not None:
+                step.callbacks_s += took_s
+                step.callbacks_python_s += self._python_now() - python_s
+
+    def begin_validation(self) -> None:
+        """Until `end_validation`, time goes there."""
+        self._validating_s = self._now()
+
+    def end_validation(self) -> None:
+        """Of an epoch's end, within `fit`."""
+        if self._validating_s is not None:
+            self.epoch.spent.validation_s += self._now() - self._validating_s
+        self._validating_s = None
