@@ -47,6 +47,7 @@ _NAMESPACES = {
     "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
     "keras_distribution": "tfparallel.keras_distribution",
+    "launch": "tfparallel.launch",
     "tensor_parallel": "tfparallel.tensor_parallel",
 }
 # The table of public names, by module. The imports above say the same to type checkers, docs/api.md
@@ -141,6 +142,7 @@ __all__ = [
     "coupled_loss",
     "in_chunks",
     "keras_distribution",
+    "launch",
     "mean_loss",
     "read_tf_config",
     "run_elastic",

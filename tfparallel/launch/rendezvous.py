@@ -10,6 +10,7 @@ A job that is started again meets again, in the next round. Imports no TensorFlo
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import socket
 import time
@@ -59,7 +60,9 @@ class Rendezvous:
         if self.place.rank == 0:
             return self.place.host
         with self._connected() as connection:
-            return connection.getsockname()[0]
+            own = str(connection.getsockname()[0])
+        # Over loopback only this machine reaches node 0, so it is node 0's.
+        return self.place.host if ipaddress.ip_address(own).is_loopback else own
 
     def exchange(self, number: int, offer: Offer) -> list[Offer]:
         """What all nodes offer in this round, by rank.
