@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.internals import DistributedVariable
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_distribution_hooks import is_distribution_watched
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.replicas.device_names import device_names
@@ -207,13 +208,13 @@ def check_keras_distribution(strategy: tf.distribute.Strategy) -> None:
         RuntimeError: naming both.
     """
     distribution = keras.distribution.distribution()
-    if distribution is not None:
+    if distribution is not None and not is_distribution_watched():
         raise RuntimeError(
             f"Expected {strategy!r} to be the only one that says where the model is. Received: "
             f"also keras.distribution's {type(distribution).__name__}, set by "
             "`keras.distribution.set_distribution`. Unset it with "
-            "`keras.distribution.set_distribution(None)`. `TensorParallelStrategy` takes the "
-            "LayoutMap of a ModelParallel."
+            "`keras.distribution.set_distribution(None)`; or use it alone, after "
+            "`tfparallel.keras_distribution.enable()`."
         )
 
 
