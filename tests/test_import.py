@@ -46,8 +46,22 @@ def test_importing_it_does_not_start_tensorflow():
     assert ran.returncode == 0, ran.stderr
 
 
+def test_the_command_line_works_without_tensorflow(tmp_path):
+    code = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
+        "from tfparallel.launch.cli import main; sys.exit(main({!r}))"
+    )
+    assert run_python(code.format(["--version"])).stdout == f"tfparallel {tfparallel.__version__}\n"
+    assert "launch" in run_python(code.format(["--help"])).stdout
+    ran = run_python(code.format(["backups", "list", str(tmp_path)]))
+    assert (ran.returncode, "Received: none" in ran.stderr) == (2, True), ran.stderr
+
+
 def test_without_tensorflow_the_error_names_the_extras():
-    ran = run_python("import sys; sys.modules['tensorflow'] = None; import tfparallel")
+    ran = run_python(
+        "import sys; sys.modules['tensorflow'] = None\n"
+        "import tfparallel; tfparallel.MirroredStrategy"
+    )
     assert ran.returncode != 0
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError")

@@ -1,21 +1,14 @@
 """Distribution strategies for Keras 3 on TensorFlow: every way of training in parallel, by scope.
 
-The names below are the public ones. They load on first use, so that the command line starts
+The names below are the public ones. They load on first use, so that the command line works
 without TensorFlow.
 """
 
 import difflib
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tfparallel.version import __version__
-
-if importlib.util.find_spec("tensorflow") is None:
-    raise ImportError(
-        "tfparallel needs TensorFlow 2.20 or 2.21, which is not installed. Install it with one of "
-        "the extras: pip install 'tfparallel[cpu]', 'tfparallel[gpu]' or 'tfparallel[tpu]'."
-    )
 
 if TYPE_CHECKING:
     from tfparallel import callbacks, compression, keras_distribution, tensor_parallel
@@ -54,6 +47,7 @@ _NAMESPACES = {
     "cluster": "tfparallel.coordination.cluster",
     "compression": "tfparallel.compression",
     "keras_distribution": "tfparallel.keras_distribution",
+    "launch": "tfparallel.launch",
     "tensor_parallel": "tfparallel.tensor_parallel",
 }
 # The table of public names, by module. The imports above say the same to type checkers, docs/api.md
@@ -148,6 +142,7 @@ __all__ = [
     "coupled_loss",
     "in_chunks",
     "keras_distribution",
+    "launch",
     "mean_loss",
     "read_tf_config",
     "run_elastic",
@@ -158,12 +153,24 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
-        return importlib.import_module(_NAMESPACES[name])
+        return _load(_NAMESPACES[name])
     if name not in _MODULES:
         alike = difflib.get_close_matches(name, __all__, n=1)
         hint = f". Did you mean {alike[0]!r}?" if alike else ""
         raise AttributeError(f"module 'tfparallel' has no attribute {name!r}{hint}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(_load(_MODULES[name]), name)
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("tensorflow", "keras"):
+            raise
+        raise ImportError(
+            "tfparallel needs TensorFlow 2.20 or 2.21, which is not installed. Install it with one "
+            "of the extras: pip install 'tfparallel[cpu]', 'tfparallel[gpu]' or 'tfparallel[tpu]'."
+        ) from None
 
 
 def __dir__() -> list[str]:

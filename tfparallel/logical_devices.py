@@ -16,6 +16,14 @@ def open_logical_cpus() -> None:
     count = int(os.environ.get(LOGICAL_CPUS_VARIABLE, "0"))
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count > 1 and not tf.config.get_logical_device_configuration(cpu):
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * count
-        )
+        try:
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * count
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected {LOGICAL_CPUS_VARIABLE}={count} to be read before TensorFlow runs its "
+                "first operation. Received: a process in which it has started. "
+                "Make the strategy first, right after the imports; in a notebook, restart the "
+                "kernel before."
+            ) from error

@@ -43,12 +43,17 @@ def test_who_comes_within_15_seconds_is_not_spoken_of():
 
 
 def test_it_says_for_whom_and_why_from_15_seconds_on_and_warns_after_half_its_limit():
-    said = wait(100.0, until_s=99.0).said
-    assert [seconds for seconds, _, _ in said] == pytest.approx([15, 30, 45, 60, 75, 90], abs=2)
+    said = wait(180.0, until_s=149.0).said
+    expected = [15, 30, 45, 60, 75, 90, 105, 120, 135]
+    assert [seconds for seconds, _, _ in said] == pytest.approx(expected, abs=3)
     levels = [level for _, level, _ in said]
-    assert levels == 3 * [logging.INFO] + 3 * [logging.WARNING]
-    expected = "chief 0 has been waiting 15 s for ps 0 (host:1) to start. Limit: 100 s."
+    assert levels == 5 * [logging.INFO] + 4 * [logging.WARNING]
+    expected = "chief 0 has been waiting 15 s for ps 0 (host:1) to start. Limit: 180 s."
     assert said[0][2] == expected
+
+
+def test_a_normal_start_is_no_warning_in_its_first_minute():
+    assert {level for _, level, _ in wait(40.0, until_s=39.0).said} == {logging.INFO}
 
 
 @pytest.mark.parametrize("limit_s", [2.0, 20.0, 600.0])

@@ -3,7 +3,8 @@
 Decided only, in plain Python, on times that are passed in: who waits does the asking, the logging
 and the sleeping (`waiting.py`), on real clocks or simulated ones. The rule is the same everywhere:
 
-    0 s          15 s             half the limit          the limit
+    0 s          15 s             half the limit,         the limit
+                                  at least 60 s
     | silence    | INFO, again    | WARNING, again        | TimeoutError
                    every 15 s       every 15 s
 
@@ -16,6 +17,7 @@ import math
 from collections.abc import Iterable
 
 SAY_AFTER_S = 15.0
+NORMAL_S = 60.0  # machines start that far apart, and nothing is wrong
 LONGEST_LOOK_S = 5.0
 
 
@@ -57,7 +59,7 @@ class Wait:
         if self.waited_s < self._say_at_s:
             return None
         self._say_at_s = self.waited_s + SAY_AFTER_S
-        is_late = self.waited_s >= self._limit_s / 2
+        is_late = self.waited_s >= max(self._limit_s / 2, NORMAL_S)
         return logging.WARNING if is_late else logging.INFO, self._says(whom)
 
     def _says(self, whom: str) -> str:

@@ -31,6 +31,7 @@ from tfparallel.internals import (
     is_called_by_trainer,
 )
 from tfparallel.internals.distribute import draw_keys_at_call_time, launchers_of
+from tfparallel.internals.eager import has_started
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.replicas.device_names import is_in_parts
 
@@ -55,6 +56,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
         if len(addresses) > 1 and rank is not None and not self._std_server_started:
+            _check_is_first(rank)
             meet(addresses, rank, timeouts.start_s)
         super().__init__(container_strategy, cluster_resolver, communication_options)
         MultiWorkerExtended._server_started = self._num_workers > 1
@@ -247,6 +249,22 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 return reduction._gather_rows(rows)
         with tf.device(self._host_device):
             return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
+
+
+def _check_is_first(rank: int) -> None:
+    """Refuses a strategy that comes too late to connect TensorFlow, before others are waited for.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if has_started():
+        raise RuntimeError(
+            "Expected MultiWorkerMirroredStrategy to be made before TensorFlow runs its first "
+            "operation: it connects TensorFlow to the other workers. Received: a process in which "
+            "TensorFlow has started (a tensor, a model, a dataset's iterator, a list of logical "
+            "devices). Make the strategy first, right after the imports; in a notebook, restart "
+            f"the kernel before. (Rank {rank} is speaking.)"
+        )
 
 
 def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int | None]:

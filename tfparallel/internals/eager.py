@@ -24,6 +24,7 @@ __all__ = [
     "ResourceVariable",
     "context",
     "has_one_tape",
+    "has_started",
     "let_idle_threads_sleep",
     "new_executor",
     "operation_seeds",
@@ -32,6 +33,11 @@ __all__ = [
     "set_operation_seeds",
     "variable_accessed",
 ]
+
+
+def has_started() -> bool:
+    """Whether TensorFlow has opened its devices in this process, as its first operation does."""
+    return context.context()._context_handle is not None
 
 
 def operation_seeds() -> random.Random | None:

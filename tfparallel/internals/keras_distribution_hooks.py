@@ -50,6 +50,11 @@ def distribution_installed(
         yield
 
 
+def is_distribution_watched() -> bool:
+    """Whether `distribution_installed` lasts, so that what is set is a strategy of ours."""
+    return isinstance(keras_side.global_state, _Watched)
+
+
 class _Watched:
     """Keras's module of global state, as its distribution module sees it."""
 

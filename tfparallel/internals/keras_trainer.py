@@ -127,6 +127,11 @@ def is_stock_step(fn: Any) -> bool:
     return fn.__func__ is getattr(keras_trainer.TensorFlowTrainer, fn.__name__)
 
 
+def has_stock_loss(model: keras.Model) -> bool:
+    """Whether `model` computes its loss as Keras does: from `compile`'s, of `y` and `model(x)`."""
+    return type(model).compute_loss is keras_trainer.TensorFlowTrainer.compute_loss
+
+
 def is_symbolic_build() -> bool:
     """Whether the calling method was called by Keras, building a model from its first batch."""
     return _is_symbolic_build(_caller_of_caller())

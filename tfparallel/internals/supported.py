@@ -262,7 +262,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "handle",
     ),
     "tensorflow.python.eager.backprop.GradientTape": ("_ensure_recording", "gradient"),
-    "tensorflow.python.eager.context.Context": ("_config", "_rng"),
+    "tensorflow.python.eager.context.Context": ("_config", "_context_handle", "_rng"),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": ("_clone",),
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction": (
         "_call_flat",

@@ -4,34 +4,35 @@ Imports no TensorFlow, so that mistakes on the command line show at once.
 """
 
 import argparse
+import contextlib
 import importlib.machinery
-import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfparallel.launch.backups import add_backups_command
-from tfparallel.launch.cpus import share_cpus
 from tfparallel.launch.doctor import add_doctor_command
-from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
-from tfparallel.launch.processes import Ending, WorkerCommand, run_job
-from tfparallel.launch.restarts import RESTART_VARIABLE, run_with_restarts
-from tfparallel.launch.roles import Role, count_roles, plan_processes
-from tfparallel.machine.gpu_shares import gpus_of_machine, share_gpus
+from tfparallel.launch.jobs import cpus_of_processes, gpus_of_workers, print_plan, run_attempt
+from tfparallel.launch.nodes import Place, place_of_options, place_of_slurm
+from tfparallel.launch.rendezvous import Rendezvous
+from tfparallel.launch.restarts import run_with_restarts
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
 _LONGEST_GRACE_S = 604_800  # a week
 _MOST_PROCESSES = 10_000  # of one kind; a machine has 65,535 ports
 _MOST_RESTARTS = 1_000_000
+_RENDEZVOUS_TIMEOUT_S = 600
 
 _NOT_STANDALONE = """\
-launch starts all workers on this machine and expects --standalone. Received: no --standalone.
+launch expects to be told where the workers are. Received: neither --standalone nor --nnodes nor \
+--hosts, and no srun that has started several tasks.
   Workers on this machine: tfparallel launch --standalone --workers 2 train.py (options of launch \
 stand before the script)
-  Workers on several hosts: run `python train.py` on each, with TF_CONFIG set by you or by the \
-scheduler (docs/launch.md)."""
+  Workers on several hosts: tfparallel launch --hosts a,b train.py, or on each of them tfparallel \
+launch --nnodes 2 --node-rank 0 --rendezvous a:29400 train.py
+  Under Slurm: srun tfparallel launch train.py (docs/launch.md)"""
 
 _TF_CONFIG_IS_SET = """\
 --standalone starts a cluster of its own and expects no TF_CONFIG. Received: TF_CONFIG={}
@@ -61,11 +62,26 @@ def _run_launch(args: argparse.Namespace) -> int:
         The exit status: of the first worker that failed (128 + n if killed by signal n), 128 + n
         if signal n stopped the launcher, 0 otherwise. With restarts, that of the last attempt.
     """
-    _check_launch(args)
+    place = _check_launch(args)
+    if args.dry_run:
+        print_plan(args, place)
+        return 0
     try:
-        return run_with_restarts(lambda restart: _launch(args, restart), args.max_restarts, _note)
+        with contextlib.ExitStack() as stack:
+            rendezvous = None if place is None else stack.enter_context(_rendezvous(args, place))
+            return run_with_restarts(
+                lambda restart: run_attempt(args, restart, rendezvous), args.max_restarts, _note
+            )
     except KeyboardInterrupt:  # all workers are gone, but the reader of our output is stuck
         return 130
+    except (OSError, ValueError) as error:
+        _note(str(error))
+        return 1
+
+
+def _rendezvous(args: argparse.Namespace, place: Place) -> Rendezvous:
+    what = f"{args.script} {args.script_args}"
+    return Rendezvous(place, what, args.rendezvous_timeout, _note)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -79,7 +95,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "launch",
         help="start the workers of a training script",
         usage="tfparallel launch --standalone --workers N [options] [-m] SCRIPT [ARGUMENT ...]",
-        description="Start N workers of a training script on this machine, as one cluster.",
+        description="Start the workers of a training script, on this machine or with other hosts, "
+        "as one cluster.",
         epilog="Everything after SCRIPT belongs to the script.",
         allow_abbrev=False,
     )
@@ -87,7 +104,10 @@ def _make_parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--standalone", action="store_true", help="all workers on this machine, TF_CONFIG made here"
     )
-    launch.add_argument("--workers", type=_positive_int, metavar="N", help="how many workers")
+    launch.add_argument(
+        "--workers", type=_positive_int, metavar="N", help="how many workers, on each host"
+    )
+    _add_options_of_hosts(launch)
     launch.add_argument(
         "--ps",
         type=_positive_int,
@@ -129,6 +149,7 @@ def _make_parser() -> argparse.ArgumentParser:
         default=0,
         help="how often the job is started again when a process fails (default: %(default)s)",
     )
+    _add_options_of_output(launch)
     launch.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
@@ -139,12 +160,58 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_launch(args: argparse.Namespace) -> None:
-    """Exit with status 2 and a message if the job cannot start."""
-    if not args.standalone:
-        args.error(_NOT_STANDALONE)
-    if args.workers is None:
+def _add_options_of_hosts(launch: argparse.ArgumentParser) -> None:
+    launch.add_argument("--hosts", type=_names, metavar="A,B", help="start on these hosts, by ssh")
+    launch.add_argument(
+        "--ssh-port", type=_positive_int, metavar="PORT", help="of --hosts (default: ssh's own)"
+    )
+    launch.add_argument(
+        "--nnodes", type=_positive_int, metavar="N", help="how many hosts run this command"
+    )
+    launch.add_argument(
+        "--node-rank", type=_non_negative_int, metavar="R", help="which of them this is, from 0"
+    )
+    launch.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="a free port of node 0, where all of them meet"
+    )
+    launch.add_argument(
+        "--rendezvous-timeout",
+        type=_positive_int,
+        metavar="S",
+        default=_RENDEZVOUS_TIMEOUT_S,
+        help="how long hosts wait for one another there (default: %(default)s)",
+    )
+
+
+def _add_options_of_output(launch: argparse.ArgumentParser) -> None:
+    launch.add_argument(
+        "--dry-run", action="store_true", help="print what would be started, and start nothing"
+    )
+    launch.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="a file for each process, instead of output"
+    )
+    launch.add_argument("--tee", action="store_true", help="output as well, beside --log-dir")
+    launch.add_argument(
+        "--ranks",
+        type=_numbers,
+        metavar="0,2",
+        help="show the output of these processes of each host only, counted from 0",
+    )
+
+
+def _check_launch(args: argparse.Namespace) -> Place | None:
+    """Exit with status 2 and a message if the job cannot start.
+
+    Returns:
+        Which of several launchers this is; None for the only one.
+    """
+    place = _place(args)
+    if args.standalone and args.workers is None:
         args.error("--standalone expects the number of workers. Received: none. Add --workers 2.")
+    args.workers = args.workers or 1
+    args.node_rank = 0 if place is None else place.rank
+    if args.tee and args.log_dir is None:
+        args.error("--tee expects --log-dir. Received: none. Without it, all output is shown.")
     if args.evaluator and args.ps is None:
         args.error(
             "--evaluator expects parameter servers. Received: no --ps. Add --ps 1, or leave "
@@ -158,11 +225,11 @@ def _check_launch(args: argparse.Namespace) -> None:
             f"Received: {sys.platform}. Set TF_CONFIG and run the script once per worker."
         )
     try:
-        _cpus_of_processes(args)
+        cpus_of_processes(args)
     except ValueError as error:
         args.error(f"{error} Leave --bind-cpus out, and they share the CPUs.")
     try:
-        _gpus_of_workers(args)
+        gpus_of_workers(args)
     except ValueError as error:
         args.error(str(error))
     if args.is_module and not _module_exists(args.script):
@@ -175,43 +242,23 @@ def _check_launch(args: argparse.Namespace) -> None:
             f"SCRIPT must be a file. Received: {args.script!r}, which is not one in {os.getcwd()}. "
             "For a module, put -m before it."
         )
+    return place
 
 
-def _launch(args: argparse.Namespace, restart: int) -> Ending:
-    what = ["-m", args.script] if args.is_module else [args.script]
-    argv = (sys.executable, *what, *args.script_args)
-    counts = _counts(args)
-    cpus = _cpus_of_processes(args)
-    with reserved_addresses(sum(counts.values())) as addresses:
-        remaining = iter(addresses)
-        plan = plan_processes(
-            {role: list(itertools.islice(remaining, count)) for role, count in counts.items()},
-            {**os.environ, **REUSE_PORT_ENV, RESTART_VARIABLE: str(restart)},
-            num_cores=min(map(len, cpus)),
-            devices_per_worker=args.devices_per_worker,
-            gpus=_gpus_of_workers(args),
-        )
-        commands = [
-            WorkerCommand(process.label, argv, process.env, tuple(own))
-            for process, own in zip(plan, cpus, strict=True)
-        ]
-        return run_job(commands, grace_s=args.grace_seconds)
-
-
-def _counts(args: argparse.Namespace) -> dict[Role, int]:
-    return count_roles(args.workers, args.ps or 0, args.evaluator)
-
-
-def _gpus_of_workers(args: argparse.Namespace) -> list[str]:
-    """`CUDA_VISIBLE_DEVICES` of each worker; none where the machine has no GPU."""
-    gpus = gpus_of_machine()
-    return share_gpus(gpus, args.workers, args.share_gpus) if gpus else []
-
-
-def _cpus_of_processes(args: argparse.Namespace) -> list[list[int]]:
-    """The CPUs that each process of the job may use, in the plan's order."""
-    usable, num_processes = sorted(os.sched_getaffinity(0)), sum(_counts(args).values())
-    return share_cpus(usable, num_processes) if args.bind_cpus else [usable] * num_processes
+def _place(args: argparse.Namespace) -> Place | None:
+    """Which of several launchers this is, as exactly one of options and Slurm says."""
+    ways = [args.standalone, args.nnodes is not None, args.hosts is not None]
+    if sum(ways) > 1:
+        args.error("launch expects one of --standalone, --nnodes and --hosts. Received: several.")
+    try:
+        if args.nnodes is not None:
+            return place_of_options(args.nnodes, args.node_rank, args.rendezvous)
+        place = None if any(ways) else place_of_slurm(os.environ)
+    except (ValueError, KeyError) as error:
+        args.error(str(error))
+    if place is None and not any(ways):
+        args.error(_NOT_STANDALONE)
+    return place
 
 
 def _note(text: str) -> None:
@@ -243,6 +290,17 @@ def _int_between(least: int, most: int, text: str) -> int:
     raise argparse.ArgumentTypeError(
         f"expected an integer from {least} to {most}. Received: {text[:40]!r}."
     )
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or any(name.startswith("-") for name in names):
+        raise argparse.ArgumentTypeError(f"expected hosts, as in a,b. Received: {text[:200]!r}.")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [_non_negative_int(number) for number in text.split(",")]
 
 
 def _grace_s(text: str) -> float:

@@ -15,6 +15,7 @@ import queue
 import select
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Protocol
 
 # How much of a worker's standard error is kept for the report on its failure.
@@ -93,6 +94,13 @@ class Outbox:
 class Relay(threading.Thread):
     """Reads one pipe of a worker until all its writers have closed it.
 
+    Args:
+        pipe: what to read.
+        outbox, stream: where lines go, each after `prefix`; None shows them nowhere.
+        prefix: see `label_prefix`.
+        on_end: called at the end.
+        log: a file that gets them as they are, at its end.
+
     Attributes:
         tail: the last lines, without labels. Complete when the thread has ended.
     """
@@ -101,14 +109,16 @@ class Relay(threading.Thread):
         self,
         pipe: IO[bytes],
         outbox: Outbox,
-        stream: ByteStream,
+        stream: ByteStream | None,
         prefix: bytes,
         on_end: Callable[[], None],
+        log: Path | None = None,
     ):
         super().__init__(name=f"relay {prefix!r}", daemon=True)
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._pipe, self._outbox, self._stream = pipe, outbox, stream
         self._prefix, self._on_end = prefix, on_end
+        self._log = None if log is None else log.open("ab", buffering=0)
 
     def run(self) -> None:
         """Relay until end of file, then say so."""
@@ -121,12 +131,18 @@ class Relay(threading.Thread):
             self._emit(lines)
         self._emit([partial] if partial else [])
         self._pipe.close()
+        if self._log is not None:
+            self._log.close()
         self._on_end()
 
     def _emit(self, lines: Sequence[bytes]) -> None:
         if lines:
             self.tail.extend(line[:_TAIL_LINE_BYTES] for line in lines)
-            self._outbox.put(self._stream, b"".join(self._prefix + x + b"\n" for x in lines))
+            if self._log is not None:
+                with contextlib.suppress(OSError):  # the disk is full. Training outlives its log.
+                    self._log.write(b"".join(line + b"\n" for line in lines))
+            if self._stream is not None:
+                self._outbox.put(self._stream, b"".join(self._prefix + x + b"\n" for x in lines))
 
 
 def label_prefix(label: str, index: int, stream: ByteStream) -> bytes:

@@ -47,12 +47,16 @@ class WorkerCommand:
         argv: the program and its arguments.
         env: its whole environment.
         cpus: the only ones it runs on; none for those that this process runs on.
+        log: a file that gets all it writes, at its end; None for no file.
+        is_shown: whether its output also goes to the launcher's.
     """
 
     label: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cpus: tuple[int, ...] = ()
+    log: Path | None = None
+    is_shown: bool = True
 
 
 def run_processes(
@@ -209,9 +213,11 @@ class _Group:
     def _relay(self, rank: int, pipe: IO[bytes] | None, stream: ByteStream) -> Relay:
         assert pipe is not None
         self._num_open_outputs += 1
-        prefix = label_prefix(self._commands[rank].label, rank, stream)
+        command = self._commands[rank]
+        prefix = label_prefix(command.label, rank, stream)
         on_end = functools.partial(self._events.put, _OutputEnded(rank))
-        return Relay(pipe, self._outbox, stream, prefix, on_end)
+        shown = stream if command.is_shown else None
+        return Relay(pipe, self._outbox, shown, prefix, on_end, command.log)
 
     def _watch(self, rank: int, pid: int) -> None:
         # WNOWAIT leaves the dead process in place until `stop`. So long its pid, which is also

@@ -70,6 +70,8 @@ def plan_processes(
     num_cores: int,
     devices_per_worker: int | None = None,
     gpus: Sequence[str] = (),
+    cluster: Addresses | None = None,
+    first_indices: Mapping[str, int] | None = None,
 ) -> list[PlannedProcess]:
     """Plan a job of one process per address, in the order given.
 
@@ -82,22 +84,25 @@ def plan_processes(
             the script.
         gpus: `CUDA_VISIBLE_DEVICES` of each worker; all other roles then see no GPU, which each
             process would take the memory of. None leaves the GPUs as they are.
+        cluster: the addresses of the whole job by the role's name, where other hosts have some.
+        first_indices: the index of the first process here, by the role's name.
     """
     common_env = {"PYTHONUNBUFFERED": "1", **_enough_interop_threads(num_cores), **base_env}
     if devices_per_worker is not None:
         common_env[LOGICAL_CPUS_VARIABLE] = str(devices_per_worker)
-    addresses = {role.name: role_addresses for role, role_addresses in roles.items()}
+    addresses = cluster or {role.name: its_addresses for role, its_addresses in roles.items()}
+    firsts = first_indices or {}
     return [
         PlannedProcess(
             label=f"{role.name} {index}",
             env={
                 **common_env,
-                **_gpus_of(role, index, gpus),
+                **_gpus_of(role, here, gpus),
                 **role.place(addresses, role.name, index),
             },
         )
-        for role, role_addresses in roles.items()
-        for index in range(len(role_addresses))
+        for role, its_addresses in roles.items()
+        for index, here in enumerate(range(len(its_addresses)), firsts.get(role.name, 0))
     ]
 
 

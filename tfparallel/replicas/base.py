@@ -34,7 +34,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.logical_devices import open_logical_cpus
-from tfparallel.replicas import checks
+from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
@@ -77,6 +77,7 @@ class KerasStrategy(tf.distribute.Strategy):
         # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
         # takes other arguments and builds an `extended` of its own.
         tf.distribute.Strategy.__init__(self, extended)
+        first_words.say_of(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extended._description()})"
@@ -108,6 +109,8 @@ class KerasStrategy(tf.distribute.Strategy):
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
         build_from_step(trainer_that_builds())
         checks.check_scopes(self)
+        checks.check_keras_distribution(self)
+        first_words.is_used(self)
         return super().scope()
 
     def run(
@@ -115,6 +118,7 @@ class KerasStrategy(tf.distribute.Strategy):
     ) -> Any:
         """`tf.distribute.Strategy.run`; a Keras step returns what it would on one device."""
         checks.check_is_keras_3(fn)
+        first_words.is_used(self)
         is_step = is_keras_step(fn)
         if is_step:
             checks.check_model(self, fn.__self__)

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.internals import DistributedVariable
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_distribution_hooks import is_distribution_watched
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.replicas.device_names import device_names
@@ -18,6 +19,11 @@ from tfparallel.replicas.model_optimizers import optimizers_of
 _THREE_LINES = (
     "Build and compile the model inside `with strategy.scope():` of the strategy it trains under, "
     "and call fit, evaluate and predict outside of any other strategy's scope."
+)
+_COPY_IT = (
+    "A model that is there already is copied into the scope: `copy = keras.models.clone_model("
+    "model); copy.set_weights(model.get_weights())`, and the copy compiled there. One of a file is "
+    "loaded there: `keras.models.load_model(path)`."
 )
 
 
@@ -37,7 +43,7 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     if strategy_of(model) is not strategy:
         raise ValueError(
             f"Expected a model built under this {_name(strategy)}. Received: model "
-            f"'{model.name}' built outside of its scope. {_THREE_LINES}"
+            f"'{model.name}' built outside of its scope. {_THREE_LINES} {_COPY_IT}"
         )
     variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
     outside = list(dict.fromkeys(v.path for v in variables if not belongs_to(v, strategy)))
@@ -45,7 +51,7 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         raise ValueError(
             f"Expected all variables of model '{model.name}' and its metrics to be created in the "
             f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
-            f"{outside[:5]}. {_THREE_LINES}"
+            f"{outside[:5]}. {_THREE_LINES} {_COPY_IT}"
         )
     for optimizer in optimizers_of(model):
         for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
@@ -55,6 +61,26 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
                     f"created, in the scope of this {_name(strategy)}. Received: optimizer "
                     f"'{part.name}' created outside of it. {_THREE_LINES}"
                 )
+
+
+def check_trained(
+    strategy: tf.distribute.Strategy, optimizer: keras.Optimizer, variables: Iterable
+) -> None:
+    """Refuses variables that are not of the strategy which an optimizer was created under.
+
+    Such an optimizer would train them on one device, without a word.
+
+    Raises:
+        ValueError: naming them, before the optimizer makes its slots.
+    """
+    trained = [v for v in variables if isinstance(v, keras.Variable)]
+    outside = [v.path for v in trained if not belongs_to(v, strategy)]
+    if outside:
+        raise ValueError(
+            f"Expected the variables that optimizer '{optimizer.name}' trains to be created in the "
+            f"scope of this {_name(strategy)}, as it was itself. Received: {len(outside)} created "
+            f"outside of it: {outside[:5]}. {_THREE_LINES} {_COPY_IT}"
+        )
 
 
 def check_is_not_compiled(step_function: object) -> None:
@@ -172,6 +198,23 @@ def check_scopes(strategy: tf.distribute.Strategy) -> None:
         raise RuntimeError(
             f"Expected one strategy's scope at a time. Received: the scope of {strategy!r} inside "
             f"of that of {outer!r}. A model trains under one strategy: leave the outer scope first."
+        )
+
+
+def check_keras_distribution(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a `keras.distribution` that is set beside a strategy: Keras would follow neither.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is not None and not is_distribution_watched():
+        raise RuntimeError(
+            f"Expected {strategy!r} to be the only one that says where the model is. Received: "
+            f"also keras.distribution's {type(distribution).__name__}, set by "
+            "`keras.distribution.set_distribution`. Unset it with "
+            "`keras.distribution.set_distribution(None)`; or use it alone, after "
+            "`tfparallel.keras_distribution.enable()`."
         )
 
 

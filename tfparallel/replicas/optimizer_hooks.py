@@ -8,7 +8,7 @@ created under our strategies reduces in `apply`, and not again later. Only that 
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
+from tfparallel.replicas.checks import check_trained
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
@@ -76,6 +77,12 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
         wrapped(optimizer, "_all_reduce_sum_gradients", _unless_reduced),
         why="Gradients that have met are not reduced a second time.",
     )
+    hook_once(
+        optimizer,
+        "build",
+        wrapped(optimizer, "build", functools.partial(_check_then_build, optimizer, strategy)),
+        why="A model built outside of the scope is refused, before it trains unparallelised.",
+    )
     for name, hook in strategy.extended._optimizer_hooks(optimizer).items():
         hook_once(
             optimizer,
@@ -83,6 +90,16 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
             wrapped(optimizer, name, hook),
             why="What the strategy has an optimizer do otherwise, by its own `_optimizer_hooks`.",
         )
+
+
+def _check_then_build(
+    optimizer: BaseOptimizer,
+    strategy: tf.distribute.Strategy,
+    build: Callable,
+    variables: Sequence,
+) -> None:
+    check_trained(strategy, optimizer, variables)
+    build(variables)
 
 
 def _reduce_then_apply(

@@ -1,9 +1,9 @@
 """Variables of a model whose step is the user's: the step itself is traced once, which makes them.
 
 Keras builds a model under a strategy by calling `model(x)` with the shapes of the first batch. That
-says nothing of a model that is never called so: one without `call` (a GAN, a VAE), or one of data
-that is not (x, y, sample_weight). Its `train_step` says all. It is traced in a graph that is thrown
-away, as one replica sees it:
+says nothing of a model that is never called so: one without `call` (a GAN, a VAE), one of data that
+is not (x, y, sample_weight), or one whose `compute_loss` has layers. Its `train_step` says all. It
+is traced in a graph that is thrown away, as one replica sees it:
 
     variables        made outside of the graph, under the strategy, as in its scope
     assignments      operations of the graph, which never run
@@ -29,7 +29,11 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.keras_layers import clear_added_losses
-from tfparallel.internals.keras_trainer import build_as_keras_does, strategy_of
+from tfparallel.internals.keras_trainer import (
+    build_as_keras_does,
+    has_stock_loss,
+    strategy_of,
+)
 from tfparallel.replicas import checks
 from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.model_optimizers import optimizers_of
@@ -86,7 +90,7 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
     """
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
     checks.check_is_not_compiled(step)
-    if is_stock_step(step):
+    if is_stock_step(step) and has_stock_loss(model):
         build_as_keras_does(model, data_batch)
         return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)

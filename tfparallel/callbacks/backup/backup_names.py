@@ -16,6 +16,11 @@ KINDS = ("backup", "writing", "deleting")
 CLAIMING = re.compile(r"claiming-[0-9]{8,18}-[0-9a-f]{16}")  # a claim before it has its name
 
 
+def unfinished_claim(fence: int, drawn: str) -> str:
+    """A name like `CLAIMING`; `drawn` are sixteen hexadecimal digits that nobody else has."""
+    return f"claiming-{fence:08d}-{drawn}"
+
+
 class Draft(NamedTuple):
     """A backup while it is written: its number, and the token of who writes it (empty: nobody)."""
 

@@ -155,8 +155,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._storage.delete_root()
 
     def _take_folder(self) -> Lease | None:
-        """The chief's lease; where the folder cannot be written, the first save says so."""
-        lease, error = None, None
+        """The chief's lease, once all workers have written something in the folder.
+
+        Where one cannot, the training ends here, not at its first save.
+        """
+        lease, error, problem = None, None, None
         if self._workers.is_chief:
             is_needed = functools.partial(_is_needed, self._call, self._writer)
             place = (self._machine, self._processes)
@@ -166,10 +169,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             except LeaseError as in_use:
                 error = in_use
             except OSError as failure:
-                tf.get_logger().warning("%s cannot be written: %s", self._storage.root, failure)
+                problem = failure
         told = exchange(self._workers.agreement("lease"), "take the folder", error and str(error))
         if told[0] is not None:
             raise LeaseError(told[0]) from error
+        self._in_writer(functools.partial(self._probe_folder, problem))
         return lease
 
     def _find_backup(self) -> dict[str, BackupPart] | None:
@@ -179,6 +183,29 @@ class BackupAndRestore(keras.callbacks.Callback):
             if self._lease is not None and self._lease.fence:
                 self._lease.require()  # who has lost the folder finds its files gone: say why
             raise
+
+    def _probe_folder(self, problem: OSError | None) -> None:
+        """Writes a small file in the folder, on every worker but the one that has the lease.
+
+        Args:
+            problem: why the lease could not be written.
+
+        Raises:
+            OSError: on all workers, naming those that cannot write there.
+        """
+        if not self._workers.is_chief:
+            try:
+                self._storage.files.probe()
+            except OSError as failure:
+                problem = failure
+        rank = self._workers.rank
+        text = problem and f"rank {rank} cannot write in {self._storage.root} ({problem})"
+        told = exchange(self._workers.agreement("probe"), "write in the folder", text)
+        if any(told):
+            raise OSError(
+                "Expected a folder that all workers can write in. Received: "
+                f"{'; '.join(each for each in told if each)}."
+            )
 
     # ---- saving ----------------------------------------------------------------------------------
 

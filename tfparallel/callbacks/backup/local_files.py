@@ -23,6 +23,7 @@ from tfparallel.callbacks.backup.backup_names import (
     drafts,
     folder_name,
     numbered,
+    unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import Disk, SystemDisk
 from tfparallel.callbacks.backup.lease import LARGEST_CLAIM_BYTES
@@ -74,6 +75,14 @@ class LocalFiles:
         names = self._names()  # those that are not ours, or hold others' files, too
         return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
 
+    def probe(self) -> None:
+        self._disk.make_folders(self._root)
+        path = self._root / unfinished_claim(0, self._disk.drawn_name())
+        try:
+            self._disk.write_new(path, [b"probe"])
+        finally:
+            self._disk.remove_file(path)
+
     def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
         self._disk.write_new(self._root / draft.name("writing") / name, content)
 
@@ -119,7 +128,7 @@ class LocalFiles:
     def create_claim(self, fence: int, data: bytes) -> bool:
         """A link to a whole file: it is there with all its bytes, or not at all."""
         self._make_root()
-        unfinished = self._root / f"claiming-{fence:08d}-{self._disk.drawn_name()}"
+        unfinished = self._root / unfinished_claim(fence, self._disk.drawn_name())
         try:
             self._disk.write_new(unfinished, [data])
             return self._link_new(unfinished, self.path(fence, "lease"), data)

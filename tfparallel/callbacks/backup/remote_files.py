@@ -19,6 +19,7 @@ whose backups count (`lease.counting`).
 import contextlib
 import importlib
 import posixpath
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,7 @@ from tfparallel.callbacks.backup.backup_names import (
     drafts,
     folder_name,
     numbered,
+    unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import too_large
 from tfparallel.callbacks.backup.lease import Claim, counting
@@ -87,6 +89,12 @@ class RemoteFiles:
         self._mark(draft, "writing")
         self._store.makedirs(self._object(draft), exist_ok=True)
         return draft
+
+    def probe(self) -> None:
+        self._store.makedirs(self._root, exist_ok=True)
+        path = f"{self._root}/{unfinished_claim(0, secrets.token_hex(8))}"
+        self._store.pipe_file(path, b"probe")
+        self._store.rm_file(path)
 
     def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
         with self._store.open(f"{self._object(draft)}/{name}", "wb") as file:

@@ -72,6 +72,9 @@ class Files(Protocol):
     def begin(self, token: str, above: int) -> Draft:
         """Makes room for a backup, with a number above all others and above `above`."""
 
+    def probe(self) -> None:
+        """Writes a small file and removes it."""
+
     def write(self, draft: Draft, name: str, content: Iterable[bytes | memoryview]) -> None:
         """Writes a file of a backup that was begun; it is on the disk when this returns."""
 
