@@ -7,6 +7,7 @@ Every contestant trains the same model in fresh processes, over the ring, and th
 (A B C A B C ...). Reported is the median over rounds of the rank that has most.
 
 - held: bytes of weights and slots that the process stores, counted; "ideal" is one device's over N.
+- "kept" is `reshard_after_forward=False`, "in no order" gathers where a layer reads a weight.
 - sent: bytes that the ring's connection was given in a step, counted, over those of data parallel.
 - peak: resident memory of the process above that before the model was built.
 """
@@ -23,7 +24,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTESTANTS = ("data parallel", "optimizer", "gradients", "parameters")
+CONTESTANTS = {
+    "data parallel": None,
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "parameters": {},
+    "kept": {"reshard_after_forward": False},
+    "in no order": {"units": []},
+}
 WARMUP_STEPS = 2
 
 
@@ -33,9 +41,9 @@ def main() -> None:
     if options.rank_of:
         print(json.dumps(run_rank(options)), flush=True)
         return
-    results: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}
+    results: dict[str, list[dict]] = {name: [] for name in options.only}
     for _ in range(options.rounds):
-        for name in CONTESTANTS:
+        for name in options.only:
             results[name].append(_together(name, options))
     _report(results, options)
 
@@ -46,6 +54,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024, help="of eight dense layers")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rank-of", choices=CONTESTANTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -86,10 +95,11 @@ def run_rank(options: argparse.Namespace) -> dict:
 
     import tfparallel
 
-    if options.rank_of == "data parallel":
+    sharding = CONTESTANTS[options.rank_of]
+    if sharding is None:
         strategy = tfparallel.MultiWorkerMirroredStrategy()
     else:
-        strategy = tfparallel.ShardedStrategy(shard=options.rank_of)
+        strategy = tfparallel.ShardedStrategy(**sharding)
     keras.utils.set_random_seed(0)
     before = _peak_bytes()
     with strategy.scope():
@@ -134,13 +144,13 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in results.items()
     }
-    base = medians["data parallel"]
+    base = medians[options.only[0]]
     print(f"{options.ranks} ranks, 8 x Dense({options.width}), Adam, {options.rounds} rounds")
     print("contestant     held MB  ideal MB  sent/DP  peak MB  step ms  step/DP  loss")
     for name, own in medians.items():
         ratios = [
             run["step_s"] / other["step_s"]
-            for run, other in zip(results[name], results["data parallel"], strict=True)
+            for run, other in zip(results[name], results[options.only[0]], strict=True)
         ]
         print(
             f"{name:14} {own['held'] / 1e6:7.1f} {base['held'] / options.ranks / 1e6:9.1f}"

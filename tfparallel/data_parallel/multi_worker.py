@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
-from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement

@@ -43,6 +43,7 @@ __all__ = [
     "place",
     "run_after",
     "run_independently",
+    "take_instead",
     "unique_number",
     "with_body",
 ]
@@ -56,6 +57,11 @@ def call_with_captures(concrete: Any, inputs: Sequence, captures: Sequence) -> A
 def run_after(operation: tf.Operation, before: tf.Operation) -> None:
     """Has `operation`, which exists, wait for `before`; they are of one graph."""
     operation._add_control_input(before)
+
+
+def take_instead(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Has `operation`, which exists, take `tensor` of the same graph as its input at `index`."""
+    operation._update_input(index, tensor)
 
 
 def place(operation: tf.Operation, device: str) -> None:

@@ -277,6 +277,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_add_control_input",
         "_is_stateful",
         "_set_device",
+        "_update_input",
     ),
     "tensorflow.python.ops.resource_variable_ops.BaseResourceVariable": (
         "_handle_data",

@@ -1,7 +1,8 @@
 """The five decisions of a strategy whose replicas hold parts."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,10 +20,14 @@ from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import build_optimizer, gradient_source
+from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.segments.step_segments import StepSegments
+from tfparallel.sharded.backward import BackwardReduction, is_part
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.shard_view import shard_view
 from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
+from tfparallel.sharded.units import units_of
 from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
 
 
@@ -37,6 +42,7 @@ class ShardedExtended(ReplicatedExtended):
     _reduces_parts = True
     _num_copies = 1  # in this process: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
+    _backward: BackwardReduction | None = None  # while a step is traced
 
     # ---- the transport: this process is all there is ---------------------------------------------
 
@@ -124,19 +130,68 @@ class ShardedExtended(ReplicatedExtended):
         shards = variable_class.keywords["shards"]
         return variable_class.func.stored(shards, self._whole_of_new, self._shard_of(i))
 
-    def _gathered(self, variable: ShardedVariable, i: int) -> tf.Tensor:
-        """All shards of `variable`, one after the other, on the device of replica `i`."""
-        parts, count = [], self._devices_of_copy
-        first = i // count * count
-        for own in variable.values[first : first + count]:
-            with tf.device(own.device):
-                parts.append(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
-        with tf.device(variable.values[i].device):
-            joined = tf.concat(parts, 0)
-        if self._num_sharing == 1:
-            return joined
-        gathered = self._host_gather_parts(joined)
-        return tf.ensure_shape(gathered, [self._num_shards * variable.shards.length])
+    def _sharing_with(self, i: int) -> range:
+        """The replicas of this process that share a copy with replica `i`."""
+        count = self._devices_of_copy
+        return range(i // count * count, (i // count + 1) * count)
+
+    def _wholes(
+        self,
+        variables: Sequence[ShardedVariable],
+        parts: Sequence[Sequence[tf.Tensor]],
+        i: int,
+        sent_as: str | None = None,
+    ) -> list[tf.Tensor]:
+        """The wholes of variables on the device of replica `i`, gathered together.
+
+        Args:
+            parts: of each variable, what the replicas of this process store that share the copy.
+            sent_as: the dtype in which they are gathered; None for their own.
+        """
+        sent = [[_cast_where_it_is(part, sent_as) for part in each] for each in parts]
+        with tf.device(self._devices[i]):
+            joined = [tf.concat(each, 0) for each in sent]
+        if self._num_sharing > 1:
+            joined = self._gathered_among_workers(joined)
+        with tf.device(self._devices[i]):
+            return [
+                variable.shards.whole(tf.cast(flat, variable.dtype))
+                for variable, flat in zip(variables, joined, strict=True)
+            ]
+
+    def _gathered_among_workers(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Of each `[length]` all workers' parts, one after the other; one call for each dtype."""
+        results: dict[int, tf.Tensor] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            chosen = [k for k, part in enumerate(parts) if part.dtype == dtype]
+            lengths = [parts[k].shape[0] for k in chosen]
+            with tf.device(self._host_device):
+                flat = self._host_gather_parts(tf.concat([parts[k] for k in chosen], 0))
+                rows = tf.split(tf.reshape(flat, [self._num_sharing, sum(lengths)]), lengths, 1)
+                results |= {k: tf.reshape(row, [-1]) for k, row in zip(chosen, rows, strict=True)}
+        return [results[k] for k in range(len(parts))]
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        optimizer, variables = getattr(model, "optimizer", None), model.trainable_variables
+        reduces = self._sharding.shard != "optimizer" and optimizer is not None
+        if reduces and self._updates_parts(optimizer, variables):
+            self._backward = BackwardReduction(self)
+        segments = StepSegments(self._sharding.prefetch)
+        units = units_of(model, self._sharding.patterns, _is_gathered)
+        try:
+            with super()._step_of(model), segments.called(units):
+                yield
+        finally:
+            self._backward = None
+
+    def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
+        """What a tape gets where replica `i` has read the whole of `variable`."""
+        if self._backward is None:
+            return gradient
+        return self._backward.reduced(variable, i, gradient)
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
@@ -144,7 +199,25 @@ class ShardedExtended(ReplicatedExtended):
         """None: a replica holds its part of the sums only."""
         del every_steps
 
+    def _reduce_gradients(self, gradients: list) -> list:
+        """As the base's, of gradients of which some were reduced as soon as they were there."""
+        source, step = gradient_source(), current_replica_step()
+        if source is None or step is None:
+            return super()._reduce_gradients(gradients)
+        variables = [getattr(variable, "value", variable) for variable in source.variables]
+        pairs = list(zip(gradients, variables, strict=True))
+        is_done = [_is_sharded(v) and is_part(g, v) for g, v in pairs]
+        own = step.zero_without_rows(
+            [g for g, done in zip(gradients, is_done, strict=True) if not done]
+        )
+        rest = iter(own)
+        return self._sum_gradients(
+            [g if done else next(rest) for g, done in zip(gradients, is_done, strict=True)]
+        )
+
     def _sum_gradients(self, gradients: list) -> list:
+        if not gradients:
+            return []
         source = gradient_source()
         variables = [] if source is None else [getattr(v, "value", v) for v in source.variables]
         if source is None or not self._updates_parts(source.optimizer, source.variables):
@@ -154,8 +227,9 @@ class ShardedExtended(ReplicatedExtended):
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if _is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
         ]
+        results: dict = {k: gradients[k] for k in cut if is_part(gradients[k], variables[k])}
         others = [k for k in range(len(gradients)) if k not in cut]
-        results: dict = {}
+        cut = [k for k in cut if k not in results]
         if others:
             sums = super()._sum_gradients([gradients[k] for k in others])
             results.update(zip(others, sums, strict=True))
@@ -308,6 +382,15 @@ class ShardedExtended(ReplicatedExtended):
 
 def _is_sharded(variable: Any) -> bool:
     return isinstance(variable, ShardedVariable)
+
+
+def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
+    with tf.device(part.device):
+        return part if dtype is None else tf.cast(part, dtype)
+
+
+def _is_gathered(variable: Any) -> bool:
+    return _is_sharded(variable) and not isinstance(variable, KeptWholeVariable)
 
 
 def _evaluated(value: Any, dtype: Any) -> tf.Tensor:

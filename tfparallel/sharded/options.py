@@ -1,6 +1,9 @@
 """What the user says of sharding."""
 
 import dataclasses
+from collections.abc import Collection
+
+import tensorflow as tf
 
 STAGES = ("parameters", "gradients", "optimizer")
 
@@ -12,16 +15,39 @@ class Sharding:
     Attributes:
         shard: "parameters" (ZeRO 3), "gradients" (ZeRO 2) or "optimizer" (ZeRO 1).
         min_size: weights of fewer numbers stay whole, and so do their slots.
+        units: "*", or patterns of the layers whose weights are gathered together.
+        reshard_after_forward: gathered weights are freed, and gathered again to go backward.
+        prefetch: how many units ahead weights are gathered.
+        gather_dtype: what is gathered is cast to; None leaves it as it is.
 
     Raises:
-        ValueError: for another stage, or a size below 1.
+        ValueError: for another stage, a size below 1, a negative number of units, or a dtype that
+            is not of floating point.
     """
 
     shard: str = "parameters"
     min_size: int = 1024
+    units: str | Collection[str] = "*"
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    gather_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in STAGES:
             raise ValueError(f"`shard` must be one of {STAGES}. Received: {self.shard!r}.")
         if self.min_size < 1:
             raise ValueError(f"`min_size` must be at least 1. Received: {self.min_size}.")
+        if self.prefetch < 0:
+            raise ValueError(f"`prefetch` must not be negative. Received: {self.prefetch}.")
+        if self.gather_dtype is not None and not tf.as_dtype(self.gather_dtype).is_floating:
+            raise ValueError(
+                "`gather_dtype` must be a dtype of floating point, such as 'bfloat16'. Received: "
+                f"{self.gather_dtype!r}."
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """Of layers that are units; None where each layer with weights is one."""
+        if self.units == "*":
+            return None
+        return (self.units,) if isinstance(self.units, str) else tuple(self.units)

@@ -34,6 +34,7 @@ from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of
 from tfparallel.sharded.part_of_copy import PartOfCopy
 from tfparallel.sharded.shard_view import current_numbers
+from tfparallel.sharded.units import given_whole
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 _REDUCTIONS = {
@@ -107,6 +108,9 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     def whole(self) -> tf.Tensor:
         """The whole value. Gradients are recorded for `handle`, as if it were one variable's."""
+        given = given_whole(self)
+        if given is not None:
+            return given
         i = self._local_replica()
         inner, graph = loops_around()
         if i is None:
@@ -114,15 +118,32 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         with outside_of(inner, graph):
             with record.stop_recording():
                 value = self._joined(i or 0)
-            if self.trainable:
-                own = self._values[i or 0]
-                variable_accessed(own)
-                record.record_operation("Gather", [value], [own.handle], lambda g: [g])
+            self.note_read(value, i or 0)
         return value
+
+    def note_read(self, whole: tf.Tensor, i: int) -> None:
+        """Tells gradient tapes that replica `i` reads the variable as `whole`."""
+        if not self.trainable:
+            return
+        own, extended = self._values[i], self._distribute_strategy.extended
+        variable_accessed(own)
+        record.record_operation(
+            "Gather", [whole], [own.handle], lambda g: [extended._gradient_of_read(self, i, g)]
+        )
+
+    def read_parts(self, i: int) -> list[tf.Tensor]:
+        """What the replicas of this process store that share a copy with `i`, on their devices."""
+        parts = []
+        for j in self._distribute_strategy.extended._sharing_with(i):
+            own = self._values[j]
+            with tf.device(own.device):
+                parts.append(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
+        return parts
 
     def _joined(self, i: int) -> tf.Tensor:
         """The whole, on the device of replica `i`."""
-        return self.shards.whole(self._distribute_strategy.extended._gathered(self, i))
+        extended = self._distribute_strategy.extended
+        return extended._wholes([self], [self.read_parts(i)], i)[0]
 
     def value(self) -> tf.Tensor:
         if is_exporting():

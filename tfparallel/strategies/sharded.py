@@ -1,6 +1,6 @@
 """Data parallel whose replicas share what each would hold alike (ZeRO, FSDP)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +31,15 @@ class ShardedStrategy(KerasStrategy):
         shard: what is kept in parts: "parameters" (weights, gradients and slots; ZeRO 3),
             "gradients" (ZeRO 2) or "optimizer" (slots only; ZeRO 1).
         min_size: weights of fewer numbers stay whole on each replica.
+        units: the layers whose weights are gathered together, when they are called: "*" for each
+            layer that has weights itself, or patterns of layers such as `{"block_*"}`, each with
+            all layers in it. Weights of others are gathered where they are read, and kept.
+        reshard_after_forward: whether gathered weights are freed after the forward pass, and
+            gathered again for the backward pass: a third less memory at the peak, and half as much
+            again sent.
+        prefetch: how many units ahead weights are gathered.
+        gather_dtype: weights are cast to it to be gathered, such as "bfloat16" under a policy of
+            mixed precision, which computes with as many bits anyway.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
@@ -46,8 +55,12 @@ class ShardedStrategy(KerasStrategy):
         *,
         shard: str = "parameters",
         min_size: int = 1024,
+        units: str | Collection[str] = "*",
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+        gather_dtype: str | None = None,
     ):
-        sharding = Sharding(shard, min_size)
+        sharding = Sharding(shard, min_size, units, reshard_after_forward, prefetch, gather_dtype)
         cluster = read_tf_config()
         if cluster is None:
             extended: Any = LocalShardedExtended(self, check_devices(devices), sharding)

@@ -1,0 +1,43 @@
+"""Gradients that are reduced as soon as the backward pass has them, so that no whole one is kept.
+
+Only in Keras's own step, in which nobody looks at a gradient before the optimizer does. Sparse
+gradients stay rows, and meet in the optimizer.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.replicas.replica_step import current_replica_step
+
+
+class BackwardReduction:
+    """That of one step.
+
+    Args:
+        extended: of the strategy.
+    """
+
+    def __init__(self, extended: Any):
+        self._extended = extended
+        self._stay_whole: dict[tuple[int, int], bool] = {}
+
+    def reduced(self, variable: Any, i: int, gradient: Any) -> Any:
+        """What a tape gets for the gradient of the whole: the part of replica `i`, or rows.
+
+        A tape adds up the gradients of all reads of a variable, so they have to be of one kind:
+        that of the first.
+        """
+        step = current_replica_step()
+        if step is None or not step.weights_loss:
+            return gradient
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        if self._stay_whole.setdefault((id(variable), i), is_sparse):
+            return gradient
+        (dense,) = step.zero_without_rows([tf.convert_to_tensor(gradient)])
+        return self._extended._reduce_scatter([variable.shards.padded(dense)])[0]
+
+
+def is_part(gradient: Any, variable: Any) -> bool:
+    """Whether a gradient of a sharded `variable` is the caller's part of that of all rows."""
+    return not isinstance(gradient, tf.IndexedSlices) and gradient.shape != variable.shape
