@@ -46,7 +46,9 @@ class StepSegments:
     @property
     def _own(self) -> "list[tuple[Segment, Weights]]":
         """Segments of the calling replica's thread and their weights, in the order of calls."""
-        return vars(self._thread).setdefault("own", [])
+        if not hasattr(self._thread, "own"):
+            self._thread.own = []
+        return self._thread.own
 
     @contextlib.contextmanager
     def called(self, layers: Iterable[tuple[keras.Layer, Callable]]) -> Iterator[None]:
