@@ -61,7 +61,7 @@ def left_for_all_rows(
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class StatefulCall:
     """A call of a layer that is to be made once for all rows.
 
     Attributes:
@@ -118,7 +118,7 @@ def _call(
     arguments = LayerArguments(args, kwargs)
     if not arguments.rows:
         return call(*args, **kwargs)
-    layer_call = LayerCall(strategy, layer, call, arguments)
+    layer_call = StatefulCall(strategy, layer, call, arguments)
     if arguments.key not in known:
         known[arguments.key] = _assigns_rows(changes, layer_call)
     if known[arguments.key]:
@@ -126,7 +126,7 @@ def _call(
     return call(*args, **kwargs)
 
 
-def _assigns_rows(changes: StateChanges, layer_call: LayerCall) -> bool:
+def _assigns_rows(changes: StateChanges, layer_call: StatefulCall) -> bool:
     """Whether what the layer assigns depends on its rows.
 
     Raises:
