@@ -83,6 +83,7 @@ x = np.ones((40, 4), "float32")
 backup = BackupAndRestore(folder + "/backup", save_freq=4, asynchronous=False)
 measure = Measure(folder + "/measure", verbose=1)
 model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[measure, Kill(), backup])
+print(time.time())
 """
 
 
@@ -102,10 +103,10 @@ def test_a_job_that_is_killed(tmp_path):
         assert done.returncode == (0 if kill_at == 99 else -signal.SIGKILL), done.stderr
         if kill_at != 99:
             time.sleep(down_s)
-    job_s = time.time() - began
+    job_s = float(done.stdout.split()[-1]) - began  # without the end of the interpreter
     found = goodput(read_ledger(tmp_path / "measure"))
     assert found.runs == 3 and found.steps == 20
-    assert found.wall_s == pytest.approx(job_s, abs=2.0)
+    assert found.wall_s == pytest.approx(job_s, abs=1.0)
     assert found.productive_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s, rel=5e-3)
     assert set(found.lost_s) == set(LOST)
     # 20 steps, and those after the saves at 8 and 12 that were done again
