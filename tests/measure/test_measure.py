@@ -92,7 +92,7 @@ def test_waiting_for_data_is_measured_at_the_iterator():
     model = compiled()
     model.fit(slow(0.0), verbose=0)  # traces
     model.fit(slow(0.1), verbose=0, callbacks=[measure])
-    assert measure.total.seconds["input"] == pytest.approx(0.8, rel=0.5)
+    assert 0.7 <= measure.total.seconds["input"] <= measure.total.wall_s  # 8 pauses; load adds
     assert measure.total.share("input") == max(measure.total.shares.values())
     assert measure.verdict.cause == "input: map"
     assert "num_parallel_calls" in measure.verdict.text
@@ -122,7 +122,7 @@ def test_a_callback_that_sleeps_is_named():
     model = compiled()
     model.fit(*tiny_data(32), batch_size=4, verbose=0)
     model.fit(*tiny_data(32), batch_size=4, verbose=0, callbacks=[Sleeper(), measure])
-    assert measure.total.details["callbacks_s"]["Sleeper"] == pytest.approx(0.4, rel=0.5)
+    assert 0.4 <= measure.total.details["callbacks_s"]["Sleeper"] <= measure.total.wall_s
     assert measure.verdict.cause == "host: callback Sleeper"
     assert "Sleeper" in measure.verdict.text
 
