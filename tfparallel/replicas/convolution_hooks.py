@@ -33,5 +33,5 @@ def _is_broken_on_cpus(layer: Any) -> bool:
 
 
 def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
-    is_tensor = tf.is_tensor(kernel)
-    return convolution_op(inputs, kernel if is_tensor else tf.convert_to_tensor(kernel))
+    is_variable = isinstance(kernel, keras.Variable)  # not a symbolic tensor, nor LoRA's sum
+    return convolution_op(inputs, tf.convert_to_tensor(kernel) if is_variable else kernel)

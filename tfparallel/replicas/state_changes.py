@@ -82,6 +82,23 @@ class Noted:
     calls: list[tuple[CallOfAllRows, list]] = field(default_factory=list)
 
 
+@dataclass
+class _Function:
+    """A function that a thread traces.
+
+    Attributes:
+        graph: of the function.
+        arguments: the ids of its tensors of a microbatch.
+        changes: what is assigned, by the ids of the variables.
+        noted: what it does.
+    """
+
+    graph: Any
+    arguments: set[int]
+    changes: dict[int, Change]
+    noted: Noted = field(default_factory=Noted)
+
+
 class StateChanges:
     """The changes of one step.
 
@@ -109,6 +126,11 @@ class StateChanges:
         self._calls: dict[int, list[tuple]] = collections.defaultdict(list)
         self._thread = threading.local()
 
+    @property
+    def _function(self) -> "_Function | None":
+        """What the calling thread traces."""
+        return getattr(self._thread, "function", None)
+
     # ---- asked by variables ----------------------------------------------------------------------
 
     def seen(self, variable: Any) -> tf.Tensor | None:
@@ -118,7 +140,7 @@ class StateChanges:
 
     def take(self, variable: Any, value: Any) -> bool:
         """Takes note of an assignment; whether it is thereby dealt with."""
-        graph = getattr(self._thread, "function_graph", self._graph)
+        graph = self._graph if self._function is None else self._function.graph
         is_in_branch = tf.compat.v1.get_default_graph() is not graph
         is_outside = self._current_microbatch() is None and not self.is_recomputing
         if is_outside or self._is_applying() or is_in_branch:
@@ -134,8 +156,8 @@ class StateChanges:
 
     def leave(self, call: CallOfAllRows, tensors: list) -> None:
         """Leaves a call that the calling thread makes of a microbatch, to be made of all rows."""
-        noted = getattr(self._thread, "noted", None)
-        calls = self._calls[self._current_microbatch()] if noted is None else noted.calls
+        own = self._function
+        calls = self._calls[self._current_microbatch()] if own is None else own.noted.calls
         calls.append((call, tensors))
 
     @property
@@ -158,7 +180,7 @@ class StateChanges:
         Raises:
             ValueError: naming the variable and its layer.
         """
-        if hasattr(self._thread, "function_graph"):
+        if self._function is not None:
             raise ValueError(
                 "In a pipeline a layer must assign its variables by assign, assign_add or "
                 "assign_sub, outside of branches and loops of TensorFlow: every microbatch calls "
@@ -169,9 +191,8 @@ class StateChanges:
 
     def _own(self) -> dict[int, Change]:
         """The changes of the function that is being traced, or of the calling microbatch."""
-        in_function = getattr(self._thread, "changes", None)
-        if in_function is not None:
-            return in_function
+        if self._function is not None:
+            return self._function.changes
         microbatch = self._current_microbatch()
         return {} if microbatch is None else self._changes[microbatch]
 
@@ -183,15 +204,16 @@ class StateChanges:
 
     def _given(self) -> set[int]:
         """The ids of the tensors that come with the microbatch."""
-        if not hasattr(self._thread, "function_graph"):
+        function = self._function
+        if function is None:
             return set(map(id, self._current_inputs()))
-        captures = getattr(self._thread.function_graph, "captures", ())
+        captures = getattr(function.graph, "captures", ())
         taken = {
             id(inner)
             for outer, inner in captures
             if tf.is_symbolic_tensor(outer) and inner.dtype != tf.resource
         }
-        return taken | self._thread.arguments
+        return taken | function.arguments
 
     # ---- asked by calls of stages ----------------------------------------------------------------
 
@@ -220,20 +242,17 @@ class StateChanges:
             given: what the microbatch has assigned before, as `needed_by` tells.
             values: the function's arguments that stand for these.
         """
-        thread, noted = self._thread, Noted()
-        around = dict(vars(thread))
-        pairs = zip(given, values, strict=True)
-        thread.changes = {id(c.variable): Change(c.variable, v, c.depends) for c, v in pairs}
-        thread.arguments = set(map(id, arguments))
-        thread.function_graph = tf.compat.v1.get_default_graph()
-        thread.noted = noted
-        before = dict(thread.changes)
+        around, pairs = self._function, zip(given, values, strict=True)
+        before = {id(c.variable): Change(c.variable, v, c.depends) for c, v in pairs}
+        graph = tf.compat.v1.get_default_graph()
+        own = _Function(graph, set(map(id, arguments)), dict(before))
+        self._thread.function = own
         try:
-            yield noted
-            noted.changed += [c for key, c in thread.changes.items() if before.get(key) is not c]
+            yield own.noted
+            changed = [c for key, c in own.changes.items() if before.get(key) is not c]
+            own.noted.changed += changed
         finally:
-            del thread.changes, thread.arguments, thread.function_graph, thread.noted
-            vars(thread).update(around)
+            self._thread.function = around
 
     def add(self, changed: Sequence[Change], values: Sequence, layers: Iterable) -> None:
         """Adds what a call of a stage's function has returned for the calling microbatch."""
