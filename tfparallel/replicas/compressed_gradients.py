@@ -207,7 +207,7 @@ class CompressedGradients(WorkersExtended):
     def _end_rounds(self, model: keras.Model) -> None:
         for optimizer in optimizers_of(model):
             rounds = vars(optimizer).get(ATTRIBUTE)
-            if rounds is not None:
+            if isinstance(rounds, LocalRounds):  # a compressor has none
                 rounds.end_now()
 
     def compression_report(self) -> list[CompressionReport]:
