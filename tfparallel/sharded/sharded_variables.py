@@ -34,7 +34,7 @@ from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of
 from tfparallel.sharded.part_of_copy import PartOfCopy
 from tfparallel.sharded.shard_view import current_numbers
-from tfparallel.sharded.units import given_whole
+from tfparallel.sharded.units import forget_whole, given_whole
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 _REDUCTIONS = {
@@ -209,6 +209,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
                 f"and cannot be assigned in it. Received: an assignment of '{self.name}' in one. "
                 "Call strategy.run in the loop instead."
             )
+        forget_whole(self)
         part, i = self._viewed(), self._local_replica()
         if part is not None and i is not None:
             part.assign(self._own_part(value, i))

@@ -29,6 +29,11 @@ def given_whole(variable: Any) -> tf.Tensor | None:
     return getattr(_thread, "wholes", {}).get(id(variable))
 
 
+def forget_whole(variable: Any) -> None:
+    """The variable is assigned in the unit that the calling thread is in: it is read again then."""
+    _thread.wholes = {k: v for k, v in getattr(_thread, "wholes", {}).items() if k != id(variable)}
+
+
 class UnitWeights:
     """Those of a unit in one call by one replica.
 
@@ -65,10 +70,12 @@ class UnitWeights:
         _thread.wholes = {**before, **dict(zip(map(id, self._variables), wholes, strict=True))}
         for variable, whole in zip(self._variables, wholes, strict=True):
             variable.note_read(whole, self._i)
+        inside = _thread.wholes
         try:
             yield
         finally:
-            _thread.wholes = before
+            forgotten = inside.keys() - _thread.wholes.keys()
+            _thread.wholes = {k: v for k, v in before.items() if k not in forgotten}
 
 
 def units_of(
