@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import assert_same_training, tiny_data, train
-from tfparallel import HybridStrategy, PipelineOptions, Sharding
+from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy, Sharding
 
 
 def mesh(**sizes):
@@ -284,3 +284,9 @@ def test_a_persistent_tape_gets_gradients_of_each_pipelines_copy():
         return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 
     assert_same_training(train(None, build, only_loss), train(two_pipelines(), build, only_loss))
+
+
+def test_a_single_rank_trains_as_its_inner_strategy_does():
+    pytest.importorskip("horovod.tensorflow")
+    strategy = tfparallel.HorovodStrategy(inner=PipelineStrategy(["CPU:0", "CPU:1"], 2))
+    assert_same_training(train(strategy), train(PipelineStrategy(["CPU:0", "CPU:1"], 2)))

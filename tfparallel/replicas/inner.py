@@ -62,5 +62,6 @@ def inside_of(
             f"DiLoCo with inner={strategy}. Leave one of them out."
         )
     give_to(extended, outer)
-    extended._join(workers)
+    if workers._num_workers > 1:
+        extended._join(workers)
     return extended
