@@ -263,7 +263,7 @@ STRATEGIES = [
         every_case=False,
         exempt={**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA},
     ),
-    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, every_case=False, exempt=_OF_A_GROUP),
+    Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, few=FEW, exempt=_OF_A_GROUP),
     Row(
         "tensor_1x4",
         lambda: _tensor_parallel(1, 4),
@@ -421,7 +421,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        every_case=False,
+        few=(*FEW, "layer_state.layers_that_update_themselves"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
