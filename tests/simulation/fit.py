@@ -75,6 +75,9 @@ class Truth:
         """An owner's claim is made, and what others have begun is swept away."""
         if fence == self.newest_owner[0]:
             self._violated(f"there are two owners {fence}")
+        folder = self._folder()
+        if folder is None or fence not in numbered(folder.entries, "lease"):
+            return  # it has slept: the next owner has ended, and removed the folder with this claim
         self.newest_owner = max(self.newest_owner, (fence, token))  # it may have slept meanwhile
 
     def renamed(self, process: Process, path: Path, target: Path) -> None:
