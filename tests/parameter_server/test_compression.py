@@ -47,7 +47,7 @@ def test_trains_to_nearly_the_same_loss_in_fewer_bytes(run_case):
 def test_what_is_left_out_is_kept_by_each_worker_and_arrives_later(run_case):
     """Also if the loss is scaled, by a factor that changes while steps are under way."""
     results = run_case("error_feedback")
-    for name in ("topk False", "topk True", "signsgd False", "signsgd True"):
+    for name in ("top_k False", "top_k True", "sign_sgd False", "sign_sgd True"):
         each = results[name]
         assert each["iterations"] == 30
         assert each["workers"] == 2
