@@ -99,6 +99,7 @@ class Rendezvous:
                 for connection in self._next_guest():
                     request, stream = self._heard(connection, number)
                     if request is None or request["rank"] in offers:
+                        stream.close()  # it would keep the connection open
                         connection.close()
                         continue
                     guests.callback(connection.close)
