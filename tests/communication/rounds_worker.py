@@ -1,15 +1,13 @@
 """The program of two workers that train in rounds of local steps, over the ring or Horovod."""
 
-import json
 import os
-import sys
-import traceback
 
 import keras
 import numpy as np
 
 import tfparallel
 from tests.helpers import open_logical_cpus
+from tests.multi_process.answering import answer_requests
 from tfparallel.compression import DiLoCo, LocalSGD
 
 ROWS, BATCH, EPOCHS = 48, 13, 2  # batches of 13, 13, 13 and 9 rows
@@ -96,20 +94,5 @@ def train(meeting, optimizer="sgd", batch_norm=False, epochs=EPOCHS, folder=None
     }
 
 
-def main() -> None:
-    """Answers requests, one JSON line each."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    open_logical_cpus(1)
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        try:
-            reply = train(**json.loads(line))
-        except BaseException:
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=replies, flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(train, lambda: open_logical_cpus(1))

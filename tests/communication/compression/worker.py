@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-import traceback
 
 import keras
 import numpy as np
@@ -11,6 +9,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import open_logical_cpus
+from tests.multi_process.answering import answer_requests
 from tfparallel.compression import Adaptive, PowerSGD, RandomK, TopK
 
 COMPRESSIONS = {
@@ -87,21 +86,10 @@ def _checkpoint(model) -> str:
     return tf.train.Checkpoint(optimizer=model.optimizer).write(path)
 
 
-def main() -> None:
-    """Answers requests, one JSON line each."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _begin() -> None:
     open_logical_cpus(1)
     tfparallel.MultiWorkerMirroredStrategy()  # joins the cluster
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        try:
-            reply = train(**json.loads(line))
-        except BaseException:
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=replies, flush=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(train, _begin)
