@@ -496,7 +496,11 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=(
+            "models.layers_that_each_worker_finds_slow_elsewhere",
+            "optimizers.global_clipnorm",
+            "saving.checkpoint",
+        ),
         exempt={**_ONE_PROCESS, **_OF_STAGES},
     ),
     Row(

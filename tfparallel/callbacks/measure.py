@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import psutil
 import tensorflow as tf
 
 from tfparallel.callbacks.backup.callback import BackupAndRestore
@@ -23,7 +22,7 @@ from tfparallel.internals.keras_trainer import (
     surrounded_steps,
 )
 from tfparallel.machine.processors import usable_cores
-from tfparallel.measure.goodput import Ledger, goodput, read_ledger
+from tfparallel.measure.goodput import Ledger, goodput, process_started_at, read_ledger
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.noise_scale import NoiseScale, noise_rows, suggest
 from tfparallel.measure.record import Record
@@ -137,7 +136,7 @@ class Measure(keras.callbacks.Callback):
         self._ledger = None
         self._writer = None
         if self._folder is not None and self._workers.is_chief:
-            self._ledger = Ledger(self._folder, psutil.Process().create_time())
+            self._ledger = Ledger(self._folder, process_started_at())
         if self._folder is not None:
             self._writer = RecordWriter(self._folder, self._workers.rank)
         self._hooks.enter_context(surrounded_steps(fit.epoch_iterator, self._around_steps))

@@ -181,8 +181,11 @@ class WorkersExtended(ReplicatedExtended):
         Called in a cross-replica context, with the sums of the process.
         """
         del source
-        pairs = [(gradient, gradient) for gradient in gradients]
-        sums = self._batch_reduce_to(ReduceOp.SUM, pairs, None) if pairs else []
+        if not gradients:
+            return []
+        with tf.device(self.worker_devices[0]):  # from different devices, each is sent by itself
+            here = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+        sums = self._batch_reduce_to(ReduceOp.SUM, [(each, each) for each in here], None)
         return [self._local_results(total)[0] for total in sums]
 
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
