@@ -37,7 +37,7 @@ from tfparallel.pipeline.plan_of_shares import plan_of_shares
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
-from tfparallel.pipeline.profile import Cost
+from tfparallel.pipeline.profile import Cost, slowest
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
@@ -247,8 +247,8 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)
-            how = self._options.partition, self._placement, self._budget
-            stages = divide(model, *how, inputs, self._costs_of_rank_zero)
+            given = self._options.partition, self._placement, self._budget, inputs
+            stages = divide(model, *given, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
@@ -256,11 +256,11 @@ class PipelineExtended(LocalExtended):
             self._known_stages[model] = stages
         return self._known_stages[model]
 
-    def _costs_of_rank_zero(self, costs: list[Cost]) -> list[Cost]:
-        """Times differ from process to process; what is summed across them is summed by stage."""
+    def _agreed(self, costs: list[Cost]) -> list[Cost]:
+        """The same for all workers, whose clocks differ: a stage has the same layers in each."""
         if self._workers is None:
             return costs
-        return [Cost(*cost) for cost in self._agreement.exchange("divide a model", costs)[0]]
+        return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
 
     def _plan_of(self, model: keras.Model) -> Plan:
         if model not in self._known_stages:
