@@ -8,6 +8,7 @@ import keras
 
 from tfparallel.callbacks.backup.workers import Workers
 from tfparallel.callbacks.fit_clock import FitClock
+from tfparallel.callbacks.model_use import ModelUse, Peak
 from tfparallel.callbacks.noise_watch import NoiseWatch
 from tfparallel.callbacks.reporter import Reporter
 from tfparallel.communication.link_times import LinkTimes
@@ -40,6 +41,9 @@ class Measure(keras.callbacks.Callback):
             the noise scale and a batch size are told; None notes nothing. The step is traced anew.
             Nothing is told of one replica, under `ShardedStrategy` and parameter servers with
             mode="async".
+        peak_flops_per_s: floating-point operations a second of all devices of the job together, of
+            which is told how many the model needs (MFU); "measure": each process multiplies
+            matrices on its devices before the training, 0.2 s; None tells nothing.
 
     Attributes:
         records: what was measured, a `Record` for each epoch.
@@ -59,8 +63,19 @@ class Measure(keras.callbacks.Callback):
         verbose: int = 2,
         one_device_rows_per_s: float | None = None,
         noise_every: int | None = None,
+        peak_flops_per_s: Peak | None = None,
     ):
         super().__init__()
+        if (
+            isinstance(peak_flops_per_s, str)
+            and peak_flops_per_s != "measure"
+            or (isinstance(peak_flops_per_s, int | float) and not peak_flops_per_s > 0)
+        ):
+            raise ValueError(
+                "`peak_flops_per_s` must be operations a second of all devices, above 0, or "
+                f"'measure'. Received: {peak_flops_per_s!r}."
+            )
+        self._peak = peak_flops_per_s
         if verbose not in (0, 1, 2):
             raise ValueError(f"`verbose` must be 0, 1 or 2. Received: {verbose!r}.")
         if one_device_rows_per_s is not None and not one_device_rows_per_s > 0:
@@ -99,6 +114,10 @@ class Measure(keras.callbacks.Callback):
         self._reporter = Reporter(self.model, extended, workers, agreement, folder, one_device)
         if self._noise_every is not None and extended is not None:
             self._noise = NoiseWatch(self.model, extended, self._noise_every, agreement)
+        self._use = None
+        if self._peak is not None:
+            devices = self._reporter.compute_devices()
+            self._use = ModelUse(self.model, fit, self._peak, devices, agreement)
         self._ledger = None if folder is None or not workers.is_chief else JobLedger(folder)
         links = LinkTimes if extended is None else extended._link_times
         self._timed = FitClock(
@@ -166,10 +185,11 @@ class Measure(keras.callbacks.Callback):
             self._ledger.write(timed.step, seconds)
 
     def _record(self, epoch: Epoch) -> Record:
-        timed, noise = self._running, None
-        if self._noise is not None:
-            noise = self._noise.end_epoch(timed.batch_size)
-        record = self._reporter.record(self._epoch, epoch, timed, noise)
+        timed = self._running
+        noise = None if self._noise is None else self._noise.end_epoch(timed.batch_size)
+        use = None if self._use is None else self._use.figures()
+        more = {"noise": noise, "use": use}
+        record = self._reporter.record(self._epoch, epoch, timed, more)
         if self._ledger is not None:
             self._ledger.end_epoch(timed.step, record.seconds)
         return record

@@ -1,6 +1,6 @@
 """What was measured in an epoch: put together with the other processes, judged, written, shown."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.machine.processors import usable_cores
 from tfparallel.measure.record import Record, added
-from tfparallel.measure.screen import noise_line, print_screen, screen
+from tfparallel.measure.screen import noise_line, print_screen, screen, use_line
 from tfparallel.measure.shares import NO_PLAN, Plan, Spent, seconds_by_category
 from tfparallel.measure.training_clock import Epoch
 from tfparallel.measure.utilisation import utilisation
@@ -51,10 +51,15 @@ class Reporter:
         """By category."""
         return seconds_by_category(spent, timed.saving, self._plan(), behind_s)
 
-    def record(
-        self, number: int, epoch: Epoch, timed: FitClock, noise: dict[str, Any] | None
-    ) -> Record:
-        """Of one epoch; all processes call it."""
+    def record(self, number: int, epoch: Epoch, timed: FitClock, more: Mapping[str, Any]) -> Record:
+        """Of one epoch; all processes call it.
+
+        Args:
+            number: of the epoch.
+            epoch: what was measured.
+            timed: what has measured it.
+            more: details; None where one is not known.
+        """
         spent, plan, size = epoch.spent, self._plan(), timed.batch_size
         own_s = spent.steps_s - spent.linked_s
         by_rank = exchange(self._agreement, "measure", own_s)
@@ -63,8 +68,7 @@ class Reporter:
         details = _details(epoch, timed)
         if plan.slowest or len(by_rank) > 1:
             details["slowest"] = plan.slowest or f"rank {slowest}"
-        if noise is not None:
-            details["noise"] = noise
+        details.update({name: value for name, value in more.items() if value is not None})
         rows = None if size is None else size * epoch.num_steps  # where no clock is at the iterator
         rank = self._workers.rank
         return Record(
@@ -94,7 +98,7 @@ class Reporter:
         if self._writer is not None:
             self._writer.write(record, verdict)
         if is_shown and self._workers.is_chief:
-            lines = [self._compared(record), noise_line(record), *beside()]
+            lines = [self._compared(record), use_line(record), noise_line(record), *beside()]
             print_screen(screen(record, verdict, [line for line in lines if line]))
         return verdict
 
@@ -106,6 +110,15 @@ class Reporter:
             return ["this process"]
         devices = self._model.distribute_strategy.extended.worker_devices
         return list(dict.fromkeys(short_names(devices)))
+
+    def compute_devices(self) -> list[str]:
+        """Full names of the devices of this process, each once; "" is TensorFlow's choice."""
+        strategy = strategy_of(self._model)
+        if strategy is None:
+            return [""]
+        extended = strategy.extended
+        names = [*extended.worker_devices, *extended.parameter_devices]
+        return list(dict(zip(short_names(names), names, strict=True)).values())
 
     def _num_devices(self) -> int:
         stages = self._plan().utilisation

@@ -73,6 +73,19 @@ class Record:
         """Samples per second, over the wall time."""
         return None if self.rows is None or self.wall_s <= 0 else self.rows / self.wall_s
 
+    @property
+    def flops_per_s(self) -> float | None:
+        """Floating-point operations that the model needs, over the wall time; None if unknown."""
+        use = self.details.get("use")
+        speed = self.rows_per_s
+        return None if use is None or speed is None else speed * use["flops_per_row"]
+
+    @property
+    def mfu(self) -> float | None:
+        """Of what the devices could do in this time, the part that the model needed."""
+        done = self.flops_per_s
+        return None if done is None else done / self.details["use"]["peak_flops_per_s"]
+
     def share(self, category: str) -> float:
         """The part of the wall time that went into a category."""
         return self.seconds[category] / self.wall_s if self.wall_s > 0 else 0.0
@@ -85,7 +98,7 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """What a line of JSON holds."""
         own = dataclasses.asdict(self)
-        return {**own, "rows_per_s": self.rows_per_s, "shares": self.shares}
+        return {**own, "rows_per_s": self.rows_per_s, "shares": self.shares, "mfu": self.mfu}
 
 
 def whole_training(records: Sequence[Record]) -> Record:
