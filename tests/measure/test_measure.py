@@ -13,8 +13,8 @@ import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
 from tfparallel.callbacks import BackupAndRestore, Measure
 from tfparallel.measure.input_wait import InputWait
+from tfparallel.measure.reading import read_records
 from tfparallel.measure.shares import CATEGORIES
-from tfparallel.measure.writing import read_records
 
 STRATEGIES = {
     "none": lambda: None,

@@ -158,4 +158,5 @@ def _details(epoch: Epoch, timed: FitClock) -> dict[str, Any]:
         "callbacks_s": {k: v for k, v in callbacks.items() if k not in saving},
         "saving_s": {k: v for k, v in callbacks.items() if k in saving},
         "input_stage": timed.slowest_stage,
+        "batch_size": timed.batch_size,
     }
