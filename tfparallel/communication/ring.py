@@ -45,7 +45,7 @@ class Ring:
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
         self._scratch = bytearray(SEGMENT_BYTES)
         self._lock = threading.Lock()
-        self.close = neighbours.close
+        self.close, self.journal = neighbours.close, neighbours.journal
 
     @property
     def bytes_sent(self) -> int:

@@ -1,12 +1,14 @@
 """All-reduce of CPU workers through our own ring."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.joining import join, split
+from tfparallel.communication.link_journal import COLLECTIVE, LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.ring import Ring
 from tfparallel.internals import CollectiveAllReduce, ReduceOp, ResourceVariable
@@ -29,6 +31,10 @@ class RingAllReduce(BucketedAllReduce):
     def times(self) -> LinkTimes:
         """What the ring's collectives have taken so far."""
         return self._ring.times
+
+    def journal(self) -> AbstractContextManager[LinkJournal]:
+        """Within it, what the ring sends and receives is noted."""
+        return self._ring.journal()
 
     def _all_reduce_per_replica_values(
         self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any
@@ -59,7 +65,7 @@ class RingAllReduce(BucketedAllReduce):
         # Calls must have the same order on all workers. TensorFlow keeps operations on one resource
         # in the program's order, also across `tf.cond` and `tf.while_loop`.
         with tf.control_dependencies([self._order.assign_add(1.0)]):
-            result = tf.numpy_function(collective, [tensor], tensor.dtype)
+            result = tf.numpy_function(collective, [tensor], tensor.dtype, name=COLLECTIVE)
         with tf.control_dependencies([result]):
             self._order.assign_add(1.0)
         result.set_shape(shape)

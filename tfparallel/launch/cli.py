@@ -16,6 +16,7 @@ from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.jobs import cpus_of_processes, gpus_of_workers, print_plan, run_attempt
 from tfparallel.launch.nodes import Place, place_of_options, place_of_slurm
 from tfparallel.launch.rendezvous import Rendezvous
+from tfparallel.launch.report_command import add_report_command
 from tfparallel.launch.restarts import run_with_restarts
 from tfparallel.version import __version__
 
@@ -157,6 +158,7 @@ def _make_parser() -> argparse.ArgumentParser:
     launch.add_argument("script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add_backups_command(commands)
     add_doctor_command(commands)
+    add_report_command(commands)
     return parser
 
 
