@@ -48,7 +48,7 @@ class Measure(keras.callbacks.Callback):
     Attributes:
         records: what was measured, a `Record` for each epoch.
         total: the `Record` of the whole training, when it has ended.
-        verdict: about the whole training.
+        verdict: about the last epoch; about the whole training, when it has ended.
 
     Raises:
         ValueError: for arguments out of range, and outside of `Model.fit`.
@@ -143,7 +143,7 @@ class Measure(keras.callbacks.Callback):
         self._epoch = epoch
         record = self._record(self._running.clock.end_epoch())
         self.records.append(record)
-        self._tell(record, self._verbose >= 2)
+        self.verdict = self._tell(record, self._verbose >= 2)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Tells of the whole training."""
