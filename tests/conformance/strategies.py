@@ -193,6 +193,18 @@ _ONE_PROCESS = {
     "custom_training.loop_without_run": "its peers would wait for the one that is refused: "
     "tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...",
 }
+_INSIDE_OF_WORKERS = {
+    **_ONE_PROCESS,
+    **dict.fromkeys(
+        (
+            "custom_training.loop",
+            "inputs.dataset_distributed_by_the_user",
+            "inputs.datasets_from_function",
+            "public_tf.",
+        ),
+        "with `inner`, several processes train by fit, evaluate and predict; a loop is refused",
+    ),
+}
 _OF_PARTS = {
     "optimizers.sparse_gradients_stay_sparse": "an optimizer sees shards, of other shapes: "
     "tests/sharded/test_update.py",
@@ -405,7 +417,7 @@ STRATEGIES = [
         num_workers=2,
         environments=horovod_environments,
         few=("metrics.binary", "optimizers.global_clipnorm"),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "parameter_server_sync",
@@ -504,7 +516,7 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "optimizers.gradient_accumulation",
         ),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "horovod_2_of_tensor_2",
@@ -514,7 +526,7 @@ STRATEGIES = [
         devices_per_worker=2,
         environments=horovod_environments,
         few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
-        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
         "horovod_2_of_sharded_2",
@@ -524,7 +536,7 @@ STRATEGIES = [
         devices_per_worker=2,
         environments=horovod_environments,
         few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
-        exempt={**_ONE_PROCESS, **_OF_PARTS},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(
         "multi_worker_2_of_pipelines",
@@ -537,7 +549,7 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "saving.checkpoint",
         ),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "multi_worker_2_of_sharded_2",
@@ -546,7 +558,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         few=("optimizers.global_clipnorm",),
-        exempt={**_ONE_PROCESS, **_OF_PARTS},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(
         "multi_worker_2_of_tensor_2",
@@ -555,7 +567,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         few=("optimizers.global_clipnorm",),
-        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
         "horovod_3",
