@@ -5,6 +5,7 @@ import time
 import keras
 import tensorflow as tf
 
+import tfparallel
 from tests.conformance.case import Run, add_case, case
 from tests.conformance.models import MODELS
 from tests.helpers import (
@@ -55,28 +56,32 @@ def initial_weights_are_those_of_the_first_worker(run: Run):
     return Training(model, history, initial).results()
 
 
-class _Slow(keras.layers.Layer):
-    """Takes `delay_s` whenever it runs outside of a traced step, as where layers are timed."""
+class TimedDense(keras.layers.Dense):
+    """May take long where it is run outside of a graph, as a pipeline measures its layers."""
 
-    def __init__(self, delay_s: float):
-        super().__init__()
-        self.delay_s = delay_s
+    def __init__(self, units: int, seconds: float):
+        super().__init__(units)
+        self.seconds = seconds
 
     def call(self, inputs):
         if tf.executing_eagerly():
-            time.sleep(self.delay_s)
-        return inputs
+            time.sleep(self.seconds)
+        return super().call(inputs)
 
 
 @case()
 def layers_that_take_other_times_on_each_worker(run: Run):
-    """What a worker measures must not make its model another one than its peers'."""
-    first, last = (0.03, 0.0) if run.rank == 0 else (0.0, 0.03)
+    """Whoever divides layers by their times must divide them alike in every process."""
+    seconds = (0.05, 0.0, 0.0, 0.0) if run.rank == 0 else (0.0, 0.0, 0.0, 0.05)
 
-    def build() -> keras.Model:
-        dense = [keras.layers.Dense(units) for units in (5, 7, 3)]
-        return keras.Sequential(
-            [keras.Input((6,)), _Slow(first), *dense[:2], _Slow(last), dense[2]]
-        )
+    def build():
+        layers = [TimedDense(*each) for each in zip((8, 4, 5, 3), seconds, strict=True)]
+        return keras.Sequential([keras.Input((6,)), *layers])
 
-    return run.train(build=build).results()
+    training = run.train(build=build)
+    if isinstance(pipeline := getattr(run.strategy, "inner", None), tfparallel.PipelineStrategy):
+        stages = pipeline.stages(training.model).stage_of
+        (run.folder / f"stages{run.rank}").write_text(str(stages))
+        run.barrier()
+        assert len({file.read_text() for file in run.folder.glob("stages*")}) == 1
+    return training.results()
