@@ -556,6 +556,7 @@ STRATEGIES = [
             "batch_norm.a_replica_without_rows_has_no_say",
             "inputs.last_batch_of_one_row",
             "inputs.sample_weight",
+            "models.layers_that_take_other_times_on_each_worker",
             "models.embedding",
             "nested.gan",
             "optimizers.global_clipnorm",
@@ -589,7 +590,11 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=(
+            "models.layers_that_take_other_times_on_each_worker",
+            "optimizers.global_clipnorm",
+            "saving.checkpoint",
+        ),
         exempt={**_ONE_PROCESS, **_OF_STAGES},
     ),
     Row(

@@ -37,6 +37,7 @@ from tfparallel.pipeline.plan_of_shares import plan_of_shares
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
+from tfparallel.pipeline.profile import Cost, slowest
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
@@ -249,13 +250,20 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)
-            stages = divide(model, self._options.partition, self._placement, self._budget, inputs)
+            given = self._options.partition, self._placement, self._budget, inputs
+            stages = divide(model, *given, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
                     behind(variable).move_to(self._groups_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
+
+    def _agreed(self, costs: list[Cost]) -> list[Cost]:
+        """The same for all workers, whose clocks differ: a stage has the same layers in each."""
+        if self._workers is None:
+            return costs
+        return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
 
     def _summary_of(self, model: keras.Model) -> Summary:
         devices = [

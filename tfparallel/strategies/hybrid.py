@@ -10,13 +10,13 @@ import tensorflow as tf
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
+from tfparallel.measure.lanes import DrawnStep
 from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
-from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.sharded.in_one_process import LocalShardedExtended
@@ -119,10 +119,11 @@ class HybridStrategy(KerasStrategy):
         """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
         return self._of_axis("pipeline")._stages_of(model)
 
-    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
-        """When each pass of the first pipeline starts and ends; as `PipelineStrategy.profile`."""
-        self._of_axis("pipeline")
-        return measure_step(self, model, batch)
+    def profile(self, model: keras.Model, batch: Any) -> DrawnStep:
+        """With a pipeline, the passes of the first one; as `PipelineStrategy.profile`."""
+        if "pipeline" in self._mesh.names:
+            return measure_step(self, model, batch)
+        return super().profile(model, batch)
 
     def summary(self, model: keras.Model) -> Summary | str:
         """A table of the stages of `model`, of its weights in parts, or both; `print` it.

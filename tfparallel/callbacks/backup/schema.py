@@ -109,14 +109,6 @@ class ManifestContent(_Checked):
     files: dict[str, FileRecord]
 
 
-class TensorEntry(_Checked):
-    """What the header of a file of arrays says of one of them."""
-
-    dtype: str
-    shape: list[Count]
-    data_offsets: Annotated[list[Count], Field(min_length=2, max_length=2)]
-
-
 class _Progress(_Checked):
     epoch: Count
     batch: Count
