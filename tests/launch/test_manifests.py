@@ -27,10 +27,10 @@ ROLES = {
     "servers": ["--workers", "2", "--ps", "2"],  # ParameterServer
     "servers and evaluator": ["--workers", "2", "--ps", "1", "--evaluator"],
 }
-OPTIONS = (
-    "--name mnist --image registry/mnist:1 --gpus 2 --cpus 4 --memory 6Gi --claim runs --env SEED=7 "
-    "--grace-seconds 90"
-).split()
+OPTIONS = [
+    *("--name", "mnist", "--image", "registry/mnist:1", "--claim", "runs", "--env", "SEED=7"),
+    *("--cpus", "4", "--gpus", "2", "--memory", "6Gi", "--grace-seconds", "90"),
+]
 
 
 def printed(capsys, target: str, *options: str, script=("train.py", "--epochs", "3")) -> str:
