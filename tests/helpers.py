@@ -1,6 +1,7 @@
 """What the tests share: a tiny model, one way to train it, one way to compare trainings."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,12 @@ def tiny_compile_options() -> dict:
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "metrics": ["accuracy"],
     }
+
+
+def cpu_mesh_of(**sizes: int) -> keras.distribution.DeviceMesh:
+    """Logical CPUs as a mesh of these axes."""
+    devices = [f"cpu:{i}" for i in range(math.prod(sizes.values()))]
+    return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
 
 
 def momentum_sgd() -> keras.Optimizer:

@@ -364,6 +364,41 @@ STRATEGIES = [
         exempt=_OF_A_GROUP,
     ),
     Row(
+        "pipeline_model_2x2",
+        lambda: _hybrid({"pipeline": 2, "model": 2}, pipeline=library().PipelineOptions(3)),
+        num_replicas=3,
+        few=(
+            *FEW,
+            "dropout.masks_differ_and_repeat",
+            "models.attention",
+            "models.dict_inputs_and_outputs",
+            "models.lstm",
+            "models.shared_layers",
+            "models.subclassed",
+            "nested.gan",
+            "optimizers.adam_on_an_embedding",
+            "optimizers.ema_overwrite",
+            "optimizers.gradient_accumulation",
+        ),
+        exempt=_OF_STAGES,
+    ),
+    Row(
+        "data_pipeline_model_2x2x2",
+        lambda: _hybrid(
+            {"data": 2, "pipeline": 2, "model": 2}, pipeline=library().PipelineOptions(2)
+        ),
+        num_replicas=4,
+        devices_per_worker=8,
+        few=(
+            *FEW,
+            "inputs.every_batch_of_one_row",
+            "models.attention",
+            "models.shared_layers",
+            "nested.gan",
+        ),
+        exempt=_OF_STAGES,
+    ),
+    Row(
         "horovod_2_of_data_pipeline_2x2",
         lambda: library().HorovodStrategy(inner=lambda: _pipelines(2, 2)),
         num_replicas=8,
@@ -463,6 +498,7 @@ STRATEGIES = [
             "batch_norm.a_replica_without_rows_has_no_say",
             "inputs.last_batch_of_one_row",
             "inputs.sample_weight",
+            "models.layers_that_take_other_times_on_each_worker",
             "models.embedding",
             "nested.gan",
             "optimizers.global_clipnorm",
@@ -496,7 +532,11 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=(
+            "models.layers_that_take_other_times_on_each_worker",
+            "optimizers.global_clipnorm",
+            "saving.checkpoint",
+        ),
         exempt={**_ONE_PROCESS, **_OF_STAGES},
     ),
     Row(

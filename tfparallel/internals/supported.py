@@ -93,6 +93,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
     "tensorflow.python.ops.resource_variable_ops": ("ResourceVariable", "variable_accessed"),
     "tensorflow.python.pywrap_tfe": ("TFE_Py_TapeSetPossibleGradientTypes",),
+    "tensorflow.tsl.profiler.protobuf.xplane_pb2": ("XSpace",),
     "tensorflow.python.training.saving.saveable_object": ("SaveSpec", "SaveableObject"),
 }
 

@@ -11,6 +11,7 @@ from tfparallel.launch.completion import add_completion_command, complete
 from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.launch_command import add_launch_command
 from tfparallel.launch.manifest_command import add_manifest_command
+from tfparallel.launch.report_command import add_report_command
 from tfparallel.version import __version__
 
 
@@ -42,4 +43,5 @@ def _make_parser() -> argparse.ArgumentParser:
     add_backups_command(commands)
     add_doctor_command(commands)
     add_completion_command(commands)
+    add_report_command(commands)
     return parser

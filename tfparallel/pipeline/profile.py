@@ -57,6 +57,15 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
         return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
 
 
+def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
+    """What each part costs where it costs most.
+
+    Args:
+        costs: by worker and part, each a `Cost` or its list of numbers.
+    """
+    return [Cost(*map(max, zip(*own, strict=True))) for own in zip(*costs, strict=True)]
+
+
 def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:
     """Zeros of a symbolic tensor's shape and type, in `rows` rows; 1 where a size is unknown."""
     shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]

@@ -8,13 +8,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
+from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.measure.lanes import DrawnStep
 from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.stages import Stages
-from tfparallel.pipeline.summary import Summary, summarise
-from tfparallel.pipeline.swimlane import Swimlane
+from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.sharded.in_one_process import LocalShardedExtended
@@ -43,7 +44,8 @@ class HybridStrategy(KerasStrategy):
     `TensorParallelStrategy`. For several processes give it to `HorovodStrategy` or
     `MultiWorkerMirroredStrategy` as `inner`.
 
-    "data" goes with each of the other three.
+    "data" goes with each of the other three, and "pipeline" with "model": the layers of a stage are
+    computed in parts on its devices. Shards beside those two are not there.
 
     Args:
         mesh: a `keras.distribution.DeviceMesh`, or the size of each axis by its name, which takes
@@ -55,8 +57,8 @@ class HybridStrategy(KerasStrategy):
             divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
 
     Raises:
-        NotImplementedError: for two of shard, pipeline and model on one mesh.
-        TypeError: for another mesh.
+        NotImplementedError: for shards beside a pipeline or an axis of the model.
+        TypeError: for another mesh, or another layout.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, and for options of an axis that the mesh does not have.
     """
@@ -78,6 +80,14 @@ class HybridStrategy(KerasStrategy):
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
     ) -> Any:
         mesh = self._mesh
+        if {"pipeline", "model"} <= {*mesh.names}:
+            groups = mesh.devices[:, 0].tolist()
+            schedule = pipeline.schedule_for(len(groups[0]))
+            flat = tuple(tuple(group) for each in groups for group in each)
+            layouts = Layouts(
+                layout_map, MeshGroups(flat, mesh.names.get("data"), mesh.names["model"])
+            )
+            return PipelinesOfGroupsExtended(self, groups, schedule, pipeline, layouts)
         if "pipeline" in mesh.names:
             first, *others = mesh.devices[:, 0, :, 0].tolist()
             schedule = pipeline.schedule_for(len(first))
@@ -99,23 +109,27 @@ class HybridStrategy(KerasStrategy):
         """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
         return self._of_axis("pipeline")._stages_of(model)
 
-    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
-        """When each pass of the first pipeline starts and ends; as `PipelineStrategy.profile`."""
-        self._of_axis("pipeline")
-        return measure_step(self, model, batch)
+    def profile(self, model: keras.Model, batch: Any) -> DrawnStep:
+        """With a pipeline, the passes of the first one; as `PipelineStrategy.profile`."""
+        if "pipeline" in self._mesh.names:
+            return measure_step(self, model, batch)
+        return super().profile(model, batch)
 
     def summary(self, model: keras.Model) -> Summary | str:
-        """A table of the stages of `model`, or of its weights in parts; `print` it.
+        """A table of the stages of `model`, of its weights in parts, or both; `print` it.
 
         Raises:
             ValueError: on a mesh with neither a pipeline nor an axis of the model.
         """
-        if "model" in self._mesh.names:
-            return summary_of_layout(model, self.extended.layouts)
-        extended = self._of_axis("pipeline")
-        stages = range(extended._schedule.num_stages)
-        devices = [extended._devices_of_stage(stage) for stage in stages]
-        return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
+        if "model" not in self._mesh.names:
+            return self._summary_of_stages(model)
+        weights = summary_of_layout(model, self.extended.layouts)
+        if "pipeline" not in self._mesh.names:
+            return weights
+        return f"{self._summary_of_stages(model)}\n{weights}"
+
+    def _summary_of_stages(self, model: keras.Model) -> Summary:
+        return self._of_axis("pipeline")._summary_of(model)
 
     def _of_axis(self, axis: str) -> Any:
         if axis not in self._mesh.names:
@@ -137,6 +151,26 @@ def _mesh(mesh: Any) -> Mesh:
             f"as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
         )
     return mesh_of(sizes, names, check_devices(devices, "devices of the mesh") or [])
+
+
+def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
+    """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
+    if not isinstance(layout_map, keras.distribution.LayoutMap):
+        raise TypeError(
+            "Expected `layout_map`, a keras.distribution.LayoutMap. Received: "
+            f"{layout_map!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
+        )
+    own = layout_map.device_mesh
+    if own is None:
+        return
+    sizes = dict(zip(own.axis_names, own.shape, strict=True))
+    expected = {name: mesh.size(axis) for axis, name in mesh.names.items()}
+    if sizes != expected:
+        received = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
+            f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
+        )
 
 
 def _full_name(name: Any) -> str:
@@ -170,10 +204,12 @@ def _check_options(
             "`shard` needs an axis 'shard' or 'data', along which state is in parts. Received: a "
             f"mesh of {mesh}."
         )
+    if layout_map is not None:
+        _check_layout_map(mesh, layout_map)
     together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
-    together += ["shard"] if shard is not None else []
-    if len(together) > 1:
+    if shard is not None and together:
+        together.append("shard")
         raise NotImplementedError(
-            "A mesh divides rows, and one of state, layers and matrices. Received: a mesh of "
-            f"{mesh} that divides {' and '.join(together)}. Take one of them, beside 'data'."
+            "Shards of the state go with 'data'. Received: a mesh of "
+            f"{mesh} that divides {' and '.join(together)}. Leave out shards, or the others."
         )
