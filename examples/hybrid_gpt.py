@@ -9,6 +9,10 @@ Four pipelines of two stages, another schedule:
 
     python examples/hybrid_gpt.py --pipelines 4 --stages 2 --schedule zero_bubble
 
+Two pipelines of two stages, each stage with the matrices of its layers in parts on two devices:
+
+    python examples/hybrid_gpt.py --pipelines 2 --stages 2 --parts 2
+
 Two processes of two pipelines each, the rows of a batch divided by four:
 
     horovodrun -np 2 python examples/hybrid_gpt.py --pipelines 2 --stages 2 --processes
@@ -31,6 +35,7 @@ import tfparallel
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("pipelines", 2, "Places along the axis of data.")
+flags.DEFINE_integer("parts", 1, "Places along the axis of the model.")
 flags.DEFINE_bool("processes", False, "Whether horovodrun has started several of these.")
 flags.FLAGS.set_default("stages", 4)
 flags.FLAGS.set_default("microbatches", 4)
@@ -57,9 +62,10 @@ def main(_: list[str]) -> None:
 
 
 def make_strategy() -> tf.distribute.Strategy:
-    """A mesh of `--pipelines` x `--stages` devices, in each process that trains."""
+    """A mesh of `--pipelines` x `--stages` x `--parts` devices, in each process that trains."""
     if not tf.config.list_physical_devices("GPU"):
-        logical = [tf.config.LogicalDeviceConfiguration()] * (FLAGS.pipelines * FLAGS.stages)
+        num_devices = FLAGS.pipelines * FLAGS.stages * FLAGS.parts
+        logical = [tf.config.LogicalDeviceConfiguration()] * num_devices
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, logical)
     return tfparallel.HorovodStrategy(inner=make_mesh) if FLAGS.processes else make_mesh()
@@ -67,12 +73,27 @@ def make_strategy() -> tf.distribute.Strategy:
 
 def make_mesh() -> tf.distribute.Strategy:
     """The mesh of one process."""
-    return tfparallel.HybridStrategy(
-        {"data": FLAGS.pipelines, "pipeline": FLAGS.stages},
-        pipeline=tfparallel.PipelineOptions(
-            FLAGS.microbatches, FLAGS.schedule, rematerialize=FLAGS.rematerialize
-        ),
+    axes = {"data": FLAGS.pipelines, "pipeline": FLAGS.stages}
+    options = tfparallel.PipelineOptions(
+        FLAGS.microbatches, FLAGS.schedule, rematerialize=FLAGS.rematerialize
     )
+    if FLAGS.parts == 1:
+        return tfparallel.HybridStrategy(axes, pipeline=options)
+    return tfparallel.HybridStrategy(
+        {**axes, "model": FLAGS.parts}, pipeline=options, layout_map=layout_of_blocks()
+    )
+
+
+def layout_of_blocks() -> keras.distribution.LayoutMap:
+    """Attention by heads; the two layers behind it by columns, then rows."""
+    layout_map = keras.distribution.LayoutMap(None)  # of the strategy's mesh
+    layout_map[".*attention/(query|key|value)/kernel"] = (None, "model", None)
+    layout_map[".*attention/(query|key|value)/bias"] = ("model", None)
+    layout_map[".*attention/attention_output/kernel"] = ("model", None, None)
+    layout_map[".*widen/kernel"] = (None, "model")
+    layout_map[".*widen/bias"] = ("model",)
+    layout_map[".*narrow/kernel"] = ("model", None)
+    return layout_map
 
 
 if __name__ == "__main__":

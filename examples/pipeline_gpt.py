@@ -107,9 +107,9 @@ class Block(layers.Layer):
     def __init__(self, width: int, **kwargs: object):
         super().__init__(**kwargs)
         self.norms = [layers.LayerNormalization(), layers.LayerNormalization()]
-        self.attention = layers.MultiHeadAttention(4, width // 4)
-        self.widen = layers.Dense(4 * width, activation="gelu")
-        self.narrow = layers.Dense(width)
+        self.attention = layers.MultiHeadAttention(4, width // 4, name="attention")
+        self.widen = layers.Dense(4 * width, activation="gelu", name="widen")
+        self.narrow = layers.Dense(width, name="narrow")
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         """`[rows, CONTEXT, width]` to the same."""

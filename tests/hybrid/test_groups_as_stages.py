@@ -110,10 +110,10 @@ def test_a_stage_computes_and_adds_up_evenly_on_its_devices_and_gathers_nothing(
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "gpipe"},
         {"schedule": "zero_bubble"},
-        {"rematerialize": "full"},
-        {"offload": True},
+        pytest.param({"schedule": "gpipe"}, marks=pytest.mark.long),
+        pytest.param({"rematerialize": "full"}, marks=pytest.mark.long),
+        pytest.param({"offload": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -137,7 +137,9 @@ def sequences(rows):
     return random.integers(0, 11, (rows, 4)), random.integers(0, 3, rows)
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "dim", [0, pytest.param(1, marks=pytest.mark.long)], ids=["rows", "columns"]
+)
 def test_rows_of_a_table_and_loops_are_trained_as_by_one_device(dim):
     """The norm of a table's gradient is that of a row for each token, as one device has it."""
     layouts = {

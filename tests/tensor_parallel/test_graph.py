@@ -96,6 +96,30 @@ def test_a_column_and_a_row_do_not_gather_in_between(between):
     assert _on_each(counts, "ConcatV2") == [0, 0]
 
 
+class Pair(layers.Layer):
+    """Has its layers built by Keras, when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        outer = layers.Dense(32, "tanh", name="up"), layers.Dense(16, name="down")
+        self.inner = list(outer)
+
+    def call(self, x):
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def _nested_pair():
+    return keras.Sequential([keras.Input((16,)), Pair()])
+
+
+def test_layers_in_a_layer_are_computed_in_parts():
+    counts = _operations_that_run(MEGATRON, _nested_pair, (12, 16))
+    assert _on_each(counts, "MatMul") == [5, 5]
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+
+
 def test_three_devices_multiply_as_many_matrices_each():
     counts = _operations_that_run(MEGATRON, _pair, (12, 16), parts=3)
     assert _on_each(counts, "MatMul", 3) == [5, 5, 5]
