@@ -465,7 +465,7 @@ FAULTS: dict[str, Fault] = {
         model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[1, 4]),
     ),
     "few microbatches": Fault(
-        ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=1)
+        ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=2)
     ),
     "slow rank": Fault(("imbalance: rank",), "", model=workers_with_a_slow_one),
     "callback of one rank": Fault(
