@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks import BackupAndRestore, Measure
-from tfparallel.measure.job_ledger import started_at
+from tfparallel.measure.goodput import process_started_at
 
 FOLDER, SEED = sys.argv[1], int(sys.argv[2])
 LOG = os.open(f"{FOLDER}/delays.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -127,7 +127,7 @@ class First(keras.callbacks.Callback):
     """Where the start ends, and the process does, some time later."""
 
     def on_train_begin(self, logs=None):
-        note("start", started_at())
+        note("start", process_started_at())
         where.append("tracing")
 
     def on_test_begin(self, logs=None):

@@ -63,6 +63,14 @@ def test_half_a_line_is_left_out(tmp_path):
     assert Ledger(tmp_path, time.time()) and read_ledger(tmp_path)[-1]["run"] == 1
 
 
+def test_the_start_of_a_process_is_not_before_it():
+    code = "from tfparallel.measure.goodput import process_started_at as at; print(at())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    before_s = time.time()
+    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert before_s - 0.1 <= float(told) <= time.time()
+
+
 TRAINING = """
 import os, signal, sys, time
 import keras, numpy as np, tensorflow as tf

@@ -228,5 +228,7 @@ def _close(sender: Sender, *connections: socket.socket) -> None:
 def _describe(greeting: tuple[int, bytes, int, bytes]) -> str:
     number, kind, size_bytes, dtype = greeting
     size = f"rows of {size_bytes} bytes" if kind == b"gather" else f"{size_bytes} bytes"
-    name = "reduce-scatter" if kind == b"scatter" else f"all-{kind.decode()}"
+    name = {b"scatter": "reduce-scatter", b"gathers": "all-gather"}.get(
+        kind, f"all-{kind.decode()}"
+    )
     return f"{name} {number} of {size} of {dtype.decode()}"

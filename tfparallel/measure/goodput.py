@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 FILE = "goodput.jsonl"
 # What of a step moves the training on; waiting within it is part of doing it in parallel.
 PRODUCTIVE = ("compute", "communication", "bubble", "imbalance")
@@ -107,6 +109,18 @@ class Ledger:
             os.write(file, text)
         finally:
             os.close(file)
+
+
+def process_started_at() -> float:
+    """When this process started, seconds since 1970.
+
+    The start is kept in seconds since the machine's start, exactly, but the time of that start in
+    whole seconds (`btime` in proc(5)), so that psutil's sum is up to a second early.
+    """
+    started_at, booted_at = psutil.Process().create_time(), psutil.boot_time()
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return started_at
+    return started_at - booted_at + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def read_ledger(folder: Path) -> list[dict[str, Any]]:

@@ -1,30 +1,10 @@
 """What one run of a job has spent since its process started, told to the ledger of all runs."""
 
-import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
-from tfparallel.measure.goodput import Goodput, Ledger, goodput, read_ledger
+from tfparallel.measure.goodput import Goodput, Ledger, goodput, process_started_at, read_ledger
 from tfparallel.measure.record import added
-
-_STAT = Path("/proc/self/stat")
-_START = 22  # the field of the moment at which the process began, in ticks since the machine did
-
-
-def started_at() -> float:
-    """When this process began, seconds since 1970.
-
-    Linux notes it to a hundredth of a second since the machine began, when that was to a second
-    only: hence by the process's age. Elsewhere as the system says it.
-    """
-    if not _STAT.exists():
-        return psutil.Process().create_time()
-    fields = _STAT.read_text().rpartition(")")[2].split()  # the name, before, may hold anything
-    began_s = int(fields[_START - 3]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
 class JobLedger:
@@ -36,7 +16,7 @@ class JobLedger:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._ledger = Ledger(folder, started_at())
+        self._ledger = Ledger(folder, process_started_at())
         self._before: dict[str, float] = {}  # epochs that have ended
         self._restored_s: float | None = None
 

@@ -5,19 +5,19 @@ that is called on several stages has one home, the first of them, where its vari
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
+from tfparallel.internals.keras_layers import functional_graph
 from tfparallel.pipeline.memory import parameter_bytes
 from tfparallel.pipeline.parts import (
     Calls,
     Member,
     Part,
     find_parts,
-    functional_graph,
     is_opened,
     members,
     variables_by_part,
@@ -70,6 +70,7 @@ def divide(
     placement: Placement,
     budget: Budget,
     inputs: Any = None,
+    agreed: Callable[[list[Cost]], list[Cost]] = list,
 ) -> Stages:
     """Decides on which stage each part of `model` runs.
 
@@ -80,6 +81,7 @@ def divide(
         placement: layers that the user has put on stages.
         budget: of each stage's memory.
         inputs: of one microbatch, to measure with; see `profile_parts`.
+        agreed: gives the costs that all workers divide by, of those that this one measured.
 
     Raises:
         ValueError: if there are fewer parts than stages, if patterns do not fit the layers, if a
@@ -93,7 +95,7 @@ def divide(
         )
     is_placed = placement.places(parts)
     if partition == "balanced" and not is_placed:
-        return _balanced(parts, profile_parts(model, parts, inputs), budget)
+        return _balanced(parts, agreed(profile_parts(model, parts, inputs)), budget)
     if partition != "balanced" and is_placed:
         raise ValueError(
             "Layers are placed either by patterns or by `with strategy.stage(i):`. Received: "

@@ -73,11 +73,12 @@ class WorkersExtended(ReplicatedExtended):
         """`initial_value` once all workers have said that they create the same variable."""
         owner = owner_of_new_variable()
         name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
+        dtype = kwargs.get("dtype")  # not `kwargs`, which will hold `announced`, and the value
 
         def announced() -> tf.Tensor:
             value = initial_value() if callable(initial_value) else initial_value
             value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
-            value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+            value = tf.convert_to_tensor(value, dtype)
             self._agreement.require_equal(
                 "create a variable", f"{name} {value.dtype.name}{value.shape.as_list()}"
             )
@@ -181,8 +182,11 @@ class WorkersExtended(ReplicatedExtended):
         Called in a cross-replica context, with the sums of the process.
         """
         del source
-        pairs = [(gradient, gradient) for gradient in gradients]
-        sums = self._batch_reduce_to(ReduceOp.SUM, pairs, None) if pairs else []
+        if not gradients:
+            return []
+        with tf.device(self.worker_devices[0]):  # from different devices, each is sent by itself
+            here = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+        sums = self._batch_reduce_to(ReduceOp.SUM, [(each, each) for each in here], None)
         return [self._local_results(total)[0] for total in sums]
 
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:

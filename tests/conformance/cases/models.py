@@ -1,7 +1,11 @@
 """Every model trains, evaluates and predicts as on one device, with an uneven last batch."""
 
-import keras
+import time
 
+import keras
+import tensorflow as tf
+
+import tfparallel
 from tests.conformance.case import Run, add_case, case
 from tests.conformance.models import MODELS
 from tests.helpers import (
@@ -50,3 +54,34 @@ def initial_weights_are_those_of_the_first_worker(run: Run):
     x, y = tiny_data(ODD_BATCH)
     history = model.fit(x, y, batch_size=ODD_BATCH, shuffle=False, verbose=0).history
     return Training(model, history, initial).results()
+
+
+class TimedDense(keras.layers.Dense):
+    """May take long where it is run outside of a graph, as a pipeline measures its layers."""
+
+    def __init__(self, units: int, seconds: float):
+        super().__init__(units)
+        self.seconds = seconds
+
+    def call(self, inputs):
+        if tf.executing_eagerly():
+            time.sleep(self.seconds)
+        return super().call(inputs)
+
+
+@case()
+def layers_that_take_other_times_on_each_worker(run: Run):
+    """Whoever divides layers by their times must divide them alike in every process."""
+    seconds = (0.05, 0.0, 0.0, 0.0) if run.rank == 0 else (0.0, 0.0, 0.0, 0.05)
+
+    def build():
+        layers = [TimedDense(*each) for each in zip((8, 4, 5, 3), seconds, strict=True)]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    training = run.train(build=build)
+    if isinstance(pipeline := getattr(run.strategy, "inner", None), tfparallel.PipelineStrategy):
+        stages = pipeline.stages(training.model).stage_of
+        (run.folder / f"stages{run.rank}").write_text(str(stages))
+        run.barrier()
+        assert len({file.read_text() for file in run.folder.glob("stages*")}) == 1
+    return training.results()
