@@ -359,8 +359,13 @@ def pipeline(widths: list, stages: int = 2, microbatches: int = 8, **options: An
     cpus = [f"CPU:{i}" for i in range(stages)]
     strategy = tfparallel.PipelineStrategy(cpus, num_microbatches=microbatches, **options)
     with strategy.scope():
-        layers = [Slow() if w == "slow" else keras.layers.Dense(w, "relu") for w in widths]
-        model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+        names = ["first", *(f"later_{i}" for i in range(1, len(widths)))]
+        layers = [
+            Slow(name=name) if width == "slow" else keras.layers.Dense(width, "relu", name=name)
+            for name, width in zip(names, widths, strict=True)
+        ]
+        last = keras.layers.Dense(1, name="later_last")
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers, last])
         model.compile("sgd", "mse")
     return model
 
@@ -462,7 +467,7 @@ FAULTS: dict[str, Fault] = {
     "unbalanced partition": Fault(
         ("imbalance: stage",),
         "",
-        model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[1, 4]),
+        model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[["first"], ["later_*"]]),
     ),
     "few microbatches": Fault(
         ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=2)
