@@ -40,9 +40,9 @@ PORTS = (29_751, 29_752)
 Row = dict[str, Any]
 
 
-def training(name: str) -> Row:
-    """One training in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder, _commands(name, folder) as commands:
+def training(name: str, is_cured: bool = False) -> Row:
+    """One training in processes of its own, with a fault or what helps against it."""
+    with tempfile.TemporaryDirectory() as folder, _commands(name, folder, is_cured) as commands:
         processes = [
             subprocess.Popen(
                 command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -57,11 +57,13 @@ def training(name: str) -> Row:
 
 
 @contextlib.contextmanager
-def _commands(name: str, folder: str) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+def _commands(
+    name: str, folder: str, is_cured: bool
+) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
     """What runs a training: one process, or two ranks, on hosts of their own if a link is slow."""
-    own = [sys.executable, str(FOLDER / "measure_causes.py"), name, folder]
+    own = [sys.executable, str(FOLDER / "measure_causes.py"), name, folder, *["cured"] * is_cured]
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    if name == "one thread":
+    if name == "one thread" and not is_cured:
         env["TF_NUM_INTRAOP_THREADS"] = "1"
     if name not in measure_causes.OF_RANKS:
         yield [(own, env)]
@@ -98,14 +100,16 @@ def healthy(name: str) -> Row:
     """A training that nothing slows down."""
     found = training(name)
     is_right = found["cause"] == "none"
-    return {"name": f"healthy: {name}", "expected": "none", **found, "right": is_right}
+    row = {"name": f"healthy: {name}", "expected": "none", "cause": found["cause"]}
+    return row | {"text": found["text"], "right": is_right}
 
 
 def on_machine(name: str) -> Row:
     """A fault that the doctor finds."""
     fault = measure_machines.FAULTS[name]
     found = fault.examine()
-    named = [each["check"] for each in found if each["status"] != "ok"]
+    worst_first = sorted(found, key=lambda each: ("problem", "warning", "ok").index(each["status"]))
+    named = [each["check"] for each in worst_first if each["status"] != "ok"]
     before = [each["check"] for each in measure_machines.sound() if each["status"] != "ok"]
     new = [check for check in named if check not in before]
     return {
@@ -161,8 +165,9 @@ def _run(run: Callable[[], Row], name: str) -> Row:
 
 
 def _line(row: Row) -> str:
-    off = f", {row['injected']:.1%} injected, off by {row['off'] * 100:+.1f} points"
-    words = off if "off" in row else ""
+    words = ""
+    if "off" in row:
+        words = f", {row['injected']:.1%} injected, off by {row['off'] * 100:+.1f} points"
     return f"{'right' if row['right'] else 'WRONG'}  {row['name']}: {row['cause']}{words}"
 
 

@@ -35,11 +35,12 @@ class Injected:
     Attributes:
         seconds: so far.
         is_on: whether it delays anything; the epoch before shows what there is without it.
+        delay_s: each time; longer than some steps, so that nothing can hide most of it.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.is_on = False
+        self.is_on, self.delay_s = False, DELAY_S
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -47,17 +48,17 @@ class Injected:
         yield
         self.seconds += time.perf_counter() - began_s
 
-    def sleep(self, seconds: float = DELAY_S) -> None:
+    def sleep(self, times: float = 1) -> None:
         """Delays whoever calls it."""
         if self.is_on:
             with self.taking():
-                time.sleep(seconds)
+                time.sleep(times * self.delay_s)
 
     def compute(self, work: Callable[[], Any]) -> None:
         """Does some work again and again for as long as a delay takes."""
         if self.is_on:
             with self.taking():
-                until = time.perf_counter() + DELAY_S
+                until = time.perf_counter() + self.delay_s
                 while time.perf_counter() < until:
                     work()
 
@@ -90,10 +91,15 @@ def arrays(rows: int = STEPS * ROWS) -> tuple[np.ndarray, np.ndarray]:
     return x, x[:, :1].copy()
 
 
-def dataset(rows: int = STEPS * ROWS) -> tf.data.Dataset:
+def batches() -> tf.data.Dataset:
     """Batches of them that are there at once."""
-    batches = [each.reshape(-1, ROWS, each.shape[-1]) for each in arrays(rows)]
-    return nothing_ahead(tf.data.Dataset.from_tensor_slices(tuple(batches)))
+    pieces = [each.reshape(-1, ROWS, each.shape[-1]) for each in arrays()]
+    return tf.data.Dataset.from_tensor_slices(tuple(pieces))
+
+
+def dataset() -> tf.data.Dataset:
+    """The same, with nothing read ahead of the step."""
+    return nothing_ahead(batches())
 
 
 def nothing_ahead(made: tf.data.Dataset) -> tf.data.Dataset:
@@ -259,7 +265,7 @@ class AtTheEpochsBeginning(SleepsAtTheEnd):
     """As one who draws samples of data before each epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.injected.sleep(DELAY_S * STEPS)
+        self.injected.sleep(STEPS)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         pass
@@ -353,8 +359,13 @@ def pipeline(widths: list, stages: int = 2, microbatches: int = 8, **options: An
     cpus = [f"CPU:{i}" for i in range(stages)]
     strategy = tfparallel.PipelineStrategy(cpus, num_microbatches=microbatches, **options)
     with strategy.scope():
-        layers = [Slow() if w == "slow" else keras.layers.Dense(w, "relu") for w in widths]
-        model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+        names = ["first", *(f"later_{i}" for i in range(1, len(widths)))]
+        layers = [
+            Slow(name=name) if width == "slow" else keras.layers.Dense(width, "relu", name=name)
+            for name, width in zip(names, widths, strict=True)
+        ]
+        last = keras.layers.Dense(1, name="later_last")
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers, last])
         model.compile("sgd", "mse")
     return model
 
@@ -362,13 +373,13 @@ def pipeline(widths: list, stages: int = 2, microbatches: int = 8, **options: An
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-def workers(width: int = WIDTH) -> keras.Model:
+def workers(**options: Any) -> keras.Model:
     """Replicas of `TF_CONFIG`."""
     import tfparallel
 
-    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    strategy = tfparallel.MultiWorkerMirroredStrategy(**options)
     with strategy.scope():
-        layers = [keras.layers.Dense(width, activation="relu") for _ in range(3)]
+        layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
         model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     return model
@@ -456,10 +467,10 @@ FAULTS: dict[str, Fault] = {
     "unbalanced partition": Fault(
         ("imbalance: stage",),
         "",
-        model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[1, 4]),
+        model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[["first"], ["later_*"]]),
     ),
     "few microbatches": Fault(
-        ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=1)
+        ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=2)
     ),
     "slow rank": Fault(("imbalance: rank",), "", model=workers_with_a_slow_one),
     "callback of one rank": Fault(
@@ -470,17 +481,54 @@ FAULTS: dict[str, Fault] = {
 }
 OF_RANKS = ("slow rank", "callback of one rank", "data of one rank", "link of 100 Mbit/s")
 
+
+class SleepsSometimes(SleepsAtTheEnd):
+    """Of every twentieth batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch % 20 == 19:
+            self.injected.sleep()
+
+
+def seldom(injected: Injected, folder: Path) -> list:
+    """Keras's, after 500 batches."""
+    path = str(folder / "at.weights.h5")
+    return [keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=500)]
+
+
+def mapped_ahead(injected: Injected) -> tf.data.Dataset:
+    """The slow map on all threads, ahead of the step."""
+    return slow_map(injected, num_parallel_calls=16, deterministic=True).prefetch(16)
+
+
+# What helps, by the name of the fault.
+CURED: dict[str, Fault] = {
+    "map, one thread": Fault(("none",), "", mapped_ahead),
+    "callback sleeps at the end": Fault(("none",), "", callbacks=_callback(SleepsSometimes)),
+    "tiny batch": Fault(("none",), "", model=tiny_model),
+    "ModelCheckpoint": Fault(("none",), "", callbacks=seldom),
+    "retracing": Fault(("none",)),
+    "run_eagerly": Fault(("none",)),
+    "one thread": Fault(("none",)),
+    "few microbatches": Fault(("none",), "", model=lambda: pipeline([WIDTH] * 4)),
+    "unbalanced partition": Fault(
+        ("none",), "", model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition="balanced")
+    ),
+    "data of one rank": Fault(("none",), "", model=workers),
+    "link of 100 Mbit/s": Fault(("none",), "", model=lambda: workers(compression="power_sgd")),
+}
+
 HEALTHY: dict[str, Callable[[], tuple[keras.Model, Any]]] = {
     "arrays": lambda: (plain_model(), arrays()),
-    "tf.data": lambda: (plain_model(), dataset()),
-    "tf.data, prefetched": lambda: (plain_model(), dataset().prefetch(2)),
-    "a cheap map": lambda: (plain_model(), dataset().map(lambda x, y: (x * 2, y))),
-    "shuffled": lambda: (plain_model(), dataset().shuffle(8)),
-    "adam": lambda: (_compiled("adam"), dataset()),
-    "rmsprop": lambda: (_compiled("rmsprop"), dataset()),
-    "one device": lambda: (_under("OneDeviceStrategy", "CPU:0"), dataset()),
-    "mirrored": lambda: (_under("MirroredStrategy", 2), dataset()),
-    "central storage": lambda: (_under("CentralStorageStrategy", ["CPU:0", "CPU:1"]), dataset()),
+    "tf.data": lambda: (plain_model(), batches()),
+    "tf.data, prefetched": lambda: (plain_model(), batches().prefetch(2)),
+    "a cheap map": lambda: (plain_model(), batches().map(lambda x, y: (x * 2, y))),
+    "shuffled": lambda: (plain_model(), batches().shuffle(8)),
+    "adam": lambda: (_compiled("adam"), batches()),
+    "rmsprop": lambda: (_compiled("rmsprop"), batches()),
+    "one device": lambda: (_under("OneDeviceStrategy", "CPU:0"), batches()),
+    "mirrored": lambda: (_under("MirroredStrategy", 2), batches()),
+    "central storage": lambda: (_under("CentralStorageStrategy", ["CPU:0", "CPU:1"]), batches()),
 }
 
 
@@ -497,13 +545,14 @@ def _under(name: str, devices: Any) -> keras.Model:
         return plain_model()
 
 
-def run(name: str, folder: Path) -> dict[str, Any]:
+def run(name: str, folder: Path, is_cured: bool = False) -> dict[str, Any]:
     """One training; what it injected and what `Measure` says of its last epoch."""
     os.environ["MEASURE_FOLDER"] = str(folder)
-    fault, injected = FAULTS[name], Injected()
+    fault, injected = (CURED if is_cured else FAULTS)[name], Injected()
     keras.utils.set_random_seed(0)
     model = (fault.model or plain_model)()
-    data = dataset() if fault.data is None else fault.data(injected)
+    ready = batches() if is_cured else dataset()
+    data = ready if fault.data is None else fault.data(injected)
     callbacks = fault.callbacks(injected, folder)
     return _measured(model, data, callbacks, injected, fault.category, **fault.options)
 
@@ -530,7 +579,9 @@ def _measured(
 
     class Marks(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            injected.is_on = epoch == EPOCHS - 1
+            if epoch == EPOCHS - 1:
+                injected.delay_s = max(DELAY_S, 4 * measure.records[-1].step.median)
+                injected.is_on = True
             before.append(injected.seconds)
 
     class Reads(keras.callbacks.Callback):
@@ -557,23 +608,31 @@ def _measured(
         "cause": verdicts[-1].cause,
         "text": verdicts[-1].text,
         "shares": record.shares,
+        "seconds": dict(record.seconds),
+        "steps": record.steps,
+        "rows_per_s": record.rows_per_s,
         "wall_s": record.wall_s,
         "injected": took_s / record.wall_s,
         "off": off_s / record.wall_s,
     }
 
 
-def main(name: str, folder: str) -> None:
+def open_cpus(count: int) -> None:
+    """Logical devices, before TensorFlow starts."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * count,
+    )
+
+
+def main(name: str, folder: str, cured: str = "") -> None:
     """Prints one line of JSON."""
-    found = run_healthy(name) if name in HEALTHY else run(name, Path(folder))
+    is_healthy = name in HEALTHY
+    found = run_healthy(name) if is_healthy else run(name, Path(folder), bool(cured))
     if rank() == 0:
         print("RESULT " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    cpus = int(os.environ.get("MEASURE_CPUS", "2"))
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * cpus,
-    )
+    open_cpus(int(os.environ.get("MEASURE_CPUS", "2")))
     main(*sys.argv[1:])

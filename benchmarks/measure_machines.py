@@ -9,22 +9,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import network
 
 ROOT = Path(__file__).resolve().parent.parent
 Found = list[dict[str, Any]]
 
 
-def doctor(*options: str, **environ: str) -> Found:
-    """Its findings."""
+def doctor(*options: str, prefix: Sequence[str] = (), **environ: str) -> Found:
+    """Its findings.
+
+    Args:
+        options: of the command.
+        prefix: what runs it on another host.
+        environ: variables; FIRST is a folder of packages that come before others.
+    """
     env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "OMP_NUM_THREADS")}
     path = os.pathsep.join([environ.pop("FIRST", ""), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "tfparallel", "doctor", "--json", *options],
+        [*prefix, sys.executable, "-m", "tfparallel", "doctor", "--json", *options],
         env={**env, "PYTHONPATH": path.strip(os.pathsep), **environ},
         capture_output=True,
         text=True,
@@ -104,23 +112,39 @@ def _folder_that_is_a_file() -> Found:
         return doctor("--folder", file.name)
 
 
-def _folder_of_its_own() -> Found:
-    """Two hosts' doctors, each with another folder."""
-    workers = [_own(), _own()]
-    answers: list[Found] = []
+def _two_doctors(
+    workers: Sequence[str], options: Sequence[Sequence[str]], prefixes: Sequence[Sequence[str]]
+) -> Found:
+    """What one of two finds that ask each other."""
 
-    def ask(index: int, folder: str) -> None:
+    def ask(index: int) -> Found:
         task = {"type": "worker", "index": index}
-        config = json.dumps({"cluster": {"worker": workers}, "task": task})
-        answers.append(doctor("--link", "60", "--folder", folder, TF_CONFIG=config))
+        config = json.dumps({"cluster": {"worker": list(workers)}, "task": task})
+        own = ("--link", "60", *options[index])
+        return doctor(*own, prefix=prefixes[index], TF_CONFIG=config)
 
+    with ThreadPoolExecutor(2) as threads:
+        return next(iter(threads.map(ask, range(2))))
+
+
+def _folder_of_its_own() -> Found:
+    """Each doctor has another folder."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        threads = [threading.Thread(target=ask, args=(i, f)) for i, f in enumerate((one, other))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return answers[0]
+        options = [("--folder", one), ("--folder", other)]
+        return _two_doctors([_own(), _own()], options, [(), ()])
+
+
+def _slow_link() -> Found:
+    with network.two_hosts(50, "cubic") as hosts:
+        workers = [f"{host.address}:29750" for host in hosts]
+        return _two_doctors(workers, [(), ()], [host.prefix for host in hosts])
+
+
+def _nobody_there() -> Found:
+    """An address on a network on which no host has it."""
+    with network.two_hosts(1000, "cubic") as hosts:
+        workers = [f"{hosts[0].address}:29750", "10.77.0.9:29750"]
+        return doctor(prefix=hosts[0].prefix, **_cluster(*workers))
 
 
 def _few_files() -> Found:
@@ -154,9 +178,8 @@ FAULTS: dict[str, Fault] = {
     "a name that does not resolve": Fault(
         "names", lambda: doctor(**_cluster(_own(), "no-such-host.invalid:2222"))
     ),
-    "an address that does not reach": Fault(
-        "reach", lambda: doctor(**_cluster(_own(), "192.0.2.1:2222"))
-    ),
+    "an address that does not reach": Fault("reach", _nobody_there),
+    "a link of 50 Mbit/s": Fault("link", _slow_link),
     "a folder that is a file": Fault("folder", _folder_that_is_a_file),
     "a folder that is not shared": Fault("shared folder", _folder_of_its_own),
     "a host whose doctor is silent": Fault("link", _silent_link),

@@ -110,6 +110,19 @@ def test_numbers_of_threads(told, cores, status):
     assert statuses(processors.check_threads(told, cores)) == [status]
 
 
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [
+        ({}, 0),
+        ({"TF_NUM_INTRAOP_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "2", "TF_NUM_INTRAOP_THREADS": "0"}, 2),
+        ({"OMP_NUM_THREADS": "many"}, 0),
+    ],
+)
+def test_threads_that_the_environment_tells(told, threads):
+    assert processors.threads_told(told) == threads
+
+
 def test_gpus_that_would_be_idle():
     def driver():
         return ["H200, 143771 MiB, 570.1"]

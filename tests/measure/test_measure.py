@@ -136,6 +136,19 @@ def test_the_first_trace_is_told_apart():
     assert first.seconds["tracing"] > 0 == second.seconds["tracing"]
 
 
+def test_a_step_that_is_made_anew_each_time_is_traced_each_time():
+    """Each function that Keras makes counts its own traces only."""
+
+    class MakesAnew(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.make_train_function(force=True)
+
+    measure = Measure(verbose=0)
+    model = compiled()
+    model.fit(*tiny_data(32), batch_size=4, verbose=0, callbacks=[MakesAnew(), measure])
+    assert measure.total.details["traces"] == measure.total.steps == 8
+
+
 def test_saving_is_told_apart_and_a_resumed_run_is_measured(tmp_path):
     x, y = tiny_data(32)
 
@@ -217,3 +230,17 @@ def test_a_peak_that_is_measured():
     measure = Measure(verbose=0, peak_flops_per_s="measure")
     compiled().fit(*tiny_data(12), batch_size=4, verbose=0, callbacks=[measure])
     assert 0 < measure.total.mfu < 1
+
+
+@pytest.mark.parametrize("name", ["none", "mirrored", "pipeline"])
+def test_one_device_is_measured_on_request(name, capsys):
+    """Beside the training, of which no bit changes."""
+    weights = []
+    for alone in (None, "measure"):
+        measure = Measure(verbose=1, one_device_rows_per_s=alone)
+        model = compiled(STRATEGIES[name]())
+        model.fit(*tiny_data(24), batch_size=12, epochs=2, verbose=0, callbacks=[measure])
+        weights.append(model.get_weights())
+        assert ("speed-up" in capsys.readouterr().out) == (alone is not None)
+    for without, measured in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, measured)

@@ -55,6 +55,23 @@ def test_an_epoch():
     assert clock.end_epoch().spent.wall_s == 0
 
 
+def test_tracing_is_what_a_step_takes_longer_than_others():
+    """Threads that the main one waits for count too; callbacks do not; alone, its own time does."""
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=9, python=2, traces=1)
+    assert clock.so_far().tracing_s == 2
+    hands.step(clock)
+    clock.begin_step()
+    hands.traces += 1
+    hands.now += 5
+    with clock.in_callback("Slow"):
+        hands.now += 3
+    clock.end_step()
+    assert clock.so_far().tracing_s == 8 + 4
+    assert clock.end_epoch().spent.tracing_s == 8 + 4
+
+
 def test_the_slowest_step_says_why():
     hands = Hands()
     clock = hands.clock()

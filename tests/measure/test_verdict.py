@@ -102,3 +102,11 @@ def test_the_largest_loss_comes_first():
 def test_rows_per_second_of_nothing():
     assert dataclasses.replace(record(), rows=None).rows_per_s is None
     assert dataclasses.replace(record(), wall_s=0.0).rows_per_s is None
+
+
+def test_a_training_that_traces_every_other_step_is_told_so():
+    """No step is left to compare with, so that its share of the time is a lower bound."""
+    own = {**dict.fromkeys(CATEGORIES, 0.0), "compute": 9.6, "tracing": 0.4}
+    told = Record(0, 20, 80, 10.0, own, details={"traces": 20})
+    assert judge(told, Setting()).cause == "tracing: retracing"
+    assert judge(dataclasses.replace(told, details={"traces": 3}), Setting()).cause == "none"

@@ -25,6 +25,22 @@ _TIMED = (
 _SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
+class _Traces:
+    """How often steps were traced so far, also by functions that have been replaced since."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._function: Any = None
+        self._before = 0
+
+    def __call__(self) -> int:
+        function = getattr(self._model, "train_function", None)
+        if function is not self._function:
+            self._before += num_traces(self._function)
+            self._function = function
+        return self._before + num_traces(function)
+
+
 class FitClock:
     """Runs from its making to `stop`; whoever makes it tells it of Keras's events.
 
@@ -86,7 +102,7 @@ class FitClock:
     def _sources(self, links: Callable[[], LinkTimes]) -> Sources:
         return Sources(
             links=links,
-            traces=lambda: num_traces(self._model),
+            traces=_Traces(self._model),
             waited_s=lambda: 0.0 if self._input is None else self._input.waited_s,
             rows=lambda: None if self._input is None else self._input.rows,
             splits_python=not (self._model.run_eagerly or self._model.jit_compile),

@@ -2,22 +2,24 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
 from tfparallel.callbacks.backup.workers import Workers
+from tfparallel.callbacks.fit_batches import batch_spec
 from tfparallel.callbacks.fit_clock import FitClock
 from tfparallel.callbacks.model_use import ModelUse, Peak
 from tfparallel.callbacks.noise_watch import NoiseWatch
 from tfparallel.callbacks.reporter import Reporter
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.internals.keras_trainer import fit_that_tells, strategy_of
+from tfparallel.internals.keras_trainer import Fit, fit_that_tells, strategy_of
 from tfparallel.measure.job_ledger import JobLedger
 from tfparallel.measure.record import Record, whole_training
 from tfparallel.measure.training_clock import Epoch
 from tfparallel.measure.verdict import Verdict
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.one_device_speed import one_device_rows_per_s
 
 
 class Measure(keras.callbacks.Callback):
@@ -36,7 +38,8 @@ class Measure(keras.callbacks.Callback):
             writes nothing.
         verbose: 0 prints nothing, 1 a screen at the end, 2 also one for each epoch.
         one_device_rows_per_s: samples per second on one device, measured before: speed-up and
-            efficiency are told.
+            efficiency are told; "measure": each process measures steps of a second model like it,
+            on one device, before the training.
         noise_every: every so many steps, squares of the replicas' gradients are noted, from which
             the noise scale and a batch size are told; None notes nothing. The step is traced anew.
             Nothing is told of one replica, under `ShardedStrategy` and parameter servers with
@@ -61,28 +64,16 @@ class Measure(keras.callbacks.Callback):
         self,
         folder: str | os.PathLike | None = None,
         verbose: int = 2,
-        one_device_rows_per_s: float | None = None,
+        one_device_rows_per_s: float | Literal["measure"] | None = None,
         noise_every: int | None = None,
         peak_flops_per_s: Peak | None = None,
     ):
         super().__init__()
-        if (
-            isinstance(peak_flops_per_s, str)
-            and peak_flops_per_s != "measure"
-            or (isinstance(peak_flops_per_s, int | float) and not peak_flops_per_s > 0)
-        ):
-            raise ValueError(
-                "`peak_flops_per_s` must be operations a second of all devices, above 0, or "
-                f"'measure'. Received: {peak_flops_per_s!r}."
-            )
         self._peak = peak_flops_per_s
         if verbose not in (0, 1, 2):
             raise ValueError(f"`verbose` must be 0, 1 or 2. Received: {verbose!r}.")
-        if one_device_rows_per_s is not None and not one_device_rows_per_s > 0:
-            raise ValueError(
-                "`one_device_rows_per_s` must be samples per second, above 0. Received: "
-                f"{one_device_rows_per_s!r}."
-            )
+        _check_figure("one_device_rows_per_s", one_device_rows_per_s, "samples per second")
+        _check_figure("peak_flops_per_s", peak_flops_per_s, "operations a second of all devices")
         if noise_every is not None and noise_every < 1:
             raise ValueError(f"`noise_every` must be a number of steps. Received: {noise_every!r}.")
         self._noise_every = noise_every
@@ -110,7 +101,7 @@ class Measure(keras.callbacks.Callback):
         extended = strategy.extended if isinstance(strategy, KerasStrategy) else None
         workers = Workers(self.model.distribute_strategy)
         agreement = workers.agreement("measure")
-        one_device, folder = self._one_device, self._folder
+        one_device, folder = self._alone(fit), self._folder
         self._reporter = Reporter(self.model, extended, workers, agreement, folder, one_device)
         if self._noise_every is not None and extended is not None:
             self._noise = NoiseWatch(self.model, extended, self._noise_every, agreement)
@@ -151,6 +142,14 @@ class Measure(keras.callbacks.Callback):
         self.total = whole_training([*self.records, rest])
         self.verdict = self._tell(self.total, self._verbose >= 1)
         self._stop()
+
+    def _alone(self, fit: Fit) -> float | None:
+        """Samples per second on one device."""
+        if self._one_device != "measure":
+            return self._one_device
+        spec, rows = batch_spec(fit)
+        strategy = self.model.distribute_strategy
+        return one_device_rows_per_s(self.model, strategy, spec, rows)
 
     # ---- what becomes of it ----------------------------------------------------------------------
 
@@ -200,3 +199,10 @@ class Measure(keras.callbacks.Callback):
     def _of_the_job(self) -> list[str]:
         """Its goodput, at the end."""
         return [str(self._ledger.goodput())] if self._ledger is not None and self.total else []
+
+
+def _check_figure(name: str, value: float | str | None, what: str) -> None:
+    """Of an argument that is a figure, or shall be measured, or is not told."""
+    is_figure = isinstance(value, int | float) and value > 0
+    if value is not None and value != "measure" and not is_figure:
+        raise ValueError(f"`{name}` must be {what}, above 0, or 'measure'. Received: {value!r}.")

@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import keras
-import tensorflow as tf
 
 from tfparallel.callbacks.backup.workers import exchange
+from tfparallel.callbacks.fit_batches import batch_spec
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.internals.keras_trainer import Fit, dataset_of_iterator
+from tfparallel.internals.keras_trainer import Fit
 from tfparallel.measure.model_flops import flops_of_step
 from tfparallel.measure.peak import measured_flops_per_s
 
@@ -53,10 +53,9 @@ class ModelUse:
     def _counted(self) -> float:
         """Of one row; 0 where it cannot be known, which is told once."""
         try:
-            spec = dataset_of_iterator(self._fit.epoch_iterator).element_spec
+            spec, rows = batch_spec(self._fit)
             inputs = keras.utils.unpack_x_y_sample_weight(spec)[0]
-            rows = self._fit.epoch_iterator.data_adapter.batch_size or 1
-            return flops_of_step(self._model, _of_rows(inputs, rows)) / rows
+            return flops_of_step(self._model, inputs) / rows
         except Exception as error:  # whatever a user's `call` makes of tensors without values
             warnings.warn(
                 f"MFU is not told: the operations of model '{self._model.name}' cannot be counted "
@@ -64,9 +63,3 @@ class ModelUse:
                 stacklevel=2,
             )
             return 0.0
-
-
-def _of_rows(inputs: Any, rows: int) -> Any:
-    return keras.tree.map_structure(
-        lambda spec: tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype), inputs
-    )

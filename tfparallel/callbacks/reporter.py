@@ -11,7 +11,7 @@ from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.fit_clock import FitClock
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals.keras_trainer import strategy_of
-from tfparallel.machine.processors import usable_cores
+from tfparallel.machine.processors import threads_told, usable_cores
 from tfparallel.measure.record import Record, added
 from tfparallel.measure.screen import noise_line, print_screen, screen, use_line
 from tfparallel.measure.shares import NO_PLAN, Plan, Spent, seconds_by_category
@@ -142,7 +142,7 @@ class Reporter:
             microbatches=getattr(schedule, "num_microbatches", 0),
             stages=getattr(schedule, "num_stages", 0),
             cores=usable_cores(),
-            threads=tf.config.threading.get_intra_op_parallelism_threads(),
+            threads=tf.config.threading.get_intra_op_parallelism_threads() or threads_told(),
             eager=self._model.run_eagerly,
             gpus=any("GPU" in name for name in self._devices()),
         )

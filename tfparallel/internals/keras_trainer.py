@@ -306,16 +306,13 @@ def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
     epoch_iterator._num_batches = steps
 
 
-def num_traces(model: keras.Model) -> int:
+def num_traces(train_function: Any) -> int:
     """How often the function that `fit` calls for a step was traced; 0 where it is no graph."""
-    function = inspect.getclosurevars(model.train_function) if _is_function(model) else None
-    known = [] if function is None else [*function.nonlocals.values()]
+    if not inspect.isfunction(train_function):
+        return 0
+    known = inspect.getclosurevars(train_function).nonlocals.values()
     graphs = [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
     return sum(graph.experimental_get_tracing_count() for graph in graphs)
-
-
-def _is_function(model: keras.Model) -> bool:
-    return inspect.isfunction(getattr(model, "train_function", None))
 
 
 def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> None:

@@ -54,6 +54,12 @@ def check_cores(root: Path = _CGROUP) -> Iterator[Finding]:
         yield Finding("cores", "ok", f"{usable:g} of the machine's {exist}")
 
 
+def threads_told(environ: Mapping[str, str] = os.environ) -> int:
+    """Threads that an operation may use as the environment says; 0 where it says nothing."""
+    told = [int(text) for name in _THREADS[:2] if (text := environ.get(name, "")).isdigit()]
+    return min((number for number in told if number), default=0)
+
+
 def check_threads(environ: Mapping[str, str] = os.environ, cores: float = 0.0) -> Iterator[Finding]:
     """Numbers of threads that are told to TensorFlow, beside the cores there are.
 

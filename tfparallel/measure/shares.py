@@ -34,7 +34,7 @@ class Spent:
         input_s: of it, waiting at the iterator; and making iterators, outside of steps.
         iterators_s: making iterators.
         python_s: of the steps, what the main thread computed in steps that traced nothing.
-        tracing_s: and in those that did.
+        tracing_s: what those that did took longer.
         linked_s: of the steps, in collectives of this process's own transport.
         waited_s: of that, until the neighbour had come to the same collective.
         callbacks_s: by name, in the steps.

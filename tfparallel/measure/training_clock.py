@@ -56,6 +56,8 @@ class Epoch:
         spent: sums of seconds.
         times_s: of steps that traced nothing.
         traced_s: of those that did.
+        own_s: as `times_s`, without callbacks.
+        traced: of those that traced: the same, and what the main thread computed.
         rows: None where that is not known.
         links: what collectives did within the steps.
         traces: how many.
@@ -67,6 +69,8 @@ class Epoch:
     spent: Spent = field(default_factory=Spent)
     times_s: list[float] = field(default_factory=list)
     traced_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)
+    traced: list[tuple[float, float]] = field(default_factory=list)
     rows: int | None = None
     links: LinkTimes = LinkTimes()
     traces: int = 0
@@ -76,6 +80,16 @@ class Epoch:
     def num_steps(self) -> int:
         """All that were done."""
         return len(self.times_s) + len(self.traced_s)
+
+    def tracing_s(self) -> float:
+        """What steps that traced took longer than others, at least what the main thread computed.
+
+        More than that: graphs are optimised on other threads, and the thread may have to wait.
+        """
+        if not self.own_s:
+            return sum(python_s for _, python_s in self.traced)
+        usual_s = statistics.median(self.own_s)
+        return sum(max(python_s, own_s - usual_s) for own_s, python_s in self.traced)
 
     def step_times(self) -> StepTimes:
         """Of steps that traced nothing, if there were any."""
@@ -113,6 +127,7 @@ class TrainingClock:
         now, ended = self._now(), self.epoch
         waited_s = self._sources.waited_s()
         ended.spent.wall_s = now - ended.started_s
+        ended.spent.tracing_s = ended.tracing_s()
         ended.spent.input_s += waited_s - ended.waited_s
         rows = self._sources.rows()
         if rows is not None and ended.first_row is not None:
@@ -128,6 +143,7 @@ class TrainingClock:
             epoch.spent,
             wall_s=self._now() - epoch.started_s,
             input_s=epoch.spent.input_s + waited_s,
+            tracing_s=epoch.tracing_s(),
         )
 
     def _new_epoch(self, now: float) -> Epoch:
@@ -156,10 +172,11 @@ class TrainingClock:
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
             self.epoch.traces += max(1, traces)
             self.epoch.traced_s.append(took_s)
-            spent.tracing_s += python_s
+            self.epoch.traced.append((took_s - step.callbacks_s, python_s))
             self._usual_s = self._usual_s or took_s
             return
         self.epoch.times_s.append(took_s)
+        self.epoch.own_s.append(took_s - step.callbacks_s)
         if self._sources.splits_python:
             spent.python_s += python_s
         self._look_up(step, took_s, python_s, links)

@@ -63,10 +63,14 @@ def judge(record: Record, setting: Setting) -> Verdict:
     The first trace is no alarm: it is paid once. Nor is validation, which was asked for.
     """
     losses = {name: record.share(name) for name in _JUDGES}
-    if record.details.get("traces", 0) <= _MANY_TRACES:
-        losses.pop("tracing")
+    traces = record.details.get("traces", 0)
     if setting.eager:
         return _eager(record)
+    if traces <= _MANY_TRACES:
+        losses.pop("tracing")
+    elif 2 * traces >= record.steps:  # no step is left to compare with: the share is a lower bound
+        cause, text = _tracing(record, setting, record.details)
+        return Verdict(f"tracing: {cause}", losses["tracing"], text)
     name = max(losses, key=losses.__getitem__)
     if losses[name] >= ALARM:
         cause, text = _JUDGES[name](record, setting, record.details)

@@ -71,6 +71,10 @@ class TracedStep:
         for name, value in kept.items():
             setattr(model, name, value)
 
+    def repeat(self, batch: Any) -> None:
+        """The step from where the model is."""
+        tf.nest.map_structure(np.asarray, self._function(iter([batch])))  # waits for it
+
     def run(self, state: Sequence[np.ndarray], batch: Any) -> StepOutcome:
         """The step from `state`, values of `variables_of`, on `batch`."""
         for variable, value in zip(variables_of(self.model), state, strict=True):
