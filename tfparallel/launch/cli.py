@@ -17,6 +17,7 @@ from tfparallel.launch.jobs import cpus_of_processes, gpus_of_workers, print_pla
 from tfparallel.launch.nodes import Place, place_of_options, place_of_slurm
 from tfparallel.launch.rendezvous import Rendezvous
 from tfparallel.launch.restarts import run_with_restarts
+from tfparallel.selftest.command_line import add_selftest_command
 from tfparallel.version import __version__
 
 _DEFAULT_GRACE_S = 10.0
@@ -157,6 +158,7 @@ def _make_parser() -> argparse.ArgumentParser:
     launch.add_argument("script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add_backups_command(commands)
     add_doctor_command(commands)
+    add_selftest_command(commands)
     return parser
 
 
