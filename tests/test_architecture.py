@@ -16,7 +16,6 @@ METHODS = (
     "central_storage",
     "data_parallel",
     "elastic",
-    "hybrid",
     "parameter_server",
     "pipeline",
     "sharded",
@@ -28,6 +27,7 @@ LAYERS = (
     ("__init__", "compression", "keras_distribution"),  # the public names
     ("callbacks", "planning"),
     ("strategies",),
+    ("hybrid",),
     METHODS,
     ("segments", "replicas"),
     ("measure", "machine", "communication", "coordination"),

@@ -29,7 +29,7 @@ from pathlib import Path
 
 VERSION = "0.28.1"
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# What Horovod itself needs to be built and to run; the `horovod` extra of setup.py installs it.
+# What Horovod itself needs to be built and to run; the `horovod` extra installs it.
 REQUIREMENTS = ("cloudpickle", "packaging", "psutil", "setuptools", "wheel", "yaml")
 _TOOLS = {"cmake": "cmake", "g++": "g++", "make": "make"}  # command: Debian package
 _MPI_TOOLS = {"mpicxx": "libopenmpi-dev", "mpirun": "openmpi-bin"}

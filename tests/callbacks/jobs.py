@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tfparallel.callbacks.backup import owner
+from tfparallel.callbacks.backup.backup_names import Draft
 from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.part import BackupPart
@@ -45,11 +46,27 @@ def end(child: int, number: int = signal.SIGKILL) -> None:
 
 def save(storage: Storage, lease: Lease, job: str, keep: int = 2) -> int:
     """A backup of two parts that both name the job."""
+    about = about_of(job, lease)
+    return write_backup(storage, None, 0, parts_of(job), about, keep, lease)
+
+
+def parts_of(job: str) -> dict[str, BackupPart]:
     parts = {name: BackupPart() for name in ("shared", "worker-0")}
     for part in parts.values():
         part["job"], part["noise"] = job, np.frombuffer(secrets.token_bytes(2000), np.uint8)
-    about = {"num_workers": 1, "job": job, "fence": lease.fence}
-    return write_backup(storage, None, 0, parts, about, keep, lease)
+    return parts
+
+
+def about_of(job: str, lease: Lease) -> dict:
+    return {"num_workers": 1, "job": job, "fence": lease.fence}
+
+
+def write(storage: Storage, draft: Draft, job: str) -> dict:
+    """Both parts, of a backup that was begun; what `Storage.commit` wants to know of them."""
+    records: dict = {}
+    for name, part in parts_of(job).items():
+        records |= storage.write(draft, part.files(name))
+    return records
 
 
 def job_of(storage: Storage, number: int) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tfparallel.callbacks.backup.backup_names import swept
 from tfparallel.callbacks.backup.commit import delete_old
 from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 
@@ -197,3 +198,24 @@ def test_a_folder_without_permission():
     storage = Storage("/proc/backups")  # nobody can write there, not even root
     with pytest.raises(OSError):
         storage.begin()
+
+
+def test_who_sweeps_leaves_what_newer_owners_have_begun():
+    """`swept`, as a table: what an owner with number 3 removes."""
+    mine, other = "a" * 16, "b" * 16
+    cases = {
+        f"writing-00000007-{other}-2": True,
+        f"writing-00000007-{other}-4": False,
+        f"writing-00000007-{other}-3": False,  # of a folder that was removed, and counts anew
+        f"writing-00000007-{mine}-3": True,
+        f"writing-00000007-{other}": True,  # of an earlier version
+        "writing-00000007": True,
+        f"backup-00000007-{other}-2": False,
+        f"writing-00000007-{other}-02": False,
+    }
+    for name, is_swept in cases.items():
+        names = ["lease-00000003", name]
+        assert [d.name("writing") for d in swept(names, mine, 3)] == [name] * is_swept
+    without_claim = [*cases]
+    assert [d.token for d in swept(without_claim, mine, 3)] == [mine]
+    assert len(swept(without_claim, "", 0)) == 6

@@ -243,6 +243,30 @@ def test_fenced_out_between_its_last_look_and_the_step_that_counts(storage, monk
     thieves[0].release()
 
 
+def test_who_slept_before_its_sweep_leaves_the_drafts_of_its_successor(root, storage, monkeypatch):
+    lease, successor = taken(storage), Storage(root)
+    kept = jobs.save(storage, lease, "old")
+    sweep, thieves = storage.files.sweep, []
+
+    def sleeps_before(token, fence):
+        thief = stolen(successor, monkeypatch)
+        thieves.append((thief, draft := thief.begin()))
+        thieves.append(jobs.write(successor, draft, "new"))
+        return sweep(token, fence)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.files, "sweep", sleeps_before)
+        with pytest.raises(LeaseError, match="'thief'"):
+            lease.begin()  # a store may notice later
+            lease.require()
+    (thief, draft), records = thieves
+    about = jobs.about_of("new", thief)
+    successor.commit(draft, records, about, check=thief.require)
+    assert [job for _, job in check_all(successor)] == ["old", "new"]
+    assert draft.number > kept
+    thief.release()
+
+
 def test_objects_that_arrive_late_do_not_count(tmp_path, monkeypatch):
     """A store has no folder that could be moved away: what was sent before arrives after."""
     pytest.importorskip("fsspec", reason="remote folders need fsspec")

@@ -106,6 +106,27 @@ def test_every_worker_gets_its_row_of_the_sum(rings, shape, dtype):
         np.testing.assert_array_equal(array, before)
 
 
+def test_every_worker_gets_each_array_of_all(rings):
+    rng, num_workers = np.random.default_rng(0), len(rings)
+    dtypes, lengths = ["float32", "float64", "float16"], [1, 300_001, 7]
+    parts = [
+        [rng.normal(size=n).astype(dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
+        for _ in rings
+    ]
+    results = on_all(num_workers, lambda rank: rings[rank].all_gather_each(parts[rank]))
+    for own in results:
+        for k, whole in enumerate(own):
+            np.testing.assert_array_equal(whole, np.concatenate([each[k] for each in parts]))
+            assert whole.dtype == dtypes[k]
+
+
+def test_tensorflow_takes_what_was_gathered_without_a_copy():
+    ring = connect_all(1)[0]
+    for length in (10, 1 << 20):
+        (whole,) = ring.all_gather_each([np.ones(length, "float32")])
+        assert whole.ctypes.data % 64 == 0
+
+
 def test_a_reduce_scatter_sends_half_the_bytes_of_an_all_reduce(rings):
     num_workers, sent = len(rings), []
     array = np.ones((num_workers, 50_000), "float32")

@@ -181,7 +181,10 @@ def test_unknown_key_comes_with_a_suggestion(write, text, problem):
             "optimizer: {name: adam, momentum: 0.9}",
             "optimizer: momentum must be left out for adam, which has its own. Received: 0.9.",
         ),
-        ("training: {epochs: yes}", "training.epochs: should be a valid integer. Received: True."),
+        ("training: {epochs: true}", "training.epochs: should be a valid integer. Received: True."),
+        # YAML 1.2 knows no yes and no base 60
+        ("training: {epochs: yes}", "training.epochs: should be a valid integer. Received: 'yes'."),
+        ("training: {seed: 1:30}", "training.seed: should be a valid integer. Received: '1:30'."),
         ("training: {seed: '3'}", "training.seed: should be a valid integer. Received: '3'."),
         (
             "optimizer: {learning_rate: .nan}",
@@ -233,7 +236,11 @@ def test_a_file_of_many_keys_is_read_in_time(write):
         load_config(write("".join(f"key{i}: 1\n" for i in range(6000))))
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "{a: " * 5000, "? [a]\n: 1\n? [a]\n: 1"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 5000, "a: " + "{a: " * 5000, "? [a]\n: 1\n? [a]\n: 1"],
+    ids=["lists", "sections", "keys"],
+)
 def test_yaml_that_no_settings_need_is_a_config_error(write, text):
     with pytest.raises(ConfigError) as raised:
         load_config(write(text))

@@ -13,8 +13,8 @@ import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
 from tfparallel.callbacks import BackupAndRestore, Measure
 from tfparallel.measure.input_wait import InputWait
+from tfparallel.measure.reading import read_records
 from tfparallel.measure.shares import CATEGORIES
-from tfparallel.measure.writing import read_records
 
 STRATEGIES = {
     "none": lambda: None,
@@ -184,7 +184,9 @@ def test_a_screen_for_each_epoch_and_one_for_all(capsys):
     assert measure.verdict.text.split()[0] in told
 
 
-@pytest.mark.parametrize("arguments", [{"verbose": 3}, {"one_device_rows_per_s": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"verbose": 3}, {"one_device_rows_per_s": 0}, {"peak_flops_per_s": -1.0}]
+)
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Measure(**arguments)
@@ -195,3 +197,23 @@ def test_it_needs_fit():
     measure.set_model(compiled())
     with pytest.raises(ValueError, match=r"Model\.fit"):
         measure.on_train_begin()
+
+
+@pytest.mark.parametrize("name", ["none", "mirrored", "pipeline"])
+def test_model_flops_utilisation(name, capsys):
+    """Two products of [rows, 6] and [rows, 8], forward and backward, over time and a given peak."""
+    measure = Measure(verbose=1, peak_flops_per_s=1e9)
+    compiled(STRATEGIES[name]()).fit(
+        *tiny_data(24), batch_size=12, epochs=2, verbose=0, callbacks=[measure]
+    )
+    of_a_row = 2 * (2 * 6 * 8 + 3 * 8 * 3)
+    expected = of_a_row * 48 / measure.total.wall_s
+    assert measure.total.flops_per_s == pytest.approx(expected)
+    assert measure.total.mfu == pytest.approx(expected / 1e9)
+    assert "MFU" in capsys.readouterr().out
+
+
+def test_a_peak_that_is_measured():
+    measure = Measure(verbose=0, peak_flops_per_s="measure")
+    compiled().fit(*tiny_data(12), batch_size=4, verbose=0, callbacks=[measure])
+    assert 0 < measure.total.mfu < 1

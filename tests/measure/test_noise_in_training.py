@@ -110,3 +110,45 @@ def test_one_device_has_none(capsys):
 def test_bad_numbers_of_steps():
     with pytest.raises(ValueError, match="noise_every"):
         Measure(noise_every=0)
+
+
+class Distance(keras.layers.Layer):
+    """`w - x`, whose half square has the gradient `w - x` in each row."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=shape[-1:], initializer=keras.initializers.Constant(0.5))
+
+    def call(self, x):
+        return self.w - x
+
+
+@pytest.mark.parametrize("name", ["mirrored", "microbatches"])
+def test_a_quadratic_with_known_covariance(name):
+    """Rows from a normal distribution: G is w - mean, S the covariance's trace.
+
+    24,000 rows in batches of 24. With R groups the estimate of S from a batch has the variance
+    2 tr(C^2) / (R - 1), that of |G|^2 (2 tr(C^2) / (R - 1) + 4 G' C G R) / N / R at most.
+    """
+    rng, size, rows, batch, groups = np.random.default_rng(3), 6, 24_000, 24, 3
+    root = rng.normal(size=(size, size))
+    covariance, mean = root @ root.T, rng.normal(size=size)
+    x = (rng.normal(size=(rows, size)) @ root.T + mean).astype("float32")
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        layers = [Distance(), keras.layers.Activation("linear")]
+        model = keras.Sequential([keras.Input((size,)), *layers])
+        half_square = lambda y, d: keras.ops.sum(d**2, -1) / 2  # noqa: E731
+        model.compile(keras.optimizers.SGD(0.0), half_square)
+    measure = Measure(verbose=0, noise_every=1)
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(batch)
+    model.fit(data, verbose=0, callbacks=[measure])
+    noise = measure.records[0].details["noise"]
+    gradient = 0.5 - mean
+    squares, batches = np.trace(covariance @ covariance), rows / batch
+    error = np.sqrt(2 * squares / (groups - 1) / batches)
+    assert abs(noise["variance"] - np.trace(covariance)) < 4 * error
+    assert error < 0.1 * np.trace(covariance)  # so the claim above is one
+    along = 4 * gradient @ covariance @ gradient / batch
+    error = np.sqrt((along + 2 * squares / (groups - 1) / batch**2 * groups) / batches)
+    assert abs(noise["squared_gradient"] - gradient @ gradient) < 4 * error
+    assert error < 0.1 * gradient @ gradient

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from tfparallel.coordination.cluster import ClusterConfig, read_tf_config
 from tfparallel.coordination.security import check_network
@@ -23,7 +23,7 @@ SCHEMA = json.loads((Path(__file__).parent / "kubernetes_schema.json").read_text
 
 @pytest.fixture
 def documents():
-    return {d["kind"]: d for d in yaml.safe_load_all(MANIFEST.read_text())}
+    return {d["kind"]: d for d in YAML(typ="safe").load_all(MANIFEST.read_text())}
 
 
 def errors(document: dict, kind: str) -> list[str]:

@@ -49,3 +49,13 @@ def test_rows_that_are_given_twice_stay_twice():
     part = FlatShards((2, 2), 2).part_of_rows(rows, 1)
     assert part.values.numpy().tolist() == [1, 2, 3, 4]
     assert part.indices.numpy().tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_a_part_keeps_no_more_memory_than_its_own(index):
+    """A slice would keep the whole alive in the variable that is assigned it."""
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    part = FlatShards((1024, 1024), 4).part(tf.ones([1024, 1024]), index)
+    held = tf.config.experimental.get_memory_info("CPU:0")["current"] - before
+    assert part.shape == [1024 * 256]
+    assert held <= 1.1 * 1024 * 1024

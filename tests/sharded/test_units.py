@@ -133,6 +133,40 @@ def test_whole_gradients_do_not_reach_the_end_of_the_backward_pass(shard, monkey
         assert [len(shape) > 1 for shape in each[::2]] == [is_whole] * len(each[::2])
 
 
+def above_stored(call, units, width: int, num_layers: int) -> int:
+    """Bytes that TensorFlow has in use while a step of a chain runs, above those before it."""
+    with sharded(units=units).scope():
+        layers = [keras.layers.Dense(width, use_bias=False) for _ in range(num_layers)]
+        net = keras.Sequential([keras.Input((width,)), *layers])
+        net.compile("sgd", "mse")
+    rows = np.zeros((2, width), "float32")
+    call(net, rows)  # traces
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    call(net, rows)
+    return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+
+
+def test_no_more_than_two_units_are_gathered_at_a_time():
+    width, num_layers, replicas = 512, 12, 2
+    unit = 4 * width * width
+    peaks = {
+        units: above_stored(lambda net, x: net.predict_on_batch(x), units, width, num_layers)
+        for units in ("*", ())
+    }
+    assert peaks["*"] <= 1.25 * replicas * 2 * unit
+    assert peaks[()] >= 2 * peaks["*"]  # nothing orders them, nor frees them
+
+
+def test_a_step_of_training_holds_two_units_and_the_parts_of_gradients():
+    """With the whole gradient of one unit, and what its layer before computes from."""
+    width, num_layers, replicas = 512, 12, 2
+    unit = 4 * width * width
+    peak = above_stored(lambda net, x: net.train_on_batch(x, x), "*", width, num_layers)
+    parts = num_layers * unit
+    assert peak <= parts + replicas * 5 * unit
+
+
 class Tied(keras.Model):
     """Scores by the table that the tokens are looked up in."""
 

@@ -13,13 +13,8 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import assert_same_training, tiny_data, train
+from tests.helpers import cpu_mesh_of as mesh
 from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy, Sharding
-
-
-def mesh(**sizes):
-    count = int(np.prod(list(sizes.values())))
-    devices = [f"cpu:{i}" for i in range(count)]
-    return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
 
 
 def two_pipelines(num_microbatches=2, **options):
@@ -173,13 +168,16 @@ def test_streams_of_pipelines_go_on_after_a_checkpoint(tmp_path):
 
 
 def test_a_model_goes_from_one_mesh_to_any_other(tmp_path):
-    layout = keras.distribution.LayoutMap(mesh(data=2, model=2))
+    layout = keras.distribution.LayoutMap(None)
     layout[".*dense.*kernel"] = (None, "model")
     meshes = [
         lambda: two_pipelines(),
         lambda: HybridStrategy(mesh(data=2, shard=2), shard=Sharding(min_size=1)),
         lambda: HybridStrategy(mesh(data=2, model=2), layout_map=layout),
         lambda: HybridStrategy(mesh(data=3)),
+        lambda: HybridStrategy(
+            mesh(pipeline=2, model=2), pipeline=PipelineOptions(2), layout_map=layout
+        ),
     ]
     x, y = tiny_data(26)
     reference = train(None, rows=26)
@@ -231,9 +229,9 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
             "'shard' or 'data'",
         ),
         (
-            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding()),
+            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding("optimizer")),
             NotImplementedError,
-            "pipeline and shard",
+            "'optimizer'",
         ),
         (lambda: two_pipelines(0), ValueError, "num_microbatches"),
     ],

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.sender import Sender
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
@@ -78,6 +79,7 @@ class Neighbours:
         self._timeout_s, self._liveness = timeout_s, liveness
         self._spent_s = self._waited_s = 0.0  # in collectives
         self._what = ""
+        self._journal: LinkJournal | None = None
         self._wait: Wait | None = None  # for the neighbour, while nothing comes
         for each in (to_next, from_previous):
             _return_every(each, _LOOK_S if timeout_s is None else min(_LOOK_S, timeout_s / 2))
@@ -95,6 +97,15 @@ class Neighbours:
     def times(self) -> LinkTimes:
         """What collectives have taken since the connection was opened."""
         return LinkTimes(self._spent_s, self._waited_s, self.bytes_sent)
+
+    @contextlib.contextmanager
+    def journal(self) -> Iterator[LinkJournal]:
+        """Within it, what this worker sends and receives is noted."""
+        self._journal = self._sender.journal = LinkJournal(self._machine.now_s)
+        try:
+            yield self._journal
+        finally:
+            self._journal = self._sender.journal = None
 
     def put(self, array: np.ndarray) -> None:
         """Sends `array` to the next rank in the background; it must not change until `flush`."""
@@ -125,7 +136,7 @@ class Neighbours:
 
     def receive(self, array: np.ndarray) -> None:
         """Fills `array` with what the previous rank sends."""
-        view = array.view(np.uint8).data
+        began_s, view = self._machine.now_s(), array.view(np.uint8).data
         while view:
             try:
                 received = self._from_previous.recv_into(view)
@@ -136,6 +147,8 @@ class Neighbours:
                 raise ConnectionResetError("closed by the other side")
             view = view[received:]
             self._wait = None
+        if self._journal is not None:
+            self._journal.note("receive", began_s)
 
     def send_at_once(self, array: np.ndarray) -> None:
         """Sends a small `array` to the next rank in the calling thread; nothing may be waiting."""
@@ -215,5 +228,7 @@ def _close(sender: Sender, *connections: socket.socket) -> None:
 def _describe(greeting: tuple[int, bytes, int, bytes]) -> str:
     number, kind, size_bytes, dtype = greeting
     size = f"rows of {size_bytes} bytes" if kind == b"gather" else f"{size_bytes} bytes"
-    name = "reduce-scatter" if kind == b"scatter" else f"all-{kind.decode()}"
+    name = {b"scatter": "reduce-scatter", b"gathers": "all-gather"}.get(
+        kind, f"all-{kind.decode()}"
+    )
     return f"{name} {number} of {size} of {dtype.decode()}"

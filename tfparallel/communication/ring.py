@@ -18,9 +18,10 @@ JPDC 2009; Gibiansky, "Bringing HPC techniques to deep learning", 2017.
 """
 
 import math
+import mmap
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,6 +32,8 @@ SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and
 # Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.
 _SENT_AT_ONCE_BYTES = 1 << 14
 _NUM_ROWS = struct.Struct("<Q")
+_ALIGNMENT = 64  # of TensorFlow's tensors, in bytes
+_OWN_PAGES_BYTES = 1 << 20
 
 
 class Ring:
@@ -45,7 +48,12 @@ class Ring:
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
         self._scratch = bytearray(SEGMENT_BYTES)
         self._lock = threading.Lock()
-        self.close = neighbours.close
+        self.close, self.journal = neighbours.close, neighbours.journal
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the ring goes through."""
+        return self._num_workers
 
     @property
     def bytes_sent(self) -> int:
@@ -107,14 +115,18 @@ class Ring:
         rows = np.ascontiguousarray(array).reshape(self._num_workers, -1)
         length = SEGMENT_BYTES // rows.itemsize
         segments = [slice(i, i + length) for i in range(0, rows.shape[1], length)]
-        total = np.empty_like(rows[0])
+        total = aligned_empty(rows[0].shape, rows.dtype)
         with self._lock, self._neighbours.closed_on_error():
             self._neighbours.greet("scatter", rows.nbytes, rows.dtype)
             for segment in segments:
                 self._neighbours.put(rows[self._rank - 1, segment])
             for step in range(self._num_workers - 1):
                 own = rows[(self._rank - step - 2) % self._num_workers]
-                partial = total if step == self._num_workers - 2 else np.empty_like(total)
+                partial = (
+                    total
+                    if step == self._num_workers - 2
+                    else aligned_empty(total.shape, total.dtype)
+                )
                 for segment in segments:
                     received = self._scratch_for(own[segment])
                     self._neighbours.receive(received)
@@ -152,6 +164,30 @@ class Ring:
             self._neighbours.flush()
         return np.concatenate([parts[rank] for rank in range(self._num_workers)])
 
+    def all_gather_each(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each array `[length]` all workers', by rank: `[num_workers * length]`.
+
+        One collective for all of them. What comes is received where it belongs, so that nothing is
+        allocated but the results, which TensorFlow takes as they are. Every worker calls it, in
+        the same order, with the same lengths and dtypes.
+
+        Raises:
+            as `all_reduce`.
+        """
+        results = [aligned_empty((self._num_workers, x.size), x.dtype) for x in arrays]
+        for result, array in zip(results, arrays, strict=True):
+            result[self._rank] = array.reshape(-1)
+        size_bytes = sum(array.nbytes for array in arrays)
+        with self._lock, self._neighbours.closed_on_error():
+            self._neighbours.greet("gathers", size_bytes, np.dtype(np.uint8))
+            for step in range(self._num_workers - 1):
+                for result in results:
+                    self._neighbours.put(result[(self._rank - step) % self._num_workers])
+                for result in results:
+                    self._neighbours.receive(result[(self._rank - step - 1) % self._num_workers])
+            self._neighbours.flush()
+        return [result.reshape(-1) for result in results]
+
     def _segments(self, flat: np.ndarray, chunk: int) -> Iterator[slice]:
         """The pieces of chunk number `chunk`, modulo the number of workers."""
         chunk %= self._num_workers
@@ -163,3 +199,18 @@ class Ring:
 
     def _scratch_for(self, like: np.ndarray) -> np.ndarray:
         return np.frombuffer(self._scratch, like.dtype, like.size)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`, at an address at which TensorFlow takes an array without a copy.
+
+    Large ones are the system's own pages, which it has back when they are freed. The C library
+    keeps those of `np.empty` in the heap of each thread that has freed such an array before.
+    """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes >= _OWN_PAGES_BYTES:
+        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    else:
+        memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size_bytes].view(dtype).reshape(shape)

@@ -1,12 +1,15 @@
 """All-reduce of CPU workers through our own ring."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.joining import join, split
+from tfparallel.communication.link_journal import COLLECTIVE, LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.ring import Ring
 from tfparallel.internals import CollectiveAllReduce, ReduceOp, ResourceVariable
@@ -29,6 +32,10 @@ class RingAllReduce(BucketedAllReduce):
     def times(self) -> LinkTimes:
         """What the ring's collectives have taken so far."""
         return self._ring.times
+
+    def journal(self) -> AbstractContextManager[LinkJournal]:
+        """Within it, what the ring sends and receives is noted."""
+        return self._ring.journal()
 
     def _all_reduce_per_replica_values(
         self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any
@@ -55,12 +62,27 @@ class RingAllReduce(BucketedAllReduce):
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
         return self._call_ring(self._ring.reduce_scatter, rows, [rows.shape[1]])
 
+    def gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Of each `[length]` all workers', one after the other, in one collective."""
+
+        def gathered(*arrays: np.ndarray) -> list[np.ndarray]:
+            return self._ring.all_gather_each(arrays)
+
+        wholes = self._in_order(gathered, parts, [part.dtype for part in parts])
+        for whole, part in zip(wholes, parts, strict=True):
+            whole.set_shape([part.shape[0] * self._ring.num_workers])
+        return wholes
+
     def _call_ring(self, collective: Callable, tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+        result = self._in_order(collective, [tensor], tensor.dtype)
+        result.set_shape(shape)
+        return result
+
+    def _in_order(self, collective: Callable, tensors: Sequence[tf.Tensor], dtypes: Any) -> Any:
         # Calls must have the same order on all workers. TensorFlow keeps operations on one resource
         # in the program's order, also across `tf.cond` and `tf.while_loop`.
         with tf.control_dependencies([self._order.assign_add(1.0)]):
-            result = tf.numpy_function(collective, [tensor], tensor.dtype)
-        with tf.control_dependencies([result]):
+            results = tf.numpy_function(collective, list(tensors), dtypes, name=COLLECTIVE)
+        with tf.control_dependencies(tf.nest.flatten(results)):
             self._order.assign_add(1.0)
-        result.set_shape(shape)
-        return result
+        return results

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.coordination.machine import Machine
 
 
@@ -13,7 +14,8 @@ class Sender:
     """Sends arrays in a thread of its own: a worker sends and receives at the same time."""
 
     def __init__(self, connection: socket.socket, machine: Machine):
-        self._connection = connection
+        self._connection, self._machine = connection, machine
+        self.journal: LinkJournal | None = None
         self._changed = machine.changes()  # guards what follows
         self._arrays: collections.deque[np.ndarray | None] = collections.deque()
         self._num_left = 0  # arrays that are not sent yet
@@ -34,7 +36,7 @@ class Sender:
         """Sends a small `array` in the calling thread; nothing may be waiting."""
         self.bytes_sent += array.nbytes
         try:
-            _send(self._connection, array, look)
+            self._send(array, look)
         except OSError as error:
             self._error.append(error)
             raise
@@ -62,12 +64,18 @@ class Sender:
             self._changed.wait_for(lambda: bool(self._arrays))
             return self._arrays.popleft()
 
+    def _send(self, array: np.ndarray, look: Callable[[], None]) -> None:
+        began_s, journal = self._machine.now_s(), self.journal
+        _send(self._connection, array, look)
+        if journal is not None:
+            journal.note("send", began_s)
+
     def _send_all(self) -> None:
         while (array := self._next()) is not None:
             try:
                 if not self._error:
                     # Who reads what comes back looks for us: the ring is closed, which raises here.
-                    _send(self._connection, array, lambda: None)
+                    self._send(array, lambda: None)
             except OSError as error:
                 self._error.append(error)
             finally:

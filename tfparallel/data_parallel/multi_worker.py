@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.ring_all_reduce import RingAllReduce
@@ -185,6 +187,10 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _link_times(self) -> LinkTimes:
         ring = self._ring_all_reduce
         return super()._link_times() if ring is None else ring.times
+
+    def _link_journal(self) -> AbstractContextManager[LinkJournal]:
+        ring = self._ring_all_reduce
+        return super()._link_journal() if ring is None else ring.journal()
 
     def _in_multi_worker_mode(self) -> bool:
         """Whether what `run` returns is this worker's only.

@@ -128,6 +128,16 @@ def become_copy_of(variable: Any, index: int, new: Any, old: Any) -> None:
     variable._values = (*variable._values[:index], new, *variable._values[index + 1 :])
 
 
+def become_part_of(variable: Any, new: Any, old: Any) -> None:
+    """Makes `new` a part of `variable`, in the place of `old`.
+
+    A gradient tape finds the variable by the part's handle.
+    """
+    new._distributed_container = weakref.ref(variable)
+    new.handle._distributed_container = weakref.ref(variable)
+    new._unique_id = old._unique_id
+
+
 def container_of(copy: Any) -> Any:
     """The distributed variable that `copy` is a copy of; for a variable of its own itself."""
     return distribute_utils.value_container(copy)

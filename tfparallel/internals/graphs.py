@@ -138,9 +138,15 @@ def changed_variables(graph: FuncGraph) -> list[tuple[tf.Tensor, tf.DType]]:
 
 
 def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGraph) -> list:
-    """Gradients of `ys` with respect to `xs`, both of `source`, in the graph under construction."""
+    """Gradients of `ys` with respect to `xs`, both of `source`, in the graph under construction.
+
+    Where `source` is on several devices, the gradient of an operation is on the operation's.
+    """
+    is_spread = len({op.device for op in source.get_operations()} - {""}) > 1
     with tf.device(None):
-        return gradients_util._GradientsHelper(ys, xs, grad_ys=dys, src_graph=source)
+        return gradients_util._GradientsHelper(
+            ys, xs, grad_ys=dys, colocate_gradients_with_ops=is_spread, src_graph=source
+        )
 
 
 def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:

@@ -37,6 +37,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
     "tensorflow.python.data.ops.cache_op": ("CacheDataset",),
+    "tensorflow.python.data.ops.dataset_ops": ("_OptionsDataset",),
+    "tensorflow.python.data.ops.prefetch_op": ("_PrefetchDataset",),
     "tensorflow.python.data.ops.repeat_op": ("_RepeatDataset",),
     "tensorflow.python.data.ops.shuffle_op": ("_ShuffleDataset",),
     "tensorflow.python.distribute.collective_all_reduce_strategy": ("CollectiveAllReduceExtended",),
@@ -93,6 +95,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
     "tensorflow.python.ops.resource_variable_ops": ("ResourceVariable", "variable_accessed"),
     "tensorflow.python.pywrap_tfe": ("TFE_Py_TapeSetPossibleGradientTypes",),
+    "tensorflow.tsl.profiler.protobuf.xplane_pb2": ("XSpace",),
     "tensorflow.python.training.saving.saveable_object": ("SaveSpec", "SaveableObject"),
 }
 

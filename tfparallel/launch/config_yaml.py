@@ -1,34 +1,10 @@
-"""YAML as configurations use it: no key twice, `1e-3` is a number, values set by dotted path."""
+"""YAML 1.2 as configurations use it: no key twice, values set by dotted path."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two changes: a repeated key is an error and `1e-3` is a number."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # a list or a dict as key: refused by who makes the dict
-            if (key.tag, key.value) in seen:
-                problem = f"the key {key.value!r} a second time"
-                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-            seen.add((key.tag, key.value))
-        return node
-
-
-# YAML 1.1 wants a point in the mantissa and a sign in the exponent, as in 1.0e-3.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 
 def read_yaml(path: str | Path) -> tuple[dict[str, Any], list[str]]:
@@ -82,13 +58,13 @@ def apply_override(document: dict[str, Any], override: str) -> list[str]:
 def _parse(text: bytes | str) -> Any:
     """Return the value of a YAML text; a ValueError names the line of a mistake."""
     try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"{where}expected YAML. Received: {error.problem}.") from None
     except RecursionError:
         problem = "lists or sections that are too deep in one another"
         raise ValueError(f"expected sections of settings. Received: {problem}.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
+    except (YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
         raise ValueError(f"expected YAML. Received: {error}.") from None

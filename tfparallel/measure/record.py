@@ -73,6 +73,19 @@ class Record:
         """Samples per second, over the wall time."""
         return None if self.rows is None or self.wall_s <= 0 else self.rows / self.wall_s
 
+    @property
+    def flops_per_s(self) -> float | None:
+        """Floating-point operations that the model needs, over the wall time; None if unknown."""
+        use = self.details.get("use")
+        speed = self.rows_per_s
+        return None if use is None or speed is None else speed * use["flops_per_row"]
+
+    @property
+    def mfu(self) -> float | None:
+        """Of what the devices could do in this time, the part that the model needed."""
+        done = self.flops_per_s
+        return None if done is None else done / self.details["use"]["peak_flops_per_s"]
+
     def share(self, category: str) -> float:
         """The part of the wall time that went into a category."""
         return self.seconds[category] / self.wall_s if self.wall_s > 0 else 0.0
@@ -85,4 +98,54 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """What a line of JSON holds."""
         own = dataclasses.asdict(self)
-        return {**own, "rows_per_s": self.rows_per_s, "shares": self.shares}
+        return {**own, "rows_per_s": self.rows_per_s, "shares": self.shares, "mfu": self.mfu}
+
+
+def whole_training(records: Sequence[Record]) -> Record:
+    """A training, of its epochs and what came after them.
+
+    Args:
+        records: at least one, in order.
+    """
+    wall_s = sum(each.wall_s for each in records)
+    rows = [each.rows for each in records]
+    first = records[0]
+    return Record(
+        None,
+        sum(each.steps for each in records),
+        None if any(each is None for each in rows) else sum(each or 0 for each in rows),
+        wall_s,
+        added(*(each.seconds for each in records)),
+        _steps_of_all(records),
+        {
+            name: sum(each.utilisation.get(name, 0.0) * each.wall_s for each in records) / wall_s
+            for name in first.utilisation
+        },
+        _details_of_all(records),
+        first.rank,
+    )
+
+
+def _steps_of_all(records: Sequence[Record]) -> StepTimes:
+    slowest = max(records, key=lambda each: each.step.slowest).step
+    medians = sorted((each.step.median, each.steps) for each in records if each.steps)
+    usual = medians[len(medians) // 2][0] if medians else 0.0
+    p95 = max(each.step.p95 for each in records)
+    return dataclasses.replace(slowest, median=usual, p95=p95)
+
+
+def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
+    return {
+        **records[0].details,
+        "traces": sum(each.details["traces"] for each in records),
+        "bytes_sent": sum(each.details["bytes_sent"] for each in records),
+        "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
+        "saving_s": added(*(each.details["saving_s"] for each in records)),
+        "input_stage": records[-1].details["input_stage"],
+    }
+
+
+def added(*tables: Mapping[str, float]) -> dict[str, float]:
+    """Sums by name, over all tables that have it."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return {key: sum(table.get(key, 0.0) for table in tables) for key in keys}

@@ -78,6 +78,14 @@ def noise_line(record: Record) -> str:
     return line
 
 
+def use_line(record: Record) -> str:
+    """How much of what the devices could compute was needed; "" where it was not measured."""
+    if record.mfu is None or record.flops_per_s is None:
+        return ""
+    peak = record.details["use"]["peak_flops_per_s"]
+    return f"MFU {record.mfu:.1%}: {record.flops_per_s / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s"
+
+
 def print_screen(group: Group) -> None:
     """To standard output; without colours where that is no terminal."""
     Console(highlight=False).print(group)

@@ -7,10 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.measure.reading import FILE
 from tfparallel.measure.record import Record
 from tfparallel.measure.verdict import Verdict
-
-FILE = "measure.jsonl"
 
 
 class RecordWriter:
@@ -48,9 +47,3 @@ class RecordWriter:
             if record.rows_per_s is not None:
                 tf.summary.scalar("measure/samples_per_s", record.rows_per_s, epoch)
         self._scalars.flush()
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the first rank; the last one is left out if it is not whole."""
-    lines = (folder / FILE).read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]

@@ -24,14 +24,14 @@ def place_sums(passes: Passes, device: str, gradients: Iterable) -> None:
 
 
 def place_behind_call(
-    passes: Passes, devices: Sequence[str], gradient: tf.Tensor | tf.IndexedSlices
+    passes: Passes, groups: Sequence[Sequence[str]], gradient: tf.Tensor | tf.IndexedSlices
 ) -> int | None:
     """The stage whose call has made `gradient`, if one has; what is between gets its device.
 
     That is a sum with the gradient of a penalty, a weight.
 
     Args:
-        devices: of each stage.
+        groups: of each stage its devices, the first of which calls its functions.
     """
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     operation = (gradient.values if is_sparse else gradient).op
@@ -45,7 +45,8 @@ def place_behind_call(
         )
     stage = passes.action_of[operation].stage
     for each in between:
-        place(each, devices[stage])
+        if each.device not in groups[stage]:
+            place(each, groups[stage][0])
     return stage
 
 

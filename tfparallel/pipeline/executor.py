@@ -25,6 +25,7 @@ from tfparallel.internals import (
     variable_accessed,
 )
 from tfparallel.internals.graphs import call_with_captures
+from tfparallel.pipeline.arguments_on_tape import ArgumentsOnTape
 from tfparallel.pipeline.between_passes import place_behind_call, place_sums
 from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.execution_order import put_in_order
@@ -35,7 +36,11 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
-from tfparallel.segments.segment_function import StageFunction, inference_function
+from tfparallel.segments.segment_function import (
+    StageFunction,
+    inference_function,
+    is_made_of_weights,
+)
 from tfparallel.segments.wide_integers import narrowed, widened
 
 
@@ -50,6 +55,10 @@ class Executor:
             the backward pass takes it. Default: the device itself.
         functions: of the stages, where several pipelines have them in common.
         own_copy: of a variable that a function has captured, the copy of this pipeline.
+        groups: for each of `schedule`'s devices all that compute its stages, itself first. Default:
+            it alone.
+        gathers: whether functions put weights together, which are put together again in the
+            backward pass instead of kept.
     """
 
     def __init__(
@@ -60,12 +69,18 @@ class Executor:
         hosts: Sequence[str] | None = None,
         functions: StageFunctions | None = None,
         own_copy: Callable[[Any], Any] = lambda variable: variable,
+        groups: Sequence[Sequence[str]] | None = None,
+        gathers: bool = False,
     ):
+        self._gathers = gathers
         self._schedule, self._hosts, self._own_copy = schedule, hosts, own_copy
         self._rematerialization = rematerialization or Rematerialization("none", schedule)
         self._rounds = Rounds()
         self._functions, self._passes = functions or StageFunctions(), Passes()
-        self._devices = [device_names[schedule.device_of[i]] for i in range(schedule.num_stages)]
+        device_of, stages = schedule.device_of, range(schedule.num_stages)
+        groups = groups or [(name,) for name in device_names]
+        self._groups = [groups[device_of[i]] for i in stages]
+        self._devices = [group[0] for group in self._groups]
 
     @property
     def num_stages(self) -> int:
@@ -142,22 +157,23 @@ class Executor:
 
     def _outputs(self, action: Action, concrete: Any, inputs: list) -> list:
         """Those of a call, by the cheapest function that gradient tapes allow."""
-        arguments = [*inputs, *self._functions.captures(concrete, self._own_copy)]
-        if has_one_tape(arguments):
-            return self._recorded_call(action, concrete, arguments)
+        captures = self._functions.captures(concrete, self._own_copy)
+        on_tape = ArgumentsOnTape(inputs, captures)
+        arguments = on_tape.arguments
+        if has_one_tape(on_tape.seen()):
+            return self._recorded_call(action, concrete, on_tape)
         if record.should_record_backprop(arguments):
             return call_with_captures(concrete, inputs, arguments[len(inputs) :])
         name, key = f"tfparallel_stage_{action.stage}", (concrete, "inference")
         function = self._functions.once(key, inference_function, name, concrete)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]
 
-    def _recorded_call(self, action: Action, concrete: Any, arguments: list) -> list:
-        watched = tuple(record.should_record_backprop([x]) for x in arguments)
+    def _recorded_call(self, action: Action, concrete: Any, on_tape: ArgumentsOnTape) -> list:
+        arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
-        options: tuple = (name, concrete, watched)
-        if self._rematerialization.is_done(action.stage, action.microbatch):
-            options = (*options, self._rematerialization.recomputes)
-        function = self._functions.once((concrete, watched, len(options)), StageFunction, *options)
+        is_again = self._rematerialization.is_done(action.stage, action.microbatch)
+        options = name, concrete, watched, self._recomputes(is_again)
+        function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
         stash = self._offloaded(action, function, stash)
 
@@ -174,10 +190,21 @@ class Executor:
             for kind, operation in calls.items():
                 self._passes.add(in_round, action._replace(kind=kind), operation)
                 self._rounds.note(operation, in_round, action.stage)
-            return gradients
+            return on_tape.gradients(gradients)
 
-        record.record_operation("tfparallel_stage", outputs, arguments, backward)
+        record.record_operation("tfparallel_stage", outputs, on_tape.seen(), backward)
         return outputs
+
+    def _recomputes(self, is_again: bool) -> Callable[[tf.Operation], bool]:
+        """Whether the results of an operation are computed again in the backward pass.
+
+        Args:
+            is_again: whether those are that the user has asked for.
+        """
+        asked = self._rematerialization.recomputes if is_again else lambda operation: False
+        if not self._gathers:
+            return asked
+        return lambda operation: asked(operation) or is_made_of_weights(operation)
 
     def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
         if self._hosts is None:
@@ -218,7 +245,13 @@ class Executor:
         """Tells of a call on `stage` that adds up its gradients, as soon as they are there."""
         self._passes.sums[stage].append(operation)
 
+    def device_of_sum(self, stage: int, gradients: Iterable) -> str:
+        """Where gradients of one variable on `stage` are added up: where they are, if all agree."""
+        found = {getattr(gradient, "device", "") for gradient in gradients}
+        own = found & set(self._groups[stage])
+        return own.pop() if len(found) == len(own) == 1 else self.device_of(stage)
+
     def stage_of_gradient(self, gradients: Iterable) -> int:
         """The stage that has made these gradients of one variable, the last one if none has."""
-        stages = [place_behind_call(self._passes, self._devices, each) for each in gradients]
+        stages = [place_behind_call(self._passes, self._groups, each) for each in gradients]
         return next((stage for stage in stages if stage is not None), self._schedule.num_stages - 1)

@@ -37,7 +37,7 @@ from tfparallel.pipeline.plan_of_shares import plan_of_shares
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
-from tfparallel.pipeline.profile import Cost
+from tfparallel.pipeline.profile import Cost, slowest
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
@@ -52,6 +52,7 @@ from tfparallel.pipeline.stage_variables import (
 )
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Stages, divide
+from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.local import LocalExtended
@@ -74,6 +75,7 @@ class PipelineExtended(LocalExtended):
             `r % num_microbatches` of pipeline `r // num_microbatches`.
     """
 
+    _gathers = False  # weights of a stage from other devices, when it is called
     _xla_can_predict = False  # a stage is a function that XLA does not know
 
     def __init__(
@@ -87,6 +89,7 @@ class PipelineExtended(LocalExtended):
     ):
         pipelines = [devices, *others]
         self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
+        self._groups: list[list[Sequence[str]]] = [[(d,) for d in each] for each in self._pipelines]
         self._stage_devices = self._pipelines[0]
         super().__init__(container_strategy, devices[:1])  # which is in this process
         self._default_device = None
@@ -145,7 +148,7 @@ class PipelineExtended(LocalExtended):
         self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
-        leader.move_to([copy.device for copy in leader.values])
+        leader.move_to(leader.places())
         return variable
 
     def _home(self, kwargs: Mapping[str, Any]) -> str:
@@ -216,9 +219,9 @@ class PipelineExtended(LocalExtended):
     def _device_of_stage(self, stage: int) -> str:
         return self._stage_devices[self._schedule.device_of[stage]]
 
-    def _devices_of_stage(self, stage: int) -> list[str]:
-        """One in each pipeline."""
-        return [each[self._schedule.device_of[stage]] for each in self._pipelines]
+    def _groups_of_stage(self, stage: int) -> list[Sequence[str]]:
+        """In each pipeline the devices of a stage; its functions are called on the first."""
+        return [each[self._schedule.device_of[stage]] for each in self._groups]
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         if call.model not in self._known_stages:
@@ -247,20 +250,27 @@ class PipelineExtended(LocalExtended):
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)
-            how = self._options.partition, self._placement, self._budget
-            stages = divide(model, *how, inputs, self._costs_of_rank_zero)
+            given = self._options.partition, self._placement, self._budget, inputs
+            stages = divide(model, *given, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
-                    behind(variable).move_to(self._devices_of_stage(homes[id(variable)]))
+                    behind(variable).move_to(self._groups_of_stage(homes[id(variable)]))
             self._known_stages[model] = stages
         return self._known_stages[model]
 
-    def _costs_of_rank_zero(self, costs: list[Cost]) -> list[Cost]:
-        """Times differ from process to process; what is summed across them is summed by stage."""
+    def _agreed(self, costs: list[Cost]) -> list[Cost]:
+        """The same for all workers, whose clocks differ: a stage has the same layers in each."""
         if self._workers is None:
             return costs
-        return [Cost(*cost) for cost in self._agreement.exchange("divide a model", costs)[0]]
+        return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
+
+    def _summary_of(self, model: keras.Model) -> Summary:
+        devices = [
+            [device for group in self._groups_of_stage(stage) for device in group]
+            for stage in range(self._schedule.num_stages)
+        ]
+        return summarise(model.name, self._stages_of(model), devices, self._budget.live)
 
     def _plan_of(self, model: keras.Model) -> Plan:
         if model not in self._known_stages:
@@ -354,14 +364,29 @@ class PipelineExtended(LocalExtended):
         finally:
             self._executors = self._reads = None
 
+    @property
+    def _shares_functions(self) -> bool:
+        """Whether stages are traced once for all pipelines: no device is written into them."""
+        return len(self._pipelines) > 1
+
     def _new_executors(self, rematerialization: Rematerialization) -> Executors:
-        functions = StageFunctions(is_shared=len(self._pipelines) > 1)
+        shared = StageFunctions(is_shared=True) if self._shares_functions else None
         each = []
         for i, devices in enumerate(self._pipelines):
             hosts = _hosts_of(devices) if self._options.offload else None
             own_copy = functools.partial(copy_in_pipeline, i)
+            functions = shared or StageFunctions()
             each.append(
-                Executor(self._schedule, devices, rematerialization, hosts, functions, own_copy)
+                Executor(
+                    self._schedule,
+                    devices,
+                    rematerialization,
+                    hosts,
+                    functions,
+                    own_copy,
+                    self._groups[i],
+                    self._gathers,
+                )
             )
         return Executors(each, self._schedule.num_microbatches)
 
@@ -462,7 +487,8 @@ class PipelineExtended(LocalExtended):
 def copy_in_pipeline(index: int, variable: Any) -> Any:
     """Pipeline number `index`'s copy of a variable, or of what that is a copy of."""
     container = variable if isinstance(variable, StageVariable) else container_of(variable)
-    return container.values[index] if isinstance(container, StageVariable) else variable
+    is_of_stage = isinstance(container, StageVariable)
+    return container.copy_in(index, variable) if is_of_stage else variable
 
 
 def _hosts_of(devices: Sequence[str]) -> list[str]:

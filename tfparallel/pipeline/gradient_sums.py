@@ -24,17 +24,17 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
             a mean, counts as zeros.
     """
     sums: list = [None] * len(gradients[0])
-    by_stage: dict[int, list[int]] = collections.defaultdict(list)
+    by_place: dict[tuple[int, str], list[int]] = collections.defaultdict(list)
     for i, per_microbatch in enumerate(zip(*gradients, strict=True)):
         stage = executor.stage_of_gradient(per_microbatch)
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in per_microbatch):
             with tf.device(executor.device_of(stage)):
                 sums[i] = _concat(per_microbatch)
         else:
-            by_stage[stage].append(i)
-    for stage, at in by_stage.items():
-        additions = _Additions(stage, executor.device_of(stage))
-        has_rows = _on_device(executor.device_of(stage), rows)
+            by_place[stage, executor.device_of_sum(stage, per_microbatch)].append(i)
+    for (stage, device), at in by_place.items():
+        additions = _Additions(stage, device)
+        has_rows = _on_device(device, rows)
         total: list = []
         for microbatch in executor.backward_order(stage):
             own = [tf.convert_to_tensor(gradients[microbatch][i]) for i in at]

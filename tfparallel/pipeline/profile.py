@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import track
 
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.internals.keras_layers import outputs_structure
+from tfparallel.internals.keras_layers import functional_graph, outputs_structure
 from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
-from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
+from tfparallel.pipeline.parts import Calls, Part, members
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 _REPEATS = 3
@@ -55,6 +55,15 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
         if calls is None:
             return [Cost(1.0 + sum(map(num_values, _weights(part)))) for part in parts]
         return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
+
+
+def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
+    """What each part costs where it costs most.
+
+    Args:
+        costs: by worker and part, each a `Cost` or its list of numbers.
+    """
+    return [Cost(*map(max, zip(*own, strict=True))) for own in zip(*costs, strict=True)]
 
 
 def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:

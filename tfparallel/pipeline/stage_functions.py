@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.segments.differentiated_graphs import note_segment
 from tfparallel.segments.wide_integers import WideFunction, widened
 
 
@@ -57,8 +58,8 @@ class StageFunctions:
         self._trainable[concrete] = [x for x in variables if x.trainable]
         return variables
 
-    def captures(self, concrete: Any, own_copy: Callable[[Any], Any]) -> list[tf.Tensor]:
-        """What `concrete` takes beside its inputs, with the caller's copy of each variable.
+    def captures(self, concrete: Any, own_copy: Callable[[Any], Any]) -> list[Any]:
+        """What `concrete` takes beside its inputs: tensors, and the caller's copies of variables.
 
         Args:
             own_copy: of a variable that `concrete` was traced with.
@@ -70,7 +71,7 @@ class StageFunctions:
         ]
         by_handle = {id(copy.handle): copy for copy in copies}
         return [
-            own_copy(by_handle[id(each)]).handle if id(each) in by_handle else each
+            own_copy(by_handle[id(each)]) if id(each) in by_handle else each
             for each in concrete.captured_inputs
         ]
 
@@ -83,6 +84,7 @@ class StageFunctions:
 
 def _traced_once(stage: int, function: Callable) -> Any:
     def named(*inputs: tf.Tensor) -> list:
+        note_segment(tf.compat.v1.get_default_graph())
         with tf.name_scope(f"stage_{stage}"):  # names the stage in errors of its operations
             return function(*inputs)
 

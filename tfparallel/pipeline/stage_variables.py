@@ -66,26 +66,66 @@ class StageVariable(CentralVariable):
         is_assigned = self._is_assigned_here()
         return update_fn(self._primary, value, **kwargs) if is_assigned else self._primary
 
-    def move_to(self, devices: Sequence[str]) -> None:
-        """Moves each pipeline's copy, with the optimizer slots that follow it, to its device."""
-        for i, device in enumerate(devices):
-            self._move_copy(i, device)
+    def copy_in(self, pipeline: int, like: Any) -> Any:
+        """What pipeline number `pipeline` has in the place of `like`, another pipeline's."""
+        del like
+        return self._values[pipeline]
 
-    def _move_copy(self, index: int, device: str) -> None:
+    def places(self) -> list[Sequence[str]]:
+        """Where each pipeline's copy is."""
+        return [(copy.device,) for copy in self.values]
+
+    def move_to(self, places: Sequence[Sequence[str]]) -> None:
+        """Moves each pipeline's copy, with the optimizer slots that follow it, to its place.
+
+        Args:
+            places: of the copies; the devices of a place are those of its stage.
+        """
         for variable in (self, *self._followers):
-            old = variable.values[index]
-            if device_util.canonicalize(old.device) == device_util.canonicalize(device):
-                continue
-            with tf.init_scope(), tf.device(device):
-                new = type(old)(
-                    old.read_value(),
-                    trainable=old.trainable,
-                    name=old.name.partition(":")[0],
-                    dtype=old.dtype,
-                    synchronization=old.synchronization,
-                    aggregation=old.aggregation,
-                )
-            become_copy_of(variable, index, new, old)
+            variable._move_to(places)
+
+    def _move_to(self, places: Sequence[Sequence[str]]) -> None:
+        for i, devices in enumerate(places):
+            old = self.values[i]
+            new = moved(old, devices[0])
+            if new is not old:
+                become_copy_of(self, i, new, old)
+
+
+class InPartsOnStage(StageVariable):
+    """A variable whose copies are in parts each, on the devices of their stage.
+
+    A gradient tape sees one variable. What a stage takes of it are the variables of its parts.
+    """
+
+    num_parts: int
+
+    def place_of(self, part: Any) -> tuple[int, int]:
+        """The number of the copy, and that in the copy, of the variable of a part."""
+        raise NotImplementedError
+
+    def on_tape(self, copy: int) -> tf.Tensor:
+        """The handle that stands for a copy in `tape.gradient`."""
+        raise NotImplementedError
+
+    def gradient_of_whole(self, gradients: Sequence) -> Any:
+        """The gradient of the whole, of those of its parts: dense, sparse, or None for none."""
+        raise NotImplementedError
+
+
+def moved(old: Any, device: str) -> Any:
+    """`old`, a variable of TensorFlow, if it is on `device`; else one there of its value."""
+    if device_util.canonicalize(old.device) == device_util.canonicalize(device):
+        return old
+    with tf.init_scope(), tf.device(device):
+        return type(old)(
+            old.read_value(),
+            trainable=old.trainable,
+            name=old.name.partition(":")[0],
+            dtype=old.dtype,
+            synchronization=old.synchronization,
+            aggregation=old.aggregation,
+        )
 
 
 class LayerVariable(CentralLayerVariable, StageVariable):

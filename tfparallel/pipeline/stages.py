@@ -11,13 +11,13 @@ from typing import Any
 
 import keras
 
+from tfparallel.internals.keras_layers import functional_graph
 from tfparallel.pipeline.memory import parameter_bytes
 from tfparallel.pipeline.parts import (
     Calls,
     Member,
     Part,
     find_parts,
-    functional_graph,
     is_opened,
     members,
     variables_by_part,
@@ -81,8 +81,7 @@ def divide(
         placement: layers that the user has put on stages.
         budget: of each stage's memory.
         inputs: of one microbatch, to measure with; see `profile_parts`.
-        agreed: of what this process has measured, what to divide by; where several processes
-            divide the same model, they must do it alike.
+        agreed: gives the costs that all workers divide by, of those that this one measured.
 
     Raises:
         ValueError: if there are fewer parts than stages, if patterns do not fit the layers, if a

@@ -7,15 +7,14 @@ As text, as a picture, and as a trace for chrome://tracing and https://ui.perfet
 """
 
 import collections
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from tfparallel.measure.lanes import Box, draw_lanes, save_json, text_lanes, trace_events
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import Event, Timeline, simulate
@@ -65,16 +64,7 @@ class Swimlane:
 
     def text(self, width: int = 100) -> str:
         """The lanes as text of `width` columns, and what share of the time was idle."""
-        margin = max(map(len, self.devices)) + 2
-        columns = max(width - margin, 10)
-        scale = columns / self.timeline.makespan
-        rows = [["."] * columns for _ in self.devices]
-        for action, device, start, end in self.timeline.events:
-            first = min(int(start * scale), columns - 1)
-            last = max(first + 1, min(int(end * scale), columns))
-            label = f"{_LETTERS[action.kind]}{action.microbatch}"
-            rows[device][first:last] = label.ljust(last - first, "-")[: last - first]
-        lanes = [f"{name.ljust(margin)}{''.join(row)}" for name, row in zip(self.devices, rows)]
+        lanes = text_lanes(self.devices, self._boxes(), self.timeline.makespan, width)
         return "\n".join([*lanes, *self._figures()])
 
     def __str__(self) -> str:
@@ -90,33 +80,26 @@ class Swimlane:
             f"of passes as long as these without any delay {self.ideal.bubble_fraction:.0%}",
         ]
 
-    def trace(self) -> dict[str, Any]:
-        """The step in the Trace Event Format, times in microseconds."""
-        names: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}}
-            for i, name in enumerate(self.devices)
-        ]
-        passes = [
-            {
-                "name": f"{_LETTERS[event.action.kind]}{event.action.microbatch}",
-                "cat": event.action.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": event.device,
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-                "args": event.action._asdict(),
-            }
+    def _boxes(self) -> list[Box]:
+        return [
+            Box(
+                event.device,
+                event.action.kind,
+                f"{_LETTERS[event.action.kind]}{event.action.microbatch}",
+                event.start,
+                event.end,
+                event.action._asdict(),
+            )
             for event in self.timeline.events
         ]
-        return {"traceEvents": names + passes, "displayTimeUnit": "ms"}
+
+    def trace(self) -> dict[str, Any]:
+        """The step in the Trace Event Format, times in microseconds."""
+        return trace_events(self.devices, self._boxes())
 
     def save_trace(self, path: str | os.PathLike) -> None:
         """Writes `trace()` as JSON; the file is whole at any time, or not there."""
-        target = Path(path)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(self.trace(), allow_nan=False))
-        part.replace(target)
+        save_json(self.trace(), path)
 
     def save_png(self, path: str | os.PathLike) -> None:
         """Draws the lanes with matplotlib.
@@ -124,35 +107,9 @@ class Swimlane:
         Raises:
             ImportError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Drawing a swimlane needs matplotlib. Received: no matplotlib. Install "
-                "tfparallel[plot], or print the swimlane, or use save_trace."
-            ) from error
-        figure = Figure(figsize=(11, 1.3 + 0.55 * len(self.devices)), layout="constrained")
-        axes = figure.subplots()
-        drawn: dict[str, Any] = {}
-        for action, device, start, end in self.timeline.events:
-            (box,) = axes.barh(
-                device,
-                (end - start) * 1e3,
-                left=start * 1e3,
-                color=_COLOURS[action.kind],
-                edgecolor="white",
-            )
-            drawn.setdefault(_MEANINGS[action.kind], box)
-            middle = (start + end) / 2 * 1e3
-            axes.text(middle, device, str(action.microbatch), ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(self.devices)), self.devices)
-        axes.invert_yaxis()
-        axes.set_xlabel("ms")
-        axes.set_title("\n".join(self._figures()), fontsize=9, loc="left")
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper right", fontsize=8, ncols=3)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        figure.savefig(path, dpi=120)
+        boxes = [box._replace(label=str(box.details["microbatch"])) for box in self._boxes()]
+        title = "\n".join(self._figures())
+        draw_lanes(self.devices, boxes, _COLOURS, _MEANINGS, title, path, with_labels=True)
 
 
 def swimlane(

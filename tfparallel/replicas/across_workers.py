@@ -73,11 +73,12 @@ class WorkersExtended(ReplicatedExtended):
         """`initial_value` once all workers have said that they create the same variable."""
         owner = owner_of_new_variable()
         name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
+        dtype = kwargs.get("dtype")  # not `kwargs`, which will hold `announced`, and the value
 
         def announced() -> tf.Tensor:
             value = initial_value() if callable(initial_value) else initial_value
             value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
-            value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+            value = tf.convert_to_tensor(value, dtype)
             self._agreement.require_equal(
                 "create a variable", f"{name} {value.dtype.name}{value.shape.as_list()}"
             )

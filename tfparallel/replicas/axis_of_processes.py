@@ -11,12 +11,14 @@ First the devices of a process add up what they have, then the processes.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals import TrainerCall
@@ -62,6 +64,9 @@ class AxisOfProcesses(Protocol):
 
     def _link_times(self) -> LinkTimes:
         """What collectives between processes have taken so far, where the transport is our own."""
+
+    def _link_journal(self) -> AbstractContextManager[LinkJournal]:
+        """Within it, what that transport sends and receives is noted."""
 
     def _sum_list_across_workers(self, tensors: list) -> list:
         """Sums of the workers' tensors; called in a cross-replica context."""

@@ -44,6 +44,7 @@ from tfparallel.replicas.variables import (
 )
 
 if TYPE_CHECKING:
+    from tfparallel.measure.lanes import DrawnStep
     from tfparallel.replicas.checking.report import StepCheck
 
 if keras.backend.backend() != "tensorflow":
@@ -164,6 +165,24 @@ class KerasStrategy(tf.distribute.Strategy):
             ValueError: for a tensor without rows.
         """
         return all_rows(self, tensors)
+
+    def profile(self, model: keras.Model, batch: Any) -> "DrawnStep":
+        """Measures when devices and links do what in a training step.
+
+        `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is
+        measured; then weights, optimizer, metrics and seeds are put back. In a job of several
+        processes all call it, with the same batch, and all get the lanes of all, on one clock.
+
+        Args:
+            model: built and compiled under this strategy.
+            batch: what `train_step` takes: `(x, y)` or `(x, y, sample_weight)` of arrays.
+
+        Raises:
+            ValueError: inside of a scope, and for a model that is not this strategy's.
+        """
+        from tfparallel.replicas.step_profile import profile_step  # loads the profiler's format
+
+        return profile_step(self, model, batch)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""

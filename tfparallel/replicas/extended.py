@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.internals import (
     BaseOptimizer,
@@ -25,6 +26,7 @@ from tfparallel.internals import (
     with_body,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.measure.operation_kinds import REDUCE_SCOPE
 from tfparallel.measure.shares import NO_PLAN, Plan
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.batch import Batch, concat_rows
@@ -203,7 +205,8 @@ class ReplicatedExtended(MirroredExtended):
         step = current_replica_step()
         if step is not None:
             gradients = [step.weigh_gradient(gradient) for gradient in gradients]
-        reduced = self._reduce_gradients(gradients)
+        with tf.name_scope(REDUCE_SCOPE):
+            reduced = self._reduce_gradients(gradients)
         if self._noise_probe is not None and step is not None:
             self._noise_probe.note(
                 replica_number(),
@@ -360,6 +363,12 @@ class ReplicatedExtended(MirroredExtended):
     def _link_times(self) -> LinkTimes:
         """What collectives of this process have taken so far, where the transport is our own."""
         return LinkTimes() if self._workers is None else self._workers._link_times()
+
+    def _link_journal(self) -> contextlib.AbstractContextManager[LinkJournal]:
+        """Within it, what that transport sends and receives is noted."""
+        if self._workers is None:
+            return contextlib.nullcontext(LinkJournal())
+        return self._workers._link_journal()
 
     _noise_probe: NoiseProbe | None = None
 

@@ -174,6 +174,11 @@ class StateChanges:
         finally:
             self._thread.is_recomputing = False
 
+    @property
+    def is_in_layer(self) -> bool:
+        """Whether a layer is being traced."""
+        return self._function is not None
+
     def check_is_outside_of_layers(self, variable: Any) -> None:
         """Refuses what `take` does not take, in a layer.
 

@@ -117,16 +117,17 @@ class GraphFunction:
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         """Calls it on `device`, without any record on gradient tapes.
 
-        Some of its work is elsewhere if a variable or table that it uses is on another device. So
-        may be int32 of its arguments and results: `wide_integers.py` says how to spare that.
+        Some of its work is elsewhere if it is placed on another device, or a variable or table that
+        it uses is. So may be int32 of its arguments and results: `wide_integers.py` says how to
+        spare that.
         """
         resources = [x for x in arguments if x.dtype == tf.resource]
-        if self._has_narrow or any(x.device != device for x in resources):
+        is_elsewhere = self._devices - {device} or any(x.device != device for x in resources)
+        if self._has_narrow or is_elsewhere:
             with tf.device(device):
                 return list(self._function.call_flat(*arguments))
-        is_in_order = _is_cpu(device) and self._devices <= {device}
         with record.stop_recording():
-            return (self._in_order if is_in_order else self._remote)(device, arguments)
+            return (self._in_order if _is_cpu(device) else self._remote)(device, arguments)
 
 
 # Note: operations one after another. Where operations have one thread each, TensorFlow still hands

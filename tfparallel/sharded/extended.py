@@ -46,9 +46,9 @@ class ShardedExtended(ReplicatedExtended):
 
     # ---- the transport: this process is all there is ---------------------------------------------
 
-    def _host_gather_parts(self, part: tf.Tensor) -> tf.Tensor:
-        """The workers' `[length]`, one after the other."""
-        return part
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Of each `[length]` the workers', one after the other."""
+        return list(parts)
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
@@ -152,24 +152,12 @@ class ShardedExtended(ReplicatedExtended):
         with tf.device(self._devices[i]):
             joined = [tf.concat(each, 0) for each in sent]
         if self._num_sharing > 1:
-            joined = self._gathered_among_workers(joined)
+            joined = self._host_gather_parts(joined)
         with tf.device(self._devices[i]):
             return [
                 variable.shards.whole(tf.cast(flat, variable.dtype))
                 for variable, flat in zip(variables, joined, strict=True)
             ]
-
-    def _gathered_among_workers(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of each `[length]` all workers' parts, one after the other; one call for each dtype."""
-        results: dict[int, tf.Tensor] = {}
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            chosen = [k for k, part in enumerate(parts) if part.dtype == dtype]
-            lengths = [parts[k].shape[0] for k in chosen]
-            with tf.device(self._host_device):
-                flat = self._host_gather_parts(tf.concat([parts[k] for k in chosen], 0))
-                rows = tf.split(tf.reshape(flat, [self._num_sharing, sum(lengths)]), lengths, 1)
-                results |= {k: tf.reshape(row, [-1]) for k, row in zip(chosen, rows, strict=True)}
-        return [results[k] for k in range(len(parts))]
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 
@@ -359,7 +347,7 @@ class ShardedExtended(ReplicatedExtended):
         joined = tf.concat([variable.component(i).read_value() for i in local], 0)
         if self._num_sharing == 1:
             return joined
-        whole = self._host_gather_parts(joined)
+        (whole,) = self._host_gather_parts([joined])
         return tf.ensure_shape(whole, [self._num_shards * variable.shards.length])
 
     def _replica_ctx_update(

@@ -41,10 +41,14 @@ class FlatShards:
         return tf.pad(flat, [[0, self.num_shards * self.length - self.size]])
 
     def part(self, whole: tf.Tensor, index: int) -> tf.Tensor:
-        """Shard number `index` of a tensor, `[length]`."""
+        """Shard number `index` of a tensor, `[length]`, in memory of its own.
+
+        A slice is a view: a variable that is assigned one keeps the whole alive.
+        """
         begin = min(index * self.length, self.size)
         own = tf.reshape(whole, [self.size])[begin : begin + self.length]
-        return tf.pad(own, [[0, self.length - min(self.length, self.size - begin)]])
+        padded = tf.pad(own, [[0, self.length - min(self.length, self.size - begin)]])
+        return tf.raw_ops.DeepCopy(x=padded)
 
     def part_of_rows(self, rows: tf.IndexedSlices, index: int) -> tf.IndexedSlices:
         """What of a sparse gradient belongs to shard number `index`, number by number.

@@ -8,13 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
+from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
+from tfparallel.measure.lanes import DrawnStep
 from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.stages import Stages
-from tfparallel.pipeline.summary import Summary, summarise
-from tfparallel.pipeline.swimlane import Swimlane
+from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.sharded.in_one_process import LocalShardedExtended
@@ -43,7 +45,8 @@ class HybridStrategy(KerasStrategy):
     `TensorParallelStrategy`. For several processes give it to `HorovodStrategy` or
     `MultiWorkerMirroredStrategy` as `inner`.
 
-    "data" goes with each of the other three.
+    All axes go together: layers of a stage are computed in parts on its devices, and what a device
+    would have of the state is in pieces along "shard".
 
     Args:
         mesh: a `keras.distribution.DeviceMesh`, or the size of each axis by its name, which takes
@@ -55,8 +58,9 @@ class HybridStrategy(KerasStrategy):
             divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
 
     Raises:
-        NotImplementedError: for two of shard, pipeline and model on one mesh.
-        TypeError: for another mesh.
+        NotImplementedError: for other shards than those of parameters beside a pipeline or an axis
+            of the model.
+        TypeError: for another mesh, or another layout.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, and for options of an axis that the mesh does not have.
     """
@@ -78,19 +82,35 @@ class HybridStrategy(KerasStrategy):
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
     ) -> Any:
         mesh = self._mesh
+        places = mesh.devices.reshape(-1, *mesh.devices.shape[2:])  # data and shard as one axis
+        axis = "shard" if "shard" in mesh.names else "data"
+        num_shards = 1 if shard is None else mesh.size(axis)
         if "pipeline" in mesh.names:
-            first, *others = mesh.devices[:, 0, :, 0].tolist()
-            schedule = pipeline.schedule_for(len(first))
-            return PipelineExtended(self, first, schedule, pipeline, others=others)
+            schedule = pipeline.schedule_for(mesh.size("pipeline"))
+            if "model" not in mesh.names and shard is None:
+                first, *others = places[:, :, 0].tolist()
+                return PipelineExtended(self, first, schedule, pipeline, others=others)
+            layouts = self._layouts(places.reshape(-1, mesh.size("model")), layout_map)
+            groups = places.tolist()
+            return PipelinesOfGroupsExtended(
+                self, groups, schedule, pipeline, layouts, shard, num_shards
+            )
         if "model" in mesh.names:
-            groups = tuple(map(tuple, mesh.devices[:, 0, 0].tolist()))
-            names = mesh.names.get("data"), mesh.names["model"]
-            return TensorParallelExtended(self, Layouts(layout_map, MeshGroups(groups, *names)))
+            layouts = self._layouts(places[:, 0], layout_map)
+            if shard is None:
+                return TensorParallelExtended(self, layouts)
+            return ShardedGroupsExtended(self, layouts, shard, num_shards)
         devices = mesh.devices.flatten().tolist()
-        if shard is not None:
-            copies = mesh.size("data") if "shard" in mesh.names else 1
-            return LocalShardedExtended(self, devices, shard, copies)
-        return MirroredLocalExtended(self, devices)
+        if shard is None:
+            return MirroredLocalExtended(self, devices)
+        return LocalShardedExtended(self, devices, shard, len(devices) // num_shards)
+
+    def _layouts(self, groups: np.ndarray, layout_map: Any) -> Layouts:
+        """Of the devices `[group, model]`; without an axis of the model nothing is laid out."""
+        names = self._mesh.names
+        axes = names.get("data"), names.get("model")
+        layout_map = keras.distribution.LayoutMap(None) if layout_map is None else layout_map
+        return Layouts(layout_map, MeshGroups(tuple(map(tuple, groups.tolist())), *axes))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._mesh}: {self.extended._description()})"
@@ -99,23 +119,27 @@ class HybridStrategy(KerasStrategy):
         """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
         return self._of_axis("pipeline")._stages_of(model)
 
-    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
-        """When each pass of the first pipeline starts and ends; as `PipelineStrategy.profile`."""
-        self._of_axis("pipeline")
-        return measure_step(self, model, batch)
+    def profile(self, model: keras.Model, batch: Any) -> DrawnStep:
+        """With a pipeline, the passes of the first one; as `PipelineStrategy.profile`."""
+        if "pipeline" in self._mesh.names:
+            return measure_step(self, model, batch)
+        return super().profile(model, batch)
 
     def summary(self, model: keras.Model) -> Summary | str:
-        """A table of the stages of `model`, or of its weights in parts; `print` it.
+        """A table of the stages of `model`, of its weights in parts, or both; `print` it.
 
         Raises:
             ValueError: on a mesh with neither a pipeline nor an axis of the model.
         """
-        if "model" in self._mesh.names:
-            return summary_of_layout(model, self.extended.layouts)
-        extended = self._of_axis("pipeline")
-        stages = range(extended._schedule.num_stages)
-        devices = [extended._devices_of_stage(stage) for stage in stages]
-        return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
+        if "model" not in self._mesh.names:
+            return self._summary_of_stages(model)
+        weights = summary_of_layout(model, self.extended.layouts)
+        if "pipeline" not in self._mesh.names:
+            return weights
+        return f"{self._summary_of_stages(model)}\n{weights}"
+
+    def _summary_of_stages(self, model: keras.Model) -> Summary:
+        return self._of_axis("pipeline")._summary_of(model)
 
     def _of_axis(self, axis: str) -> Any:
         if axis not in self._mesh.names:
@@ -137,6 +161,26 @@ def _mesh(mesh: Any) -> Mesh:
             f"as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
         )
     return mesh_of(sizes, names, check_devices(devices, "devices of the mesh") or [])
+
+
+def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
+    """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
+    if not isinstance(layout_map, keras.distribution.LayoutMap):
+        raise TypeError(
+            "Expected `layout_map`, a keras.distribution.LayoutMap. Received: "
+            f"{layout_map!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
+        )
+    own = layout_map.device_mesh
+    if own is None:
+        return
+    sizes = dict(zip(own.axis_names, own.shape, strict=True))
+    expected = {name: mesh.size(axis) for axis, name in mesh.names.items()}
+    if sizes != expected:
+        received = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
+            f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
+        )
 
 
 def _full_name(name: Any) -> str:
@@ -170,10 +214,11 @@ def _check_options(
             "`shard` needs an axis 'shard' or 'data', along which state is in parts. Received: a "
             f"mesh of {mesh}."
         )
+    if layout_map is not None:
+        _check_layout_map(mesh, layout_map)
     together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
-    together += ["shard"] if shard is not None else []
-    if len(together) > 1:
+    if shard is not None and together and shard.shard != "parameters":
         raise NotImplementedError(
-            "A mesh divides rows, and one of state, layers and matrices. Received: a mesh of "
-            f"{mesh} that divides {' and '.join(together)}. Take one of them, beside 'data'."
+            "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "
+            f"Sharding('parameters'). Received: {shard.shard!r}, on a mesh of {mesh}."
         )

@@ -20,7 +20,7 @@ from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Choice
 from tfparallel.pipeline.stages import Partition, Stages
-from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.summary import Summary
 from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.reporting_scope import ReportingScope
@@ -132,9 +132,7 @@ class PipelineStrategy(KerasStrategy):
 
     def summary(self, model: keras.Model) -> Summary:
         """A table of the stages of `model`, which must be built; `print` it."""
-        extended, schedule = self.extended, self.schedule
-        devices = [extended._devices_of_stage(stage) for stage in range(schedule.num_stages)]
-        return summarise(model.name, extended._stages_of(model), devices, extended._budget.live)
+        return self.extended._summary_of(model)
 
     def profile(self, model: keras.Model, batch: Any) -> Swimlane:
         """Measures when each pass of a training step starts and ends.

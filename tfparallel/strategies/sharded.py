@@ -84,8 +84,11 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
         super().__init__(container_strategy, cluster_resolver, options, None, WorkerTimeouts())
         self._sharding = sharding
 
-    def _host_gather_parts(self, part: tf.Tensor) -> tf.Tensor:
-        return self._gather_rows(part)
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        with tf.device(self._host_device):
+            if self._ring_all_reduce is not None:
+                return self._ring_all_reduce.gather_each(parts)
+            return [self._gather_rows(part) for part in parts]
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         if self._ring_all_reduce is None:  # all of the sum, of which the rest is thrown away

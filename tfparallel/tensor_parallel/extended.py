@@ -6,9 +6,7 @@ else on its first. How rows are split, and how a step runs, stay as under `Mirro
 """
 
 import functools
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -16,26 +14,18 @@ import tensorflow as tf
 from tfparallel.internals import (
     device_util,
     distribute_lib,
-    distribute_utils,
-    layer_of_late_variable,
-    owner_of_new_variable,
     values_util,
 )
 from tfparallel.internals.distribute import keep_number
 from tfparallel.internals.keras_layers import behind
-from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
-from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.local import LocalExtended
-from tfparallel.replicas.optimizer_hooks import gradient_source
-from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
-from tfparallel.tensor_parallel.layer_rules import hook_layer, name_layers_without_rule
+from tfparallel.tensor_parallel.holds_parts import HoldsParts
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.rows import Rows
-from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part
 
 
-class TensorParallelExtended(LocalExtended):
+class TensorParallelExtended(HoldsParts, LocalExtended):
     """Variables in parts as `layouts` says, computed with where they are.
 
     Args:
@@ -43,24 +33,14 @@ class TensorParallelExtended(LocalExtended):
         layouts: with the groups of devices.
     """
 
-    _reduces_parts = True
-
     def __init__(self, container_strategy: tf.distribute.Strategy, layouts: Layouts):
         self._user_cross_device_ops = None
         self.layouts = layouts
         groups = layouts.groups.groups
         super().__init__(container_strategy, [group[0] for group in groups])
         self._groups = [[device_util.canonicalize(d, self._devices[0]) for d in g] for g in groups]
-        self._thread = threading.local()
 
     # ---- groups ----------------------------------------------------------------------------------
-
-    def is_own_context(self) -> bool:
-        """Whether the caller is a replica of this strategy, or outside of all replicas."""
-        context = distribute_lib.get_replica_context()
-        if context is None or context.strategy is self._container_strategy():
-            return True
-        return not tf.distribute.has_strategy()
 
     def own_group(self) -> list[str]:
         """The devices of the calling replica; outside of replicas, of the first."""
@@ -76,20 +56,9 @@ class TensorParallelExtended(LocalExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        rows = self._rows(kwargs)
-        if rows is None:
-            return super()._create_variable(next_creator, **kwargs)
-        kwargs = self._begun_alike(kwargs)
-        value = kwargs["initial_value"]
-        value = value() if callable(value) else value
-        value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
-        kwargs["initial_value"] = value
-        self._thread.new = (rows, tf.split(value, list(rows.sizes), rows.dim))
-        try:
-            return super()._create_variable(next_creator, **kwargs)
-        finally:
-            self._thread.new = None
+    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+        del shards
+        return tuple(device for group in self._groups for device in group[:count])
 
     def in_parts(self, variable: keras.Variable, rows: Rows) -> tf.Variable:
         """What keeps the value of `variable` in parts; called outside of replicas."""
@@ -104,141 +73,27 @@ class TensorParallelExtended(LocalExtended):
         keep_number(new, old)
         return new
 
-    def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
-        """How the variable that is created will be in parts."""
-        asked = getattr(self._thread, "asked", None)
-        if asked is not None:
-            return asked
-        leader, keras_variable = kwargs.get("colocate_with"), variable_under_creation()
-        if isinstance(leader, SplitVariable):  # of an optimizer, beside the weight that it is for
-            same = keras_variable is None or shape_of_new(keras_variable) == tuple(leader.shape)
-            return leader.rows if same else None
-        self._note_slot(leader, keras_variable)
-        layer = owner_of_new_variable() or layer_of_late_variable()
-        if keras_variable is None or not isinstance(layer, keras.Layer):
-            return None
-        on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        trainable = bool(kwargs.get("trainable", True)) and not on_read
-        path = keras_variable.path
-        shape = shape_of_new(keras_variable)
-        if shape is None:  # of a value that is there, such as the state of an RNN
-            return None
-        placement = self.layouts.place(path, shape, trainable)
-        if placement.rows is not None:
-            hook_layer(layer, self)
-            name_layers_without_rule(layer, path)
-        return placement.rows
-
-    def _note_slot(self, leader: Any, keras_variable: Any) -> None:
-        """Has a slot be put in parts with its weight, if that is to come."""
-        if not isinstance(self.layouts, FoundLayouts) or keras_variable is None:
-            return
-        if isinstance(leader, tf.Variable) and shape_of_new(keras_variable) == tuple(leader.shape):
-            self.layouts.add_slot(leader, keras_variable)
-
-    @property
-    def _new(self) -> tuple[Rows, list] | None:
-        return getattr(self._thread, "new", None)
-
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
-        if self._new is None:
-            return super()._variable_class(owner, kwargs)
-        return functools.partial(SplitVariable, rows=self._new[0])
-
-    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
-        if self._new is None:
-            return super()._variable_devices(variable_class)
-        return self.parameter_devices
-
-    def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
-        if self._new is None:
-            return super()._get_variable_creator_initial_value(
-                replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
-            )
-        parts = self._new[1]
-        return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
-
-    # ---- how a step runs on replicas -------------------------------------------------------------
-
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        self.prepare(step_function.__self__, args)
-        return super()._arguments_of_step(step_function, args)
-
-    def prepare(self, model: keras.Model, args: tuple) -> None:
-        """Before a step of `model`: finds its layout, or checks the one that was given."""
-        if isinstance(self.layouts, FoundLayouts):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(args[0])
-            lay_out(self._container_strategy(), model, x)
-        elif model.built:  # else the step that begins makes its variables
-            self.layouts.check_patterns(model)
-
     # ---- how gradients meet ----------------------------------------------------------------------
 
     def _reduce_gradients(self, gradients: list) -> list:
-        source = gradient_source()
-        variables: list[Any] = [None] * len(gradients)
-        if source is not None:
-            variables = [behind(variable) for variable in source.variables]
+        variables = self._variables_of(gradients)
         parts = [in_parts(g, v) for g, v in zip(gradients, variables, strict=True)]
-        split = [p for p in parts if p is not None]
-        summed = iter(sum_parts(split, self._groups, self._over_workers()))
+        split = [(p, v) for p, v in zip(parts, variables, strict=True) if p is not None]
+        summed = iter(self._sum_parts(*map(list, zip(*split, strict=True))) if split else [])
         whole = [g for g, p in zip(gradients, parts, strict=True) if p is None]
         reduced = iter(super()._reduce_gradients(whole))
         return [
-            next(reduced) if p is None else as_whole(next(summed), v.rows)
+            next(reduced) if p is None else as_whole(next(summed), v.stored)
             for p, v in zip(parts, variables, strict=True)
         ]
+
+    def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
+        """The sums over replicas of gradients of `variables`, each in parts, as they are stored."""
+        del variables
+        return sum_parts(parts, self._groups, self._over_workers())
 
     def _over_workers(self) -> Callable[[list], list] | None:
         """Adds up parts over workers. As parts, they are not compressed there."""
         if self._workers is None:
             return None
         return functools.partial(self._sum_gradients_across_workers, source=None)
-
-    # ---- how a variable is updated ---------------------------------------------------------------
-
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        self._thread.updates_parts = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
-        try:
-            return super()._apply_reduced(apply, gradients, variables)
-        finally:
-            self._thread.updates_parts = False
-
-    def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
-        if not isinstance(var, SplitVariable):
-            return super()._replica_ctx_update(var, fn, args, kwargs, group)
-        if not getattr(self._thread, "updates_parts", False):
-            return fn(var, *args, **kwargs)  # as one device does, from wholes
-        pieces = [_pieces(var, arg) for arg in args]
-        for i, part in enumerate(var.own_parts()):
-            with in_part(i), tf.device(part.device):
-                fn(part, *(each[i] for each in pieces), **kwargs)
-        return None
-
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
-        if not isinstance(var, SplitVariable):
-            return super()._update(var, fn, args, kwargs, group)
-        updates = []
-        for i in range(len(self._groups)):
-            with tf.device(self._groups[i][0]), distribute_lib.UpdateContext(i):
-                own = [_of_replica(i, arg) for arg in args]
-                named = {name: _of_replica(i, arg) for name, arg in kwargs.items()}
-                updates.append(fn(var, *own, **named))
-        return distribute_utils.update_regroup(self, updates, group)
-
-
-def _pieces(var: SplitVariable, arg: Any) -> list:
-    """An argument of an update, for each part: of the same shape in parts, all else as it is."""
-    is_tensor = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, tf.IndexedSlices))
-    is_dense = is_tensor and arg.shape.rank != 0 and arg.shape.is_compatible_with(var.shape)
-    if is_dense or isinstance(arg, tf.IndexedSlices):
-        return var.pieces(arg)
-    return [arg] * len(var.rows.sizes)
-
-
-def _of_replica(replica: int, arg: Any) -> Any:
-    return arg if isinstance(arg, SplitVariable) else distribute_utils.select_replica(replica, arg)

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, distribute_lib, record
+from tfparallel.segments.differentiated_graphs import is_of_segment
 
 
 def is_in_loop() -> bool:
@@ -52,7 +53,7 @@ def _recording_graph() -> tuple[Any, bool]:
     step = _step_graph()
     while graph is not step and getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
-    if graph is step or step not in _outer_graphs(graph):
+    if graph is step or is_of_segment(graph) or step not in _outer_graphs(graph):
         return graph, True
     return step, False
 

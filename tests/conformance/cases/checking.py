@@ -32,6 +32,28 @@ def an_equal_step_leaves_no_trace(run: Run):
         np.testing.assert_array_equal(after[name], value, name)
 
 
+@claim(core=True)
+def a_step_is_drawn(run: Run):
+    """`strategy.profile`: lanes on which something runs, and a model as it was before."""
+    if run.strategy is None:
+        return
+    training = run.train(epochs=1)
+    before = _state(training.model)
+    drawn = run.strategy.profile(training.model, tiny_data(13, seed=3))
+    for name, value in before.items():
+        np.testing.assert_array_equal(_state(training.model)[name], value, name)
+    events = drawn.trace()["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    boxes = [event for event in events if event["ph"] == "X"]
+    assert {box["cat"] for box in boxes} & {"compute", "forward"}
+    assert min(box["ts"] for box in boxes) == 0 and min(box["dur"] for box in boxes) >= 0
+    assert {box["tid"] for box in boxes} == set(lanes)
+    if run.row.num_workers > 1 and hasattr(drawn, "lanes"):  # of all ranks, on one clock
+        ranks = {name.split()[1] for name in lanes.values()}
+        assert ranks == {str(rank) for rank in range(run.row.num_workers)}
+        assert drawn.seconds < 60
+
+
 @claim()
 def dropout_is_named(run: Run):
     """What differs with Dropout, and not without, differs by Dropout."""

@@ -70,7 +70,7 @@ class TimedDense(keras.layers.Dense):
 
 
 @case()
-def layers_that_each_worker_finds_slow_elsewhere(run: Run):
+def layers_that_take_other_times_on_each_worker(run: Run):
     """Whoever divides layers by their times must divide them alike in every process."""
     seconds = (0.05, 0.0, 0.0, 0.0) if run.rank == 0 else (0.0, 0.0, 0.0, 0.05)
 

@@ -127,11 +127,11 @@ class Lease:
     def _sweep(self) -> None:
         """Removes what others have begun, notes what counts, and then the older claims."""
         assert self._claim is not None
-        highest = self._files.sweep()
+        highest = self._files.sweep(self._token, self._claim.fence)
         accepted = self._files.accepted()
         self._rewrite(
             last_number=max(highest, self._claim.last_number),
-            accepted=None if accepted is None else tuple(accepted),
+            accepted=None if accepted is None else tuple(draft.published for draft in accepted),
         )
         for older in self._files.claims():
             if older < self._claim.fence:
@@ -164,7 +164,8 @@ class Lease:
         assert self._claim is not None
         self.require()
         try:
-            draft = self._storage.begin(self._token, above=self._claim.last_number)
+            claim = self._claim
+            draft = self._storage.begin(self._token, claim.fence, above=claim.last_number)
         except OSError:
             self.require()  # the next owner may have removed the folder: say so
             raise

@@ -16,7 +16,9 @@ a heartbeat             gives up after `patience_s`, and names the owner
 
 What fences an owner out that only slept: it publishes by an atomic step on a draft that carries its
 token, after it has looked at the claims once more. Who takes the folder removes, after its own
-claim is there, all drafts of others. So either the new owner sees the backup, or the step fails.
+claim is there, all drafts of owners before it. So either the new owner sees the backup, or the step
+fails. Who slept before it removes them is an owner no more, and finds drafts of its successors:
+their names carry fencing numbers above its own, and it leaves them.
 
 Source: the fencing tokens of M. Kleppmann, "How to do distributed locking",
 https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html; a store that checks the

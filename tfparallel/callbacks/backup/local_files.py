@@ -4,9 +4,9 @@
 backup_dir/                     mode 0700
   backup-00000007/              complete: it has this name only once every byte is on disk
     manifest.json  shared.json  shared.safetensors  worker-0.json  worker-0.safetensors
-  writing-00000008-TOKEN/       incomplete: what a killed process leaves, removed by the next save
+  writing-00000008-TOKEN-2/     incomplete: what a killed process leaves, removed by the next save
   deleting-00000006/            renamed before its files go, for the same reason
-  lease-00000002                whose the folder is; TOKEN is its owner's (`lease.py`)
+  lease-00000002                whose the folder is; TOKEN and 2 are its owner's (`lease.py`)
 ```
 """
 
@@ -23,6 +23,7 @@ from tfparallel.callbacks.backup.backup_names import (
     drafts,
     folder_name,
     numbered,
+    swept,
     unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import Disk, SystemDisk
@@ -50,22 +51,23 @@ class LocalFiles:
     def path(self, number: int, kind: str = "backup") -> Path:
         return self._root / folder_name(kind, number)
 
-    def sweep(self) -> int:
+    def sweep(self, token: str = "", fence: int = 0) -> int:
         """A draft gets another name at once: a process that slept cannot publish half of it."""
-        for name in drafts(names := self._names(), "writing"):
-            self._move(self._root / name.name("writing"), self._root / name.name("deleting"))
-        if drafts(self._names(), "deleting"):  # whoever has renamed them may have died before this
-            self._disk.sync_folder(self._root)
-        for kind in ("writing", "deleting"):
-            for leftover in drafts(self._names(), kind):
+        for draft in (doomed := swept(names := self._names(), token, fence)):
+            self._move(self._root / draft.name("writing"), self._root / draft.name("deleting"))
+        if deleted := drafts(self._names(), "deleting"):
+            self._disk.sync_folder(self._root)  # whoever has renamed them may have died before this
+        for kind, leftovers in (("writing", doomed), ("deleting", deleted)):
+            for leftover in leftovers:
                 self._remove(self._root / leftover.name(kind))
         for unfinished in filter(CLAIMING.fullmatch, names):
             self._disk.remove_file(self._root / unfinished)
         return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
 
-    def begin(self, token: str, above: int) -> Draft:
+    def begin(self, token: str, fence: int, above: int) -> Draft:
         self._disk.make_folders(self._root)
-        draft = Draft(max(self.sweep() if token else self._highest_left(), above) + 1, token)
+        highest = self.sweep(token, fence) if token else self._highest_left()
+        draft = Draft(max(highest, above) + 1, token, fence)
         self._disk.make_folder(self._root / draft.name("writing"))
         return draft
 

@@ -7,13 +7,13 @@ backup does not count; making and deleting one object is atomic.
 gs://bucket/run/
   backup-00000007-TOKEN/shared.json ...
   backup-00000008-TOKEN/shared.json ...  does not count: begun, or half deleted
-  writing-00000008-TOKEN                 its mark; `publish` deletes it, as the last thing
+  writing-00000008-TOKEN-2               its mark; `publish` deletes it, as the last thing
   lease-00000002                         whose the folder is, and which older backups count
 ```
 
-A backup that is deleted gets its mark, `deleting-N-TOKEN`, first. TOKEN is that of the lease it was
-made under; earlier versions wrote none. An object can appear that was sent long ago: the claim says
-whose backups count (`lease.counting`).
+A backup that is deleted gets its mark, `deleting-N-TOKEN`, first. TOKEN and 2 are those of the
+lease it was made under; earlier versions wrote none. An object can appear that was sent long ago:
+the claim says whose backups count (`lease.counting`).
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from tfparallel.callbacks.backup.backup_names import (
     drafts,
     folder_name,
     numbered,
+    swept,
     unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import too_large
@@ -65,10 +66,10 @@ class RemoteFiles:
     def path(self, number: int, kind: str = "backup") -> str:
         return f"{self._url.rstrip('/')}/{self._draft(number).name(kind)}"
 
-    def sweep(self) -> int:
+    def sweep(self, token: str = "", fence: int = 0) -> int:
         names = self._names()
         published = self._published(names)
-        for draft in drafts(names, "writing"):
+        for draft in swept(names, token, fence):
             self._mark(draft, "deleting")  # its owner may take the other mark away at any time
             self._remove(draft, "writing")
         for draft in drafts(self._names(), "deleting"):
@@ -79,13 +80,13 @@ class RemoteFiles:
                 self._delete(draft)
         return max((n.number for k in KINDS for n in drafts(names, k)), default=0)
 
-    def begin(self, token: str, above: int) -> Draft:
+    def begin(self, token: str, fence: int, above: int) -> Draft:
         self._store.makedirs(self._root, exist_ok=True)
-        highest = self.sweep()
+        highest = self.sweep(token, fence)
         if not token:  # what was begun and never counted is counted again
             names = self._names()
             highest = max((n.number for k in KINDS for n in drafts(names, k)), default=0)
-        draft = Draft(max(highest, above) + 1, token)
+        draft = Draft(max(highest, above) + 1, token, fence)
         self._mark(draft, "writing")
         self._store.makedirs(self._object(draft), exist_ok=True)
         return draft
@@ -174,13 +175,14 @@ class RemoteFiles:
         return self._known.get(number, Draft(number))
 
     def _published(self, names: list[str]) -> list[Draft]:
-        marked = {*drafts(names, "writing"), *drafts(names, "deleting")}
-        return [draft for draft in drafts(names, "backup") if draft not in marked]
+        marked = {d.published for kind in ("writing", "deleting") for d in drafts(names, kind)}
+        return [draft for draft in drafts(names, "backup") if draft.published not in marked]
 
     def _counting(self, names: list[str]) -> list[Draft]:
         fences = reversed(numbered(names, "lease"))
         claims = [Claim.from_bytes(fence, self.read_claim(fence)) for fence in fences]
-        found = [Draft(*each) for each in counting(self._published(names), claims)]
+        published = [draft.published for draft in self._published(names)]
+        found = [Draft(*each) for each in counting(published, claims)]
         self._known = {draft.number: draft for draft in found}
         return found
 

@@ -109,14 +109,6 @@ class ManifestContent(_Checked):
     files: dict[str, FileRecord]
 
 
-class TensorEntry(_Checked):
-    """What the header of a file of arrays says of one of them."""
-
-    dtype: str
-    shape: list[Count]
-    data_offsets: Annotated[list[Count], Field(min_length=2, max_length=2)]
-
-
 class _Progress(_Checked):
     epoch: Count
     batch: Count
@@ -165,6 +157,7 @@ class _Input(_Checked):
     has_checkpoint: bool | None
     checkpoint: list[Array] | None
     num_to_drop: Count = 0
+    next_batches: list[str] | None = None
     random: dict[str, Any]  # empty before the first iterator
 
     @validates_model(mode="after")

@@ -66,10 +66,17 @@ class Files(Protocol):
     def path(self, number: int, kind: str = "backup") -> Any:
         """Where a backup lies, for messages."""
 
-    def sweep(self) -> int:
-        """Removes what was begun, or half deleted; returns the highest number there has been."""
+    def sweep(self, token: str = "", fence: int = 0) -> int:
+        """Removes what was begun (see `swept`), or half deleted.
 
-    def begin(self, token: str, above: int) -> Draft:
+        Args:
+            token, fence: of the owner's lease, if it has one.
+
+        Returns:
+            The highest number there has been.
+        """
+
+    def begin(self, token: str, fence: int, above: int) -> Draft:
         """Makes room for a backup, with a number above all others and above `above`."""
 
     def probe(self) -> None:
@@ -147,14 +154,14 @@ class Storage:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def begin(self, token: str = "", above: int = 0) -> Draft:
+    def begin(self, token: str = "", fence: int = 0, above: int = 0) -> Draft:
         """Starts a new backup and removes what killed processes left.
 
         Args:
-            token: of the lease that the writer has; without one nobody else may write.
+            token, fence: of the lease that the writer has; without one nobody else may write.
             above: its number is higher.
         """
-        return self.files.begin(token, above)
+        return self.files.begin(token, fence, above)
 
     def write(
         self, draft: Draft, files: Mapping[str, Iterable[bytes | memoryview]]

@@ -1,18 +1,18 @@
 """Arrays as one file in the safetensors format: a JSON header, then the raw bytes.
 
-The file holds no code and any tool for safetensors reads it, while writing it costs no copy and no
-dependency. Source: https://github.com/huggingface/safetensors#format
+The file holds no code and any tool for safetensors reads it. It is read by the safetensors
+package, and written here, piece by piece: the package would copy everything first, while a model
+trains.
+Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
-
-from tfparallel.callbacks.backup.schema import TensorEntry, parse_json
+from safetensors import SafetensorError, deserialize
 
 _NAMES = {
     "bool": "BOOL",
@@ -66,35 +66,22 @@ def dump_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvi
 
 
 def load_tensors(data: bytes) -> dict[str, np.ndarray]:
-    """The arrays of a file, as read-only views of `data`.
+    """The arrays of a file.
 
     Raises:
         ValueError: if `data` is not such a file.
     """
-    if len(data) < 8:
-        raise ValueError(f"a file of arrays has at least 8 bytes, not {len(data)}")
-    (length,) = struct.unpack_from("<Q", data)
-    start = 8 + length
-    if start > len(data):
-        raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
-    header = parse_json(data[8:start])
-    if not isinstance(header, dict):
-        raise ValueError(f"a header that is no object but {type(header).__name__}")
-    header.pop("__metadata__", None)
-    return {
-        name: _array(name, TensorEntry.model_validate(entry), memoryview(data)[start:])
-        for name, entry in header.items()
-    }
+    try:
+        entries = deserialize(data)
+    except SafetensorError as error:
+        raise ValueError(f"no file of arrays: {error}") from None
+    return {name: _array(name, **entry) for name, entry in entries}
 
 
-def _array(name: str, entry: TensorEntry, data: memoryview) -> np.ndarray:
-    begin, end = entry.data_offsets
-    if entry.dtype not in _DTYPES:
-        raise ValueError(f"{name} of the unknown dtype {entry.dtype!r}")
-    dtype = _dtype(entry.dtype)
-    if end > len(data) or end - begin != math.prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {begin} to {end}")
-    return np.frombuffer(data, np.uint8, end - begin, begin).view(dtype).reshape(entry.shape)
+def _array(name: str, dtype: str, shape: list[int], data: bytes) -> np.ndarray:
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} of the unknown dtype {dtype!r}")
+    return np.frombuffer(data, _dtype(dtype)).reshape(shape)
 
 
 def _dtype(name: str) -> np.dtype:

@@ -37,19 +37,7 @@ def check_step(
     build: Build | None,
 ) -> StepCheck:
     """`KerasStrategy.check`, which explains the arguments."""
-    if tf.distribute.has_strategy():
-        raise ValueError(
-            "check also trains on one device, outside of the strategy. Received: a call inside "
-            "`with strategy.scope():`. Call it after that block."
-        )
-    check_model(strategy, model)
-    if not model.compiled:
-        raise ValueError(
-            f"check takes a compiled model. Received: model '{model.name}', which is not. Call "
-            "its compile() in the strategy's scope."
-        )
-    batch = _as_tensors(batch, keras.config.floatx())
-    build_if_needed(model, batch)
+    batch = prepared(strategy, model, batch, "check")
     with no_trace(model, strategy):
         one_device = rebuild(model, build, batch, None)
         pair = Pair(strategy, one_device, model, batch)
@@ -67,6 +55,28 @@ def check_step(
     return StepCheck(
         model.name, type(strategy).__name__, differences, verdict, tuple(found), pair.rank
     )
+
+
+def prepared(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any, what: str) -> Any:
+    """A batch in tensors, for a model that is built and can take a step outside of `fit`.
+
+    Raises:
+        ValueError: inside of a scope, for a model that is not compiled or not this strategy's.
+    """
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"{what} trains outside of the strategy's scope. Received: a call inside "
+            "`with strategy.scope():`. Call it after that block."
+        )
+    check_model(strategy, model)
+    if not model.compiled:
+        raise ValueError(
+            f"{what} takes a compiled model. Received: model '{model.name}', which is not. Call "
+            "its compile() in the strategy's scope."
+        )
+    batch = _as_tensors(batch, keras.config.floatx())
+    build_if_needed(model, batch)
+    return batch
 
 
 class Pair:

@@ -1,0 +1,170 @@
+"""The clock around the steps, the iterators and the callbacks of one call of `Model.fit`."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.callbacks.backup.callback import BackupAndRestore
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_trainer import Fit, num_traces, surrounded_steps
+from tfparallel.measure.input_wait import InputWait
+from tfparallel.measure.training_clock import Sources, TrainingClock
+
+_TIMED = (
+    "on_train_begin",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+)
+_SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+
+
+class FitClock:
+    """Runs from its making to `stop`; whoever makes it tells it of Keras's events.
+
+    Args:
+        model: that is trained.
+        fit: the call.
+        links: what collectives of this process have taken so far.
+        owner: the callback that measures, whose own time is not taken.
+        before_first_step: called when the first step is about to be done.
+        after_step: called when a step is done.
+
+    Attributes:
+        clock: what has been measured.
+        step: of the training, over all runs of a job; -1 before the first one.
+        slowest_stage: of the input, as `InputWait.slowest_stage`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        fit: Fit,
+        links: Callable[[], LinkTimes],
+        owner: keras.callbacks.Callback,
+        before_first_step: Callable[[], None],
+        after_step: Callable[[], None],
+    ):
+        self._model, self._fit = model, fit
+        self._before_first_step, self._after_step = before_first_step, after_step
+        self._input: InputWait | None = None
+        self._has_run = False
+        self.step = -1
+        self.slowest_stage: dict[str, Any] = {}
+        self.clock = TrainingClock(self._sources(links))
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(surrounded_steps(fit.epoch_iterator, self._around_steps))
+        for callback in fit.callbacks.callbacks:
+            if callback is not owner:
+                self._time(callback)
+
+    def stop(self) -> None:
+        """Takes all hooks away."""
+        self._hooks.close()
+
+    def note_batch(self) -> None:
+        """Keras has begun a step; a resumed training leaves out those that it has had."""
+        self._has_run = True
+
+    @property
+    def saving(self) -> frozenset[str]:
+        """The names of callbacks that save."""
+        savers = [each for each in self._fit.callbacks.callbacks if isinstance(each, _SAVES)]
+        return frozenset(type(each).__name__ for each in savers)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a step; None where that is not known."""
+        return self._fit.epoch_iterator.data_adapter.batch_size
+
+    def _sources(self, links: Callable[[], LinkTimes]) -> Sources:
+        return Sources(
+            links=links,
+            traces=lambda: num_traces(self._model),
+            waited_s=lambda: 0.0 if self._input is None else self._input.waited_s,
+            rows=lambda: None if self._input is None else self._input.rows,
+            splits_python=not (self._model.run_eagerly or self._model.jit_compile),
+        )
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _around_steps(self, steps: Iterator[tuple]) -> Iterator[tuple]:
+        """The steps of one epoch, each measured."""
+        clock = self.clock
+        count = 0
+        while True:
+            with clock.making_iterators():
+                step = next(steps, None)
+                if step is None:
+                    return
+                first, last, batches = step
+                batches = self._measured(batches)
+            if self.step < 0:  # what a backup restores is there
+                self.step = self._iterations()
+                self._before_first_step()
+            clock.begin_step()
+            self._has_run = False
+            try:
+                yield first, last, batches
+            except GeneratorExit:  # the data have ended, or a callback has ended the epoch
+                clock.forget_step()
+                raise
+            if not self._has_run:
+                clock.forget_step()
+                continue
+            clock.end_step()
+            self.step += last - first + 1
+            self._after_step()
+            count += 1
+            if count & (count - 1) == 0 and self._input is not None:  # 1, 2, 4, 8, ...
+                self.slowest_stage = self._input.slowest_stage() or self.slowest_stage
+
+    def _iterations(self) -> int:
+        iterations = getattr(self._model.optimizer, "iterations", None)
+        return 0 if iterations is None else int(iterations.numpy())
+
+    def _measured(self, batches: Any) -> Any:
+        """The iterator of a step with a clock at it; one of another kind as it is."""
+        if isinstance(batches, types.GeneratorType):
+            return self._timed_batches(batches)
+        if not isinstance(batches, tf.data.Iterator):
+            return batches
+        if self._input is None:
+            self._input = InputWait()
+            self.clock.restart_counting()
+        return self._input.around(batches)
+
+    def _timed_batches(self, batches: Iterator) -> Iterator:
+        """Batches that Python gives, one after the other."""
+        while True:
+            with self.clock.waiting_for_input():
+                batch = next(batches)
+            yield batch
+
+    # ---- callbacks -------------------------------------------------------------------------------
+
+    def _time(self, callback: keras.callbacks.Callback) -> None:
+        """Puts the clock around what Keras tells a callback."""
+        name = type(callback).__name__
+
+        def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            with self.clock.in_callback(name):
+                return original(*args, **kwargs)
+
+        for method in _TIMED:
+            if getattr(type(callback), method) is not getattr(keras.callbacks.Callback, method):
+                self._hooks.enter_context(
+                    shadowed(
+                        callback,
+                        method,
+                        wrapped(callback, method, timed),
+                        during="a training that is measured",
+                        why="What each callback takes of the time is measured.",
+                    )
+                )

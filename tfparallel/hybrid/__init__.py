@@ -1,0 +1,1 @@
+"""Methods together: what divides layers, and what divides the matrices in them."""

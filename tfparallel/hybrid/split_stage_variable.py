@@ -1,0 +1,139 @@
+"""Variables of pipelines whose copies are in parts, on the devices of their stage.
+
+pipeline 0    parts[0][0] on CPU:0    parts[0][1] on CPU:1     the devices of the stage there
+pipeline 1    parts[1][0] on CPU:4    parts[1][1] on CPU:5
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.internals import distribute_lib, values_util
+from tfparallel.internals.distribute import become_part_of
+from tfparallel.pipeline.stage_variables import InPartsOnStage, moved
+from tfparallel.tensor_parallel.known_parts import joined
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.split_variable import SplitVariable
+
+
+class SplitStageVariable(SplitVariable, InPartsOnStage):
+    """As `SplitVariable` reads and assigns, where a replica is a microbatch of a pipeline.
+
+    The first microbatch of each pipeline assigns for all of it.
+    """
+
+    @property
+    def num_parts(self) -> int:  # type: ignore[override]
+        """Of each copy."""
+        return len(self.stored.sizes)
+
+    @property
+    def _primary(self) -> Any:
+        return self._values[self._copy() or 0]
+
+    def _replica(self) -> int | None:
+        """The pipeline that the caller computes in; None outside of this strategy's replicas."""
+        updated = distribute_lib.get_update_replica_id()
+        if updated is not None or not self.is_own_context():
+            return updated
+        replica = values_util.get_current_replica_id_as_int()
+        return self.distribute_strategy.extended.pipeline_of(replica)
+
+    def _to_parts(self, name: str, value: Any) -> Any:
+        if not self.is_own_context() or self._current() is not None:
+            return super()._to_parts(name, value)
+        changes = self.distribute_strategy.extended._changes
+        if changes is not None and changes.is_in_layer:
+            raise ValueError(
+                "A layer on a stage of several devices may assign variables that are whole. "
+                f"Received: an assignment to a part of '{self._own_name()}', by its layer. Leave "
+                "that out of the layout."
+            )
+        return super()._to_parts(name, value)
+
+    def is_assigned_here(self) -> bool:
+        """Whether the caller is the first microbatch of the first pipeline that has the copy."""
+        is_replica = distribute_lib.get_update_replica_id() is None and self.is_own_context()
+        return super().is_assigned_here() and (not is_replica or self._is_assigned_here())
+
+    # ---- places ----------------------------------------------------------------------------------
+
+    def copy_in(self, pipeline: int, like: Any) -> Any:
+        """The same part of another pipeline's copy."""
+        return self.parts[pipeline // self.shards][self.place_of(like)[1]]
+
+    def places(self) -> list[Sequence[str]]:
+        """The devices of what each pipeline stores."""
+        return [
+            tuple(part.device for part in copy[shard :: self.shards])
+            for copy in self.parts
+            for shard in range(self.shards)
+        ]
+
+    def _move_to(self, places: Sequence[Sequence[str]]) -> None:
+        for index in range(len(self.parts)):
+            sharing = places[index * self.shards : (index + 1) * self.shards]
+            devices = [devices[k] for k in range(len(self.rows.sizes)) for devices in sharing]
+            self._move_copy(index, devices)
+
+    def _move_copy(self, index: int, devices: Sequence[str]) -> None:
+        old = self.parts[index]
+        new = tuple(moved(part, device) for part, device in zip(old, devices, strict=True))
+        for each, before in zip(new, old, strict=True):
+            if each is not before:
+                become_part_of(self, each, before)
+        self.parts[index] = new
+        self._values = tuple(copy[0] for copy in self.parts)
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    def place_of(self, part: Any) -> tuple[int, int]:
+        """The number of the copy, and that in the copy, of the variable of a part."""
+        return next(
+            (index, number)
+            for index, copy in enumerate(self.parts)
+            for number, own in enumerate(copy)
+            if own is part
+        )
+
+    def on_tape(self, copy: int) -> tf.Tensor:
+        """The handle of the copy's first part."""
+        return self.parts[copy][0].handle
+
+    def gradient_of_whole(self, gradients: Sequence) -> Any:
+        """Of the parts' gradients, each of which goes to where its part is.
+
+        Where all are rows of a table, they are rows of the whole: one device has a row for each
+        token too, which matters to norms.
+        """
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return None
+        if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+            return _rows_of_whole(self.stored, gradients, self.shape.as_list())
+        pieces = []
+        for part, gradient in zip(self.parts[0], gradients, strict=True):
+            pieces.append(tf.zeros(part.shape, part.dtype) if gradient is None else gradient)
+        return self._joined_where_they_are(pieces)
+
+    def _joined_where_they_are(self, gradients: Sequence) -> tf.Tensor:
+        pieces = []
+        for part, gradient in zip(self.own_parts(), gradients, strict=True):
+            with tf.device(part.device):
+                pieces.append(tf.identity(tf.convert_to_tensor(gradient)))
+        return joined(pieces, self.rows.dim)
+
+
+def _rows_of_whole(rows: Rows, gradients: Sequence, shape: Sequence[int]) -> tf.IndexedSlices:
+    """Gradients of parts `[own rows, ...]`, sparse, as one of the whole; in parts along columns
+    they have the same rows."""
+    dense_shape = tf.constant(list(shape), tf.int64)
+    if rows.dim > 0:
+        values = tf.concat([each.values for each in gradients], rows.dim)
+        return tf.IndexedSlices(values, gradients[0].indices, dense_shape)
+    starts = zip(gradients, rows.starts, strict=True)
+    own = [(each, start) for each, start in starts if each is not None]
+    indices = [tf.cast(each.indices, tf.int64) + start for each, start in own]
+    values = tf.concat([each.values for each, _ in own], 0)
+    return tf.IndexedSlices(values, tf.concat(indices, 0), dense_shape)

@@ -1,0 +1,161 @@
+"""Which operations ran, when and on what device: of TensorFlow's graphs and of its profiler."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorflow as tf
+
+# The graphs that run, as they were divided between devices: the profiler names operations only.
+from tensorflow.python.eager import context
+
+# The form in which the profiler writes.
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+__all__ = ["Node", "Ran", "collected_graphs", "profiled"]
+
+_LEVEL = 3  # of the profiler: every operation, however short
+
+
+class Node(NamedTuple):
+    """An operation of a graph that was divided between devices.
+
+    Attributes:
+        operation: its type.
+        device: its full name.
+        inputs: names of nodes that it takes something of, or waits for.
+        to: of what is sent from device to device, to which.
+        tensor: and its name.
+    """
+
+    operation: str
+    device: str
+    inputs: tuple[str, ...]
+    to: str = ""
+    tensor: str = ""
+
+
+class Ran(NamedTuple):
+    """An operation that ran.
+
+    Attributes:
+        name: of its node.
+        operation: its type.
+        device: "" if the processor of this host ran it, or launched it on another device; else the
+            device whose own clock tells, such as "GPU:0".
+        start_s, end_s: seconds since 1970.
+    """
+
+    name: str
+    operation: str
+    device: str
+    start_s: float
+    end_s: float
+
+
+@contextlib.contextmanager
+def collected_graphs() -> Iterator[dict[str, Node]]:
+    """Fills the table, by name, with the nodes of all functions that first run within it.
+
+    Where names are the same, that of the larger graph stays.
+    """
+    nodes: dict[str, Node] = {}
+    own = context.context()
+    own.enable_graph_collection()
+    try:
+        yield nodes
+        metadata = own.export_run_metadata()
+    finally:
+        own.disable_graph_collection()
+    graphs = [graph for each in metadata.function_graphs for graph in each.partition_graphs]
+    for graph in sorted(graphs, key=lambda graph: len(graph.node)):
+        nodes.update({node.name: _node(node) for node in graph.node})
+
+
+def _node(node: tf.compat.v1.NodeDef) -> Node:
+    inputs = tuple(each.lstrip("^").partition(":")[0] for each in node.input)
+    to, tensor = (node.attr[key].s.decode() for key in ("recv_device", "tensor_name"))
+    return Node(node.op, node.device, inputs, to, tensor)
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[list[Ran]]:
+    """Fills the list with what runs within it.
+
+    Raises:
+        tf.errors.AlreadyExistsError: while another profiler is running.
+    """
+    ran: list[Ran] = []
+    options = tf.profiler.experimental.ProfilerOptions(
+        host_tracer_level=_LEVEL, python_tracer_level=0
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder, options)
+        try:
+            yield ran
+        finally:
+            tf.profiler.experimental.stop()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            ran += _read(path)
+
+
+def _read(path: Path) -> Iterator[Ran]:
+    space = xplane_pb2.XSpace()
+    space.ParseFromString(path.read_bytes())
+    began_ns = _beginning(space)
+    for plane in space.planes:
+        if plane.name.startswith("/device:GPU:"):
+            yield from _of_gpu(plane, plane.name.removeprefix("/device:"), began_ns)
+        elif plane.name.startswith("/host:CPU"):
+            yield from _of_host(plane, began_ns)
+
+
+def _beginning(space: xplane_pb2.XSpace) -> int:
+    """Nanoseconds from 1970 to the profiler's start, from which on its lines count.
+
+    Raises:
+        RuntimeError: for files of a TensorFlow that does not say.
+    """
+    for plane in space.planes:
+        for stat in plane.stats:
+            if plane.stat_metadata[stat.metadata_id].name == "profile_start_time":
+                return stat.uint64_value or stat.int64_value
+    planes = [plane.name for plane in space.planes]
+    raise RuntimeError(
+        "TensorFlow's profiler is expected to write when it was started. Received: no "
+        f"'profile_start_time' in the planes {planes}. Supported: TensorFlow 2.20 and 2.21."
+    )
+
+
+def _times(line: xplane_pb2.XLine, event: xplane_pb2.XEvent, began_ns: int) -> tuple[float, float]:
+    start_s = (began_ns + line.timestamp_ns) * 1e-9 + event.offset_ps * 1e-12
+    return start_s, start_s + event.duration_ps * 1e-12
+
+
+def _of_host(plane: xplane_pb2.XPlane, began_ns: int) -> Iterator[Ran]:
+    for line in plane.lines:
+        for event in line.events:
+            name, colon, operation = plane.event_metadata[event.metadata_id].name.rpartition(":")
+            if colon and operation.isidentifier():
+                yield Ran(name, operation, "", *_times(line, event, began_ns))
+
+
+def _of_gpu(plane: xplane_pb2.XPlane, device: str, began_ns: int) -> Iterator[Ran]:
+    """Kernels and copies, which know the operation that has launched them."""
+    stats = {key: each.name for key, each in plane.stat_metadata.items()}
+    for line in plane.lines:
+        if not line.name.startswith("Stream"):
+            continue
+        for event in line.events:
+            metadata = plane.event_metadata[event.metadata_id]
+            launched = [
+                each.str_value or plane.stat_metadata[each.ref_value].name
+                for each in (*event.stats, *metadata.stats)
+                if stats.get(each.metadata_id) == "tf_op"
+            ]
+            name, _, operation = (launched[0] if launched else metadata.name).rpartition(":")
+            if "memcpy" in metadata.name.lower():
+                operation = metadata.name
+            yield Ran(name, operation, device, *_times(line, event, began_ns))

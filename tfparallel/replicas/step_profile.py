@@ -1,0 +1,174 @@
+"""One training step as it really ran: what devices and links did when, of all processes of a job.
+
+Nothing is put into the step: TensorFlow's profiler notes when operations run, graphs tell on what
+device and what for, our own transport what it sends and receives.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals.ran_operations import Node, Ran, collected_graphs, profiled
+from tfparallel.measure.clock_offsets import Offset, offsets
+from tfparallel.measure.lanes import Box, StepLanes, lanes_of
+from tfparallel.measure.operation_kinds import kind_of_operation
+from tfparallel.replicas.checking.check import prepared
+from tfparallel.replicas.checking.step import TracedStep, values_of
+from tfparallel.replicas.checking.traces import no_trace
+from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.model_optimizers import optimizers_of
+
+_ROUNDS = 8  # in which clocks are compared
+_GAP = 1 / 400  # of a step: shorter pauses between boxes of one kind are not shown
+# They end when another operation has called them back, of which the profiler sees the start only.
+_COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def profile_step(strategy: Any, model: keras.Model, batch: Any) -> StepLanes:
+    """`KerasStrategy.profile`, which explains the arguments."""
+    batch = prepared(strategy, model, batch, "profile")
+    extended = strategy.extended
+    with no_trace(model, strategy):
+        step, state = TracedStep(model), values_of(model)
+        with collected_graphs() as nodes:
+            step.run(state, batch)
+        agreement = extended._agreement if extended._num_workers > 1 else None
+        offset = _offset(agreement)  # nobody begins before all have traced
+        with profiled() as ran, extended._link_journal() as journal:
+            step.run(state, batch)
+    names = {name for each in optimizers_of(model) for name in _names_of(each)}
+    lanes = _Lanes()
+    _add_operations(lanes, ran, nodes, names)
+    rank, size = extended._id_in_cluster, extended._num_workers
+    links = {"send": f"to rank {(rank + 1) % size}", "receive": f"from rank {(rank - 1) % size}"}
+    for kind, start, end in journal.since_1970():
+        lanes.add(links[kind], kind, kind, start, end)
+    return lanes.of_all_ranks(agreement, offset)
+
+
+def _names_of(optimizer: Any) -> set[str]:
+    """Of an optimizer and the one that it scales losses for."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return {optimizer.name} | (set() if inner is None else {inner.name})
+
+
+class _Lanes:
+    """Boxes by the name of their lane."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, list[Box]] = {}
+
+    def add(self, lane: str, kind: str, label: str, start: float, end: float) -> None:
+        self._boxes.setdefault(lane, []).append(Box(0, kind, label, start, end))
+
+    def of_all_ranks(self, agreement: Agreement | None, offset: Offset) -> StepLanes:
+        """Joined, so that what is exchanged is short; devices come before links."""
+        own = []
+        spans = [(b.start, b.end) for boxes in self._boxes.values() for b in boxes]
+        gap_s = (max(end for _, end in spans) - min(start for start, _ in spans)) * _GAP
+        for name, boxes in sorted(self._boxes.items(), key=lambda item: (" " in item[0], item[0])):
+            first = min(box.start for box in boxes)
+            for box in lanes_of((name,), boxes, gap_s).boxes:
+                times = [first + each - offset.seconds for each in (box.start, box.end)]
+                own.append([name, box.kind, box.label, *times])
+        if agreement is None:
+            return _together([own], [""], gap_s, offset.error_s)
+        answers = agreement.exchange("profile a step", [own, offset.error_s])
+        ranks = [f"rank {rank} " for rank in range(len(answers))]
+        return _together([a[0] for a in answers], ranks, gap_s, max(a[1] for a in answers))
+
+
+def _together(
+    by_rank: Iterable[list], prefixes: Iterable[str], gap_s: float, error_s: float
+) -> StepLanes:
+    names: dict[str, int] = {}
+    boxes = []
+    for own, prefix in zip(by_rank, prefixes, strict=True):
+        for name, kind, label, start, end in own:
+            lane = names.setdefault(prefix + name, len(names))
+            boxes.append(Box(lane, kind, label, start, end))
+    return lanes_of(list(names), boxes, gap_s, error_s)
+
+
+def _add_operations(
+    lanes: _Lanes, ran: Iterable[Ran], nodes: Mapping[str, Node], optimizers: Collection[str]
+) -> None:
+    """Operations on their devices, and what goes from device to device on links of its own."""
+    ran = [each for each in ran if each.device or each.name in nodes]
+    has_clock = {each.device for each in ran}  # GPUs: what the host does for them is launching
+    starts = {each.name: each.start_s for each in ran if not each.device}
+    first_use = _first_uses(starts, nodes)
+    sent: dict[tuple[str, str], Ran] = {}
+    received: dict[tuple[str, str], Ran] = {}
+    for each in ran:
+        kind = kind_of_operation(each.name, each.operation, optimizers)
+        if each.device:
+            if "memcpy" in each.operation.lower():
+                kind = "receive" if "h2d" in each.operation.lower() else "send"
+            lanes.add(each.device, kind, each.operation, each.start_s, each.end_s)
+            continue
+        node = nodes[each.name]
+        (device,) = short_names([node.device])
+        if kind in ("send", "receive"):
+            (sent if kind == "send" else received)[node.tensor, node.to] = each
+            continue
+        end_s = each.end_s
+        if each.operation.startswith(_COME_BACK):
+            end_s = max(end_s, first_use.get(each.name, end_s))
+        if device not in has_clock:
+            lanes.add(device, kind, each.operation, each.start_s, end_s)
+    _add_transfers(lanes, sent, received, nodes)
+
+
+def _first_uses(starts: Mapping[str, float], nodes: Mapping[str, Node]) -> dict[str, float]:
+    """When the first operation began that needs a node."""
+    first: dict[str, float] = {}
+    for name, start_s in starts.items():
+        for needed in nodes[name].inputs:
+            first[needed] = min(first.get(needed, start_s), start_s)
+    return first
+
+
+def _add_transfers(
+    lanes: _Lanes,
+    sent: Mapping[tuple[str, str], Ran],
+    received: Mapping[tuple[str, str], Ran],
+    nodes: Mapping[str, Node],
+) -> None:
+    """Between devices of this process: from the sender's operation to the receiver's."""
+    for (tensor, to), each in sent.items():
+        came = received.get((tensor, to))
+        source, target = short_names([nodes[each.name].device, to])
+        lane = f"{source} > {target}"
+        lanes.add(lane, "send", tensor, each.start_s, each.end_s)
+        if came is not None and came.end_s > each.end_s:
+            start_s = max(came.start_s, each.end_s)
+            lanes.add(lane, "receive", tensor, start_s, came.end_s)
+
+
+def _offset(agreement: Agreement | None) -> Offset:
+    """Of this process's clock to that of rank 0."""
+    if agreement is None:
+        return Offset(0.0, 0.0)
+    announced, seen = [], []
+    for _ in range(_ROUNDS):
+        announced.append(agreement.exchange("compare clocks", time.time()))
+        seen.append(time.time())
+    by_rank = agreement.exchange("compare clocks", [seen, _host()])
+    rounds = [[own[i] for own, _ in by_rank] for i in range(_ROUNDS)]
+    hosts = [host for _, host in by_rank]
+    return offsets(announced, rounds, hosts)[agreement.rank]
+
+
+def _host() -> str:
+    """What processes that read one clock have in common."""
+    with contextlib.suppress(OSError):
+        return _BOOT.read_text().strip()
+    return socket.gethostname()

@@ -1,0 +1,207 @@
+"""Variables in parts, as a layout says: how they are made and updated, whatever a replica is."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import (
+    distribute_lib,
+    distribute_utils,
+    layer_of_late_variable,
+    owner_of_new_variable,
+)
+from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
+from tfparallel.replicas.elementwise import is_elementwise
+from tfparallel.replicas.extended import ReplicatedExtended
+from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
+from tfparallel.tensor_parallel.layer_rules import hook_layer, name_layers_without_rule
+from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part
+
+
+class HoldsParts(ReplicatedExtended):
+    """Mixed into an extended whose copies of some variables are in parts.
+
+    Attributes:
+        layouts: which, and how.
+    """
+
+    layouts: Layouts
+    _reduces_parts = True
+    _split_class: type[SplitVariable] = SplitVariable
+
+    @functools.cached_property
+    def _thread(self) -> threading.local:
+        return threading.local()
+
+    def is_own_context(self) -> bool:
+        """Whether the caller is a replica of this strategy, or outside of all replicas."""
+        context = distribute_lib.get_replica_context()
+        if context is None or context.strategy is self._container_strategy():
+            return True
+        return not tf.distribute.has_strategy()
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        rows = self._rows(kwargs)
+        if rows is None:
+            return super()._create_variable(next_creator, **kwargs)
+        kwargs = self._begun_alike(kwargs)
+        value = kwargs["initial_value"]
+        value = value() if callable(value) else value
+        value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
+        kwargs["initial_value"] = value
+        shards = self._shards_of(rows, kwargs.get("colocate_with"))
+        stored = rows.cut(shards)
+        self._thread.new = (rows, shards, tf.split(value, list(stored.sizes), stored.dim))
+        try:
+            return super()._create_variable(next_creator, **kwargs)
+        finally:
+            self._thread.new = None
+
+    def _shards_of(self, rows: Rows, leader: Any) -> int:
+        """How many replicas store a copy of the variable together that is created."""
+        del rows
+        return leader.shards if isinstance(leader, SplitVariable) else 1
+
+    def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
+        """How the variable that is created will be in parts."""
+        asked = getattr(self._thread, "asked", None)
+        if asked is not None:
+            return asked
+        leader, keras_variable = kwargs.get("colocate_with"), variable_under_creation()
+        if isinstance(leader, SplitVariable):  # of an optimizer, beside the weight that it is for
+            same = keras_variable is None or shape_of_new(keras_variable) == tuple(leader.shape)
+            return leader.rows if same else None
+        self._note_slot(leader, keras_variable)
+        layer = owner_of_new_variable() or layer_of_late_variable()
+        if keras_variable is None or not isinstance(layer, keras.Layer):
+            return None
+        on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        trainable = bool(kwargs.get("trainable", True)) and not on_read
+        path = keras_variable.path
+        shape = shape_of_new(keras_variable)
+        if shape is None:  # of a value that is there, such as the state of an RNN
+            return None
+        placement = self.layouts.place(path, shape, trainable)
+        if placement.rows is not None:
+            hook_layer(layer, self)
+            name_layers_without_rule(layer, path)
+        return placement.rows
+
+    def _note_slot(self, leader: Any, keras_variable: Any) -> None:
+        """Has a slot be put in parts with its weight, if that is to come."""
+        if not isinstance(self.layouts, FoundLayouts) or keras_variable is None:
+            return
+        if isinstance(leader, tf.Variable) and shape_of_new(keras_variable) == tuple(leader.shape):
+            self.layouts.add_slot(leader, keras_variable)
+
+    @property
+    def _new(self) -> tuple[Rows, int, list] | None:
+        return getattr(self._thread, "new", None)
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+        if self._new is None:
+            return super()._variable_class(owner, kwargs)
+        rows, shards, _ = self._new
+        return functools.partial(self._split_class, rows=rows, shards=shards)
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        if self._new is None:
+            return super()._variable_devices(variable_class)
+        rows, shards, _ = self._new
+        return self._devices_of_parts(len(rows.sizes), shards)
+
+    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+        """Where a new variable's `count` parts of each copy are, in `shards` pieces each."""
+        raise NotImplementedError
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        if self._new is None:
+            return super()._get_variable_creator_initial_value(
+                replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+            )
+        *_, parts = self._new
+        return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
+
+    # ---- how a step runs on replicas -------------------------------------------------------------
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        self.prepare(step_function.__self__, args)
+        return super()._arguments_of_step(step_function, args)
+
+    def prepare(self, model: keras.Model, args: tuple) -> None:
+        """Before a step of `model`: finds its layout, or checks the one that was given."""
+        if isinstance(self.layouts, FoundLayouts):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(args[0])
+            lay_out(self._container_strategy(), model, x)
+        elif model.built:  # else the step that begins makes its variables
+            self.layouts.check_patterns(model)
+
+    # ---- gradients of parts ----------------------------------------------------------------------
+
+    def _variables_of(self, gradients: Sequence) -> list:
+        """What the caller reduces gradients of, TensorFlow's; None where that is not known."""
+        source = gradient_source()
+        if source is None:
+            return [None] * len(gradients)
+        return [behind(variable) for variable in source.variables]
+
+    # ---- how a variable is updated ---------------------------------------------------------------
+
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+        self._thread.updates_parts = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
+        try:
+            return super()._apply_reduced(apply, gradients, variables)
+        finally:
+            self._thread.updates_parts = False
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        if not isinstance(var, SplitVariable):
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if not getattr(self._thread, "updates_parts", False):
+            is_here = var.is_assigned_here()
+            return fn(var, *args, **kwargs) if is_here else None  # as one device, from wholes
+        if not var.is_assigned_here():
+            return None
+        pieces = [_pieces(var, arg) for arg in args]
+        for i, part in enumerate(var.own_parts()):
+            with in_part(i), tf.device(part.device):
+                fn(part, *(each[i] for each in pieces), **kwargs)
+        return None
+
+    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        if not isinstance(var, SplitVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        updates = []
+        for i, (first, *_) in enumerate(var.parts):
+            with tf.device(first.device), distribute_lib.UpdateContext(i):
+                own = [_of_replica(i, arg) for arg in args]
+                named = {name: _of_replica(i, arg) for name, arg in kwargs.items()}
+                updates.append(fn(var, *own, **named))
+        return distribute_utils.update_regroup(self, updates, group)
+
+
+def _pieces(var: SplitVariable, arg: Any) -> list:
+    """An argument of an update, for each part: of the same shape in parts, all else as it is."""
+    is_tensor = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, tf.IndexedSlices))
+    is_dense = is_tensor and arg.shape.rank != 0 and arg.shape.is_compatible_with(var.shape)
+    if is_dense or isinstance(arg, tf.IndexedSlices):
+        return var.pieces(arg)
+    return [arg] * len(var.stored.sizes)
+
+
+def _of_replica(replica: int, arg: Any) -> Any:
+    return arg if isinstance(arg, SplitVariable) else distribute_utils.select_replica(replica, arg)
