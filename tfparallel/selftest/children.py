@@ -14,6 +14,7 @@ from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.verdicts import Outcome
 
 _KEPT_CHARACTERS = 4000  # of the output of a check that failed
+_END_S = 10.0
 
 
 async def run_checks(
@@ -64,7 +65,8 @@ async def run_check(check: Check, bench: Bench) -> Outcome:
         status = None
     finally:
         _end(process)
-        await process.wait()
+        with contextlib.suppress(asyncio.TimeoutError):  # one that a driver holds cannot end
+            await asyncio.wait_for(process.wait(), _END_S)
     text = output.decode(errors="replace")
     return outcome_of(check, status, text, time.monotonic() - begin)
 
