@@ -47,6 +47,7 @@ SETTINGS = {
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",  # the same devices on every machine
     "KERAS_BACKEND": "tensorflow",
+    "NVIDIA_TF32_OVERRIDE": "0",  # were GPUs shown: TF32 rounds float32 to 11 bits
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "TF_NUM_INTEROP_THREADS": "8",  # collectives in one process wait in these threads
 }

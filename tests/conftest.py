@@ -8,6 +8,8 @@ os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+# Where GPUs are shown to the tests: products of float32 are those of float32, not of TF32.
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 import keras
 import pytest

@@ -23,7 +23,7 @@ METHODS = (
     "tpu",
 )
 LAYERS = (
-    ("__main__", "launch", "build_horovod"),
+    ("__main__", "launch", "selftest", "build_horovod"),
     ("__init__", "compression", "keras_distribution"),  # the public names
     ("callbacks", "planning"),
     ("strategies",),

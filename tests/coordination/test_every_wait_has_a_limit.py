@@ -63,6 +63,8 @@ WITHOUT_LIMIT = {
     "parameter_server/worker_pool.py": "threads that wait for steps of this process, and executors "
     "of TensorFlow, whose waits the watch cuts",
     "replicas/seed_hooks.py": "a thread of this process that makes a variable",
+    "selftest/children.py": "`_read`, which its caller gives the check's limit",
+    "selftest/job_checks.py": "a process of a check, which is ended with it at the check's limit",
 }
 
 

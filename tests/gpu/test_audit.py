@@ -1,8 +1,8 @@
 """No GPU is here: what steps would do on one is read from their graphs (`audit.py`).
 
 `copies.json` is how many copies cross between host and devices in a step, by strategy, model and
-size of the batch. They may only fall: `python -m tests.gpu.table` writes them anew, and refuses
-more than before.
+size of the batch. They may only fall, each: `python -m tests.gpu.table` writes them anew, and
+refuses more than before.
 """
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfparallel
 from tests.gpu.audit import audit
 from tests.gpu.steps import BY_DEFAULT, EVERY, GPUS, STRATEGIES, audited
-from tests.gpu.table import read_table, row_name
+from tests.gpu.table import read_table, risen_directions, row_name
 
 
 def _steps() -> list:
@@ -28,6 +28,13 @@ def test_a_step_runs_on_gpus_as_the_table_says(strategy, model, size):
     assert not found.python_calls
     expected = read_table().get(row_name(strategy, model, size))
     assert found.totals() == expected, dict(found.copies)
+
+
+def test_more_copies_in_one_direction_are_refused_whatever_the_others_do():
+    before = {"to_device": 10, "to_host": 2, "between_devices": 0}
+    assert not risen_directions({**before, "to_device": 9}, before)
+    changed = {"to_device": 1, "to_host": 3, "between_devices": 0}
+    assert risen_directions(changed, before) == ["to_host"]
 
 
 def test_an_operation_of_python_in_the_step_is_found():

@@ -48,6 +48,7 @@ def run(step: str, command: list, environment: Mapping[str, str] = os.environ) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("tensorflow", ["2.21.0", "2.20.0"])
 def test_horovod_with_nccl_loads_without_a_gpu(tmp_path, tensorflow):
     python = tmp_path / "venv" / "bin" / "python"

@@ -12,6 +12,7 @@ from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.launch_command import add_launch_command
 from tfparallel.launch.manifest_command import add_manifest_command
 from tfparallel.launch.report_command import add_report_command
+from tfparallel.selftest.command_line import add_selftest_command
 from tfparallel.version import __version__
 
 
@@ -42,6 +43,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_manifest_command(commands)
     add_backups_command(commands)
     add_doctor_command(commands)
+    add_selftest_command(commands)
     add_completion_command(commands)
     add_report_command(commands)
     return parser

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
@@ -166,3 +167,21 @@ def test_own_layers_losses_and_several_inputs():
     weights = np.linspace(0.0, 2.0, 13)
     result = strategy.check(model, ({"x": rows, "z": -0.5 * rows}, rows[:, :2], weights))
     assert result.verdict == "equal", str(result)
+
+
+def test_numbers_are_compared_without_tf32():
+    """Which GPUs would multiply with, by default."""
+    seen = []
+
+    class Sees(layers.Layer):
+        def call(self, x):
+            seen.append(tf.config.experimental.tensor_float_32_execution_enabled())
+            return x
+
+    strategy = tfparallel.MirroredStrategy(DEVICES)
+    sees = lambda: keras.Sequential([keras.Input((6,)), Sees(), layers.Dense(3)])  # noqa: E731
+    model = compiled(strategy, sees)
+    seen.clear()
+    strategy.check(model, BATCH, build=lambda: compiled(tf.distribute.get_strategy(), sees))
+    assert seen and not any(seen)
+    assert tf.config.experimental.tensor_float_32_execution_enabled()

@@ -20,6 +20,7 @@ from tfparallel.replicas.checking.step import (
     variables_of,
 )
 from tfparallel.replicas.checking.traces import no_trace, put_back_seeds
+from tfparallel.replicas.checking.whole_float32 import whole_float32
 from tfparallel.replicas.checks import check_model
 from tfparallel.replicas.random_states import random_state
 
@@ -27,6 +28,7 @@ _NUDGES = 3  # steps with weights moved in their last digit, to see what roundin
 _MARGIN = 10  # rounding is up to this times what a nudge did
 
 
+@whole_float32()
 def check_step(
     strategy: tf.distribute.Strategy,
     model: keras.Model,

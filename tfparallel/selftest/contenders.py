@@ -1,0 +1,80 @@
+"""The strategies under test, as a user of this machine would make them."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.selftest.trials import Trial
+
+_BATCHES = ("static", "uneven", "tiny")
+_HALF = ("mixed_float16", "mixed_bfloat16")
+_MICROBATCHES = 2
+
+
+class _LayoutOfTrials(keras.distribution.LayoutMap):
+    """Kernels by columns, embeddings by rows, attention by heads, whichever a model has."""
+
+    _RULES = (
+        (r".*(query|key|value)/kernel", (None, "model", None)),
+        (r".*embeddings", ("model", None)),
+        (r".*dense[^/]*/kernel", (None, "model")),
+    )
+
+    def __getitem__(self, key: str) -> keras.distribution.TensorLayout | None:
+        for pattern, axes in self._RULES:
+            if re.fullmatch(pattern, key):
+                return keras.distribution.TensorLayout(axes, self.device_mesh)
+        return None
+
+
+def _tensor_parallel(devices: Sequence[str]) -> tf.distribute.Strategy:
+    names = [device.lower() for device in devices]
+    mesh = keras.distribution.DeviceMesh((1, len(names)), ("batch", "model"), names)
+    return tfparallel.TensorParallelStrategy(_LayoutOfTrials(mesh))
+
+
+def _pipeline(schedule: str) -> Callable[[Sequence[str]], tf.distribute.Strategy]:
+    return lambda devices: tfparallel.PipelineStrategy(devices[:2], _MICROBATCHES, schedule)
+
+
+IN_ONE_PROCESS: dict[str, Callable[[Sequence[str]], tf.distribute.Strategy]] = {
+    "one_device": lambda devices: tfparallel.OneDeviceStrategy(devices[0]),
+    "mirrored": tfparallel.MirroredStrategy,
+    "central_storage": tfparallel.CentralStorageStrategy,
+    "sharded": lambda devices: tfparallel.ShardedStrategy(devices, min_size=1),
+    "tensor_parallel": _tensor_parallel,
+    "pipeline_gpipe": _pipeline("gpipe"),
+    "pipeline_1f1b": _pipeline("1f1b"),
+    "pipeline_interleaved": _pipeline("interleaved_1f1b"),
+    "pipeline_zero_bubble": _pipeline("zero_bubble"),
+}
+# Made in each process of a job; the chief's, for parameter servers.
+IN_SEVERAL_PROCESSES: dict[str, Callable[[], tf.distribute.Strategy]] = {
+    "multi_worker_mirrored": lambda: tfparallel.MultiWorkerMirroredStrategy(),
+    "parameter_server_sync": lambda: tfparallel.ParameterServerStrategy(mode="sync"),
+    "horovod": lambda: tfparallel.HorovodStrategy(),
+}
+
+
+def all_trials() -> list[Trial]:
+    """Every training that any strategy is asked for: what one device trains to compare with."""
+    names = [*IN_ONE_PROCESS, *IN_SEVERAL_PROCESSES]
+    return list(dict.fromkeys(t for name in names for t in trials_of(name, on_gpus=True)))
+
+
+def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
+    """What a strategy is asked: on GPUs everything; without, what fits into three minutes."""
+    convolutions = "convolutions" if strategy.startswith("pipeline") else "cnn"
+    if on_gpus:
+        models = ("mlp", convolutions, "gpt")
+        whole = [Trial(model, size) for model in models for size in _BATCHES]
+        return whole + [Trial(model, "uneven", dtype) for model in models for dtype in _HALF]
+    few = [Trial("mlp", "uneven")]
+    if strategy in ("mirrored", "pipeline_1f1b"):
+        few += [Trial("mlp", "tiny"), Trial(convolutions, "uneven"), Trial("gpt", "uneven")]
+    elif strategy in ("sharded", "tensor_parallel", "multi_worker_mirrored"):
+        few.append(Trial("gpt", "uneven"))
+    return few

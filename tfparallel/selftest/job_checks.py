@@ -1,0 +1,116 @@
+"""Checks of jobs of several processes: the launcher starts them, each is a check of its own."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
+from tfparallel.machine.gpu_shares import VISIBLE
+from tfparallel.selftest.machine_devices import Bench
+from tfparallel.selftest.one_check import MARK
+from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
+
+_STAND_IN_WORKERS = 2
+
+
+def train_by_launcher(bench: Bench, name: str, *options: str) -> Passed:
+    """A strategy whose processes `tfparallel launch` starts, one for each GPU."""
+    workers = str(max(len(bench.gpus), _STAND_IN_WORKERS))
+    launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", workers, *options, "-m"]
+    return _train([sys.executable, *launch], bench, name)
+
+
+def train_by_horovodrun(bench: Bench, name: str) -> Passed:
+    """A strategy whose ranks `horovodrun` starts, one for each GPU."""
+    if importlib.util.find_spec("horovod") is None:
+        raise CheckSkippedError("Horovod is not installed: python -m tfparallel.build_horovod")
+    ranks = str(max(len(bench.gpus), _STAND_IN_WORKERS))
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    return _train([horovodrun, "-np", ranks, sys.executable, "-m"], bench, name)
+
+
+def compress(bench: Bench) -> Passed:
+    """Every compressor over all workers: finite, and the same bits on all of them."""
+    workers = max(len(bench.gpus), _STAND_IN_WORKERS)
+    launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", str(workers), "-m"]
+    check = ["tfparallel.selftest.one_check", bench.to_json(), "task_checks:train_compressed"]
+    found = _outcomes([sys.executable, *launch, *check], bench)
+    digests = {json.dumps(each["figures"], sort_keys=True) for each in found}
+    if len(found) != workers or len(digests) != 1:
+        raise CheckFailedError(f"{len(found)} of {workers} workers ended, weights {digests}")
+    return Passed(f"{len(found[0]['figures'])} compressors, equal bits on {workers} workers")
+
+
+def restart(bench: Bench) -> Passed:
+    """A training that is killed and started again ends with the bits of one that was left alone."""
+    alone = _resumed(bench, "alone", kill_at=0)
+    killed = _resumed(bench, "killed", kill_at=5)
+    if killed is not None:
+        raise CheckFailedError("expected SIGKILL to end the first process; it ended by itself")
+    again = _resumed(bench, "killed", kill_at=0)
+    if alone is None or alone != again:
+        raise CheckFailedError("the weights differ from those of a training that was left alone")
+    return Passed("killed after 5 batches, resumed to the same bits")
+
+
+def _resumed(bench: Bench, name: str, kill_at: int) -> str | None:
+    """The digest of the weights that a process ended with; None of one that was killed."""
+    check = [sys.executable, "-m", "tfparallel.selftest.one_check", bench.to_json()]
+    command = [*check, "task_checks:train_with_backups", name, str(kill_at)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == -signal.SIGKILL:
+        return None
+    (outcome,) = outcomes_in(done.stdout)
+    return str(outcome["found"])
+
+
+def _train(start: list[str], bench: Bench, name: str) -> Passed:
+    check = ["tfparallel.selftest.one_check", bench.to_json(), "exactness_checks:train_as_task"]
+    found = _outcomes([*start, *check, name], bench)
+    if not found:
+        raise CheckFailedError("no process of the job said how it ended")
+    return Passed(f"processes: {len(found)}; {found[0]['found']}", found[0]["figures"])
+
+
+def _outcomes(command: list[str], bench: Bench) -> list[dict]:
+    """What the processes of a job say; their output is this process's too.
+
+    Raises:
+        CheckFailedError: if one of them failed, or the job did.
+    """
+    environment = bench.environment()
+    environment.pop(LOGICAL_CPUS_VARIABLE, None)  # a device for each
+    if not bench.gpus:
+        environment[VISIBLE] = "-1"
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, cwd=os.getcwd()
+    )
+    assert job.stdout is not None
+    lines = []
+    for line in job.stdout:
+        lines.append(line)
+        print(line, end="", flush=True)
+    status = job.wait()
+    found = outcomes_in("".join(lines))
+    for each in found:
+        if each["verdict"] == "failed":
+            raise CheckFailedError(each["found"])
+    if status != 0:
+        raise CheckFailedError(f"exit status {status} of {command[0]}; its output says why")
+    return found
+
+
+def outcomes_in(output: str) -> list[dict]:
+    """What processes of checks said, from all lines of a job's output."""
+    parts = [line.partition(MARK)[2] for line in output.splitlines()]
+    return [json.loads(part) for part in parts if part.startswith("{")]
+
+
+def digest_of_bytes(parts: list[bytes]) -> str:
+    """One short name for so many bytes."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

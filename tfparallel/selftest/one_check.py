@@ -1,0 +1,45 @@
+"""The process of one check: `python -m tfparallel.selftest.one_check PLACE FUNCTION ARGUMENTS`.
+
+Writes one line of JSON as its last: the verdict, what was found, and figures.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+
+from tfparallel.selftest.machine_devices import bench_of_json
+from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
+
+MARK = "tfparallel-selftest "
+
+
+def main(bench: str, function: str, *arguments: str) -> int:
+    """Runs a check, says how it ended.
+
+    Args:
+        bench: as JSON.
+        function: "module:name" within `tfparallel.selftest`.
+        arguments: of the function, after the bench.
+    """
+    module, _, name = function.partition(":")
+    try:
+        check: Callable[..., Passed] = getattr(
+            importlib.import_module(f"tfparallel.selftest.{module}"), name
+        )
+        found = check(bench_of_json(bench), *arguments)
+    except CheckSkippedError as error:
+        return _say("skipped", str(error))
+    except CheckFailedError as error:
+        return _say("failed", str(error))
+    return _say("ok", found.text, found.figures)
+
+
+def _say(verdict: str, found: str, figures: dict[str, object] | None = None) -> int:
+    line = json.dumps({"verdict": verdict, "found": found, "figures": figures or {}})
+    print(f"\n{MARK}{line}", flush=True)
+    return 0 if verdict != "failed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
