@@ -238,6 +238,26 @@ _OF_ALL_ROWS = {
 }
 
 
+_OF_WHOLE_WEIGHTS = dict.fromkeys(
+    (
+        "layer_state.layers_that_update_themselves",
+        "layer_state.a_layer_called_twice",
+        "layer_state.codebook_that_is_trained_too",
+        "layer_state.eagerly",
+    ),
+    "refused: a layer assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
+)
+_OF_PIECES = (
+    *FEW,
+    "models.attention",
+    "models.lstm",
+    "models.shared_layers",
+    "optimizers.adam_on_an_embedding",
+    "optimizers.ema_overwrite",
+    "optimizers.gradient_accumulation",
+)
+
+
 STRATEGIES = [
     Row(
         "one_device",
@@ -409,6 +429,44 @@ STRATEGIES = [
             "nested.gan",
         ),
         exempt=_OF_STAGES,
+    ),
+    Row(
+        "shard_model_2x2",
+        lambda: _hybrid({"shard": 2, "model": 2}, shard=library().Sharding(min_size=1)),
+        num_replicas=2,
+        few=_OF_PIECES,
+        exempt={**_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_pipeline_2x2",
+        lambda: _hybrid(
+            {"shard": 2, "pipeline": 2},
+            shard=library().Sharding(min_size=1),
+            pipeline=library().PipelineOptions(2),
+        ),
+        num_replicas=4,
+        few=(*_OF_PIECES, "nested.gan"),
+        exempt={**_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "data_shard_model_2x2x2",
+        lambda: _hybrid({"data": 2, "shard": 2, "model": 2}, shard=library().Sharding(min_size=1)),
+        num_replicas=4,
+        devices_per_worker=8,
+        few=("models.attention", "optimizers.global_clipnorm"),
+        exempt={**_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_pipeline_model_2x2x2",
+        lambda: _hybrid(
+            {"shard": 2, "pipeline": 2, "model": 2},
+            shard=library().Sharding(min_size=1),
+            pipeline=library().PipelineOptions(2),
+        ),
+        num_replicas=4,
+        devices_per_worker=8,
+        few=("models.attention", "models.embedding", "optimizers.global_clipnorm"),
+        exempt={**_OF_STAGES, **_OF_WHOLE_WEIGHTS},
     ),
     Row(
         "horovod_2_of_data_pipeline_2x2",

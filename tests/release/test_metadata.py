@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Optional: asked for when they are used, with a message that says what to install.
-OPTIONAL = {"cloudpickle", "fsspec", "horovod", "matplotlib", "tensorflow", "tensorboard"}
+OPTIONAL = {"cloudpickle", "fsspec", "horovod", "matplotlib", "ray", "tensorflow", "tensorboard"}
 INSTALLED_BY_MAKE = ("cpu", "horovod", "plot", "dev")
 
 

@@ -10,6 +10,7 @@ from tfparallel.launch.backups import add_backups_command
 from tfparallel.launch.completion import add_completion_command, complete
 from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.launch_command import add_launch_command
+from tfparallel.launch.manifest_command import add_manifest_command
 from tfparallel.launch.report_command import add_report_command
 from tfparallel.version import __version__
 
@@ -38,6 +39,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tfparallel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_launch_command(commands)
+    add_manifest_command(commands)
     add_backups_command(commands)
     add_doctor_command(commands)
     add_completion_command(commands)
