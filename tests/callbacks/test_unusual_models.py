@@ -50,6 +50,34 @@ def takes_more(model, **options):
     return model
 
 
+def with_optimizer_around(hide):
+    """Its optimizer is no attribute: `train_step` closes over it, or over what `hide` makes."""
+    holder = hide(keras.optimizers.Adam(0.1))
+
+    class ClosesOver(TakesMore):
+        def train_step(self, data):
+            optimizer = holder if isinstance(holder, keras.optimizers.Optimizer) else holder.get()
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(keras.ops.square(self(data[0], keras.ops.ones(4))))
+            weights = self.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    model = ClosesOver()
+    model.compile()
+    return model
+
+
+class Holder:
+    """Whose attributes nobody looks at."""
+
+    def __init__(self, optimizer):
+        self.hidden = optimizer
+
+    def get(self):
+        return self.hidden
+
+
 def scaled():
     optimizer = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(use_ema=True, gradient_accumulation_steps=2), initial_scale=4.0
@@ -70,6 +98,7 @@ MODELS = {
     "runs Python": lambda: takes_more(RunsPython(), run_eagerly=True),
     "scaled loss": scaled,
     "GAN": gan,
+    "closure": lambda: with_optimizer_around(lambda optimizer: optimizer),
 }
 
 
@@ -94,3 +123,16 @@ def test_goes_on_with_the_same_names_and_bits(tmp_path, name):
     assert [path for path, _ in received] == [path for path, _ in expected]
     pairs = zip(received, expected, strict=True)
     assert all(np.array_equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def test_an_optimizer_that_is_not_found_is_named_once(tmp_path, caplog):
+    def make():
+        return with_optimizer_around(Holder)
+
+    with caplog.at_level("WARNING", "tensorflow"):
+        fit(make, BackupAndRestore(tmp_path, save_freq=1))
+    assert caplog.text.count("Not saved: Adam 'adam'") == 1
+    caplog.clear()
+    with caplog.at_level("WARNING", "tensorflow"):
+        fit(MODELS["scaled loss"], BackupAndRestore(tmp_path, save_freq=1))
+    assert "Not saved" not in caplog.text

@@ -53,13 +53,6 @@ MUTANTS = [
         "                pass  # the next owner has removed it, which is an error of the",
     ),
     Mutant(
-        "who slept before its sweep leaves the drafts of its successors",
-        "backups",
-        "callbacks/backup/backup_names.py",
-        "if not fence or draft.token == token or (is_there and draft.fence < fence)",
-        "if True",
-    ),
-    Mutant(
         "two jobs in one folder publish no mixed backups: drafts are swept away (0aae1cf)",
         "backups",
         LOCAL,

@@ -28,7 +28,7 @@ from tfparallel.internals.keras_trainer import (
     strategy_of,
 )
 from tfparallel.replicas.model_hooks import batch_of_specs
-from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.model_optimizers import hidden_optimizers_of, optimizers_of
 from tfparallel.replicas.step_build import build
 
 
@@ -48,6 +48,7 @@ class FitCall:
         self.epoch_iterator = epoch_iterator
         self.epochs = epochs
         self._kept = contextlib.ExitStack()
+        self._has_told = False
 
     @classmethod
     def of_caller(cls, callback: keras.callbacks.Callback) -> "FitCall":
@@ -97,6 +98,18 @@ class FitCall:
         while callbacks.index(callback) < len(callbacks) - 1:
             callbacks.remove(callback)
         return True
+
+    def tell_what_is_not_saved(self) -> None:
+        """Names optimizers of the model that a backup does not hold; once."""
+        hidden = [] if self._has_told else hidden_optimizers_of(self.model)
+        self._has_told = True
+        for optimizer in hidden:
+            tf.get_logger().warning(
+                "A backup holds the optimizers that are attributes of the model or its layers, or "
+                "that train_step uses by name. Not saved: %s %r, which trains weights of the "
+                "model; a resumed training starts its slots anew. Make it an attribute.",
+                *(type(optimizer).__name__, optimizer.name),
+            )
 
     def build_model(self, num_variables: int) -> None:
         """Creates the variables that the first step would create, from the shapes of the data.

@@ -53,6 +53,7 @@ def take_snapshot(
     """Copies the state of a training; returns the parts that this worker writes, by name."""
     # Where steps run behind the caller's back, those that were handed out are waited for.
     getattr(call.model.distribute_strategy.extended, "_settle", _nothing)()
+    call.tell_what_is_not_saved()
     parts = {}
     model_state = {}
     if workers.is_chief or is_read_together(call.model):
