@@ -283,7 +283,12 @@ STRATEGIES = [
         "sharded_optimizer_2",
         lambda: library().ShardedStrategy(_cpus(2), shard="optimizer", min_size=1),
         num_replicas=2,
-        few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
+        few=(
+            *FEW,
+            "coupled_losses.over_sequences",
+            "optimizers.ema_overwrite",
+            "optimizers.adam_on_an_embedding",
+        ),
         exempt=_OF_PARTS,
     ),
     Row(

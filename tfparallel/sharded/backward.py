@@ -35,9 +35,16 @@ class BackwardReduction:
         if self._stay_whole.setdefault((id(variable), i), is_sparse):
             return gradient
         (dense,) = step.zero_without_rows([tf.convert_to_tensor(gradient)])
-        return self._extended._reduce_scatter([variable.shards.padded(dense)])[0]
+        (part,) = self._extended._reduce_scatter([variable.shards.padded(dense)])
+        part.set_shape([variable.shards.length])
+        return part
 
 
 def is_part(gradient: Any, variable: Any) -> bool:
-    """Whether a gradient of a sharded `variable` is the caller's part of that of all rows."""
-    return not isinstance(gradient, tf.IndexedSlices) and gradient.shape != variable.shape
+    """Whether a gradient of a sharded `variable` is the caller's part of that of all rows.
+
+    Of a whole one some sizes may not be known when it is traced.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        return False
+    return not gradient.shape.is_compatible_with(variable.shape)

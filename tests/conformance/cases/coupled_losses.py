@@ -322,6 +322,21 @@ def all_rows_in_compute_loss(run: Run):
 
 
 @case()
+def over_sequences(run: Run):
+    """The rows of all replicas, whose number no trace knows, go through a layer of sequences."""
+
+    def ratio(y_true, y_pred):
+        weights = ops.sigmoid(y_pred[..., :1])
+        return ops.sum(weights * ops.square(y_pred[..., 1:])) / ops.sum(weights)
+
+    def build():
+        parts = [layers.RepeatVector(3), layers.Dense(4, "tanh"), layers.Dense(2)]
+        return keras.Sequential([keras.Input((6,)), *parts])
+
+    return _trained(run, "mlp", build=build, compile_options=lambda: {"loss": ratio})
+
+
+@case()
 def all_rows_in_layer(run: Run):
     all_rows = _all_rows(run)
 
