@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
     from tfparallel.replicas.row_chunks import in_chunks
     from tfparallel.replicas.weights_check import WeightsDifferError
+    from tfparallel.segments.memory_policy import MemoryPolicy
     from tfparallel.sharded.options import Sharding
     from tfparallel.strategies.central_storage import CentralStorageStrategy
     from tfparallel.strategies.horovod import HorovodStrategy
@@ -89,6 +90,7 @@ _NAMES = {
     ),
     "tfparallel.replicas.row_chunks": ("in_chunks",),
     "tfparallel.replicas.weights_check": ("WeightsDifferError",),
+    "tfparallel.segments.memory_policy": ("MemoryPolicy",),
     "tfparallel.sharded.options": ("Sharding",),
     "tfparallel.strategies.central_storage": ("CentralStorageStrategy",),
     "tfparallel.strategies.horovod": ("HorovodStrategy",),
@@ -114,6 +116,7 @@ __all__ = [
     "HorovodStrategy",
     "HybridStrategy",
     "LeaseError",
+    "MemoryPolicy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

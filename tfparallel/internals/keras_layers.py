@@ -1,8 +1,8 @@
 """What models, layers, losses, metrics and optimizers of Keras keep to themselves."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
 
 import keras
 
@@ -24,6 +24,7 @@ __all__ = [
     "Functional",
     "Mean",
     "MeanMetricWrapper",
+    "RematMode",
     "Sum",
     "add_loss_again",
     "added_losses",
@@ -53,6 +54,7 @@ __all__ = [
     "own_variables",
     "projections_of",
     "reduction_axes",
+    "remat_mode_of",
     "seed_generators_of",
     "stock_own_losses",
     "set_behind",
@@ -78,6 +80,20 @@ def direct_layers(model: keras.Model) -> list[keras.Layer]:
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """The layer's own, not those of layers in it; trainable or not as they were created."""
     return layer._trainable_variables + layer._non_trainable_variables
+
+
+class RematMode(Protocol):
+    """What a `keras.RematScope` says of the layers that are made in it."""
+
+    mode: str
+    output_size_threshold: int
+    layer_names: Collection[str]
+
+
+def remat_mode_of(layer: keras.Layer) -> RematMode | None:
+    """That of the scope in which the layer was made; None outside of one, or of one that is off."""
+    mode = layer._remat_mode
+    return None if mode is None or mode.mode is None else mode
 
 
 def own_state(layer: keras.Layer) -> list[keras.Variable]:

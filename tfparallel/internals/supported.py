@@ -155,6 +155,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_loss_ids",
         "_losses",
         "_non_trainable_variables",
+        "_remat_mode",
         "_seed_generators",
         "_trainable_variables",
     ),

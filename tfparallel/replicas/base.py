@@ -74,9 +74,11 @@ class KerasStrategy(tf.distribute.Strategy):
         checks.check_keywords(cls, kwargs)
         return super().__new__(cls)
 
-    def __init__(self, extended: Any):
+    def __init__(self, extended: Any, kept_in_step_of: Callable | None = None):
         # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
         # takes other arguments and builds an `extended` of its own.
+        if kept_in_step_of is not None:
+            extended._kept_in_step_of = kept_in_step_of
         tf.distribute.Strategy.__init__(self, extended)
         first_words.say_of(self)
 
@@ -135,7 +137,7 @@ class KerasStrategy(tf.distribute.Strategy):
         model = fn.__self__ if is_step else model_of_predict_step(fn)
         if self.extended._divides_data:
             checks.check_states_of_rows(self, model)
-        with self.extended._step_of(model):
+        with self.extended._step_of(model), self.extended._kept_in_step_of(model):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
             if is_step:

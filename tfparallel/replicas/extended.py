@@ -295,6 +295,11 @@ class ReplicatedExtended(MirroredExtended):
         """Around each Keras step of `model`, also where one replica runs it."""
         return contextlib.nullcontext() if self._workers is None else self._workers._step_of(model)
 
+    def _kept_in_step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        """Around each Keras step of `model`: what the backward pass finds of the forward pass."""
+        del model
+        return contextlib.nullcontext()
+
     def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._sum_list_across_workers([tensor])[0]
 

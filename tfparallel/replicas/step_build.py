@@ -45,6 +45,7 @@ from tfparallel.internals.keras_trainer import (
 from tfparallel.replicas import checks
 from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
@@ -99,7 +100,7 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
     checks.check_is_not_compiled(step)
     if is_stock_step(step) and has_stock_loss(model):
-        with _known_outputs(model):
+        with without_remat_of_keras(model), _known_outputs(model):
             build_as_keras_does(model, data_batch)
         return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
@@ -161,6 +162,7 @@ def _placeholder_like(output: Any) -> tf.Tensor:
 def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_remat_of_keras(model))
         graph = FuncGraph("build")
         stack.enter_context(graph.as_default())
         data = _placeholders(data_batch)

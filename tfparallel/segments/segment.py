@@ -61,6 +61,30 @@ def made_of(tensors: Collection[tf.Tensor]) -> set[tf.Operation]:
     return made
 
 
+def made_between(graph: tf.Graph, begin: int, outputs: Collection[tf.Tensor]) -> set[tf.Operation]:
+    """What a call computes on its way to `outputs`, and can be computed again.
+
+    Not what has effects or is read or received, which is kept; not `outputs` themselves, which
+    whoever comes next keeps; not what another device computes, for another replica.
+
+    Args:
+        begin: how many operations there were before the call.
+    """
+    inside = set(graph.get_operations()[begin:])
+    devices = {tensor.op.device for tensor in outputs}
+    made: set[tf.Operation] = set()
+    todo = [x.op for tensor in outputs for x in tensor.op.inputs]
+    while todo:
+        operation = todo.pop()
+        if operation in made or operation not in inside:
+            continue
+        if is_stateful(operation) or operation.type == "Const" or operation.device not in devices:
+            continue
+        made.add(operation)
+        todo += [x.op for x in operation.inputs]
+    return made - {tensor.op for tensor in outputs}
+
+
 def rewire(graph: tf.Graph, segments: Iterable[Segment]) -> None:
     """Has the backward passes of `segments` take what is to be taken instead.
 

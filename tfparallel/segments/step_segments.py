@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, record, set_keras_mask
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.segments.segment import Segment, rewire
+from tfparallel.segments.segment import Segment, made_between, rewire
 
 
 class Weights(Protocol):
@@ -28,6 +28,11 @@ class Weights(Protocol):
 
     def gather_again(self, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """As `gather`, for the backward pass; nothing where the first ones are kept for it."""
+
+
+# A layer; what gives the `Weights` of a call, or None for a call without; whether a call of these
+# outputs is computed again.
+Called = tuple[keras.Layer, Callable | None, Callable[[Any], bool] | None]
 
 
 class StepSegments:
@@ -44,56 +49,83 @@ class StepSegments:
         self._segments: list[Segment] = []
 
     @property
-    def _own(self) -> "list[tuple[Segment, Weights]]":
+    def _own(self) -> "list[tuple[Segment, Weights | None]]":
         """Segments of the calling replica's thread and their weights, in the order of calls."""
         if not hasattr(self._thread, "own"):
             self._thread.own = []
         return self._thread.own
 
     @contextlib.contextmanager
-    def called(self, layers: Iterable[tuple[keras.Layer, Callable]]) -> Iterator[None]:
-        """Within it, calls of `layers` are segments.
-
-        Args:
-            layers: each with a function that gives the `Weights` of a call, or None for a call that
-                is no segment.
-        """
+    def called(self, layers: Iterable[Called]) -> Iterator[None]:
+        """Within it, calls of `layers` are segments."""
         if tf.executing_eagerly():
             yield
             return
         with contextlib.ExitStack() as hooks:
-            for layer, weights_of in layers:
-                hooks.enter_context(self._shadowed(layer, weights_of))
+            for layer, weights_of, recomputes in layers:
+                hooks.enter_context(self._shadowed(layer, weights_of, recomputes))
             yield
         rewire(self._graph, self._segments)
 
-    def _shadowed(self, layer: keras.Layer, weights_of: Callable) -> Any:
+    def _shadowed(
+        self, layer: keras.Layer, weights_of: Callable | None, recomputes: Callable | None
+    ) -> Any:
         def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            return self._call(weights_of, original, args, kwargs)
+            return self._call(weights_of, recomputes, original, args, kwargs)
 
         return shadowed(
             layer,
             "call",
             wrapped(layer, "call", call),
             during="the tracing of a step",
-            why="A segment's weights are gathered before it is called, and freed after.",
+            why="A segment's weights are gathered before it is called, and freed after; its "
+            "activations are kept, or computed again.",
         )
 
-    def _call(self, weights_of: Callable, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call(
+        self,
+        weights_of: Callable | None,
+        recomputes: Callable | None,
+        original: Callable,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
         inputs = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, tf.Tensor)]
-        is_in_step = tf.compat.v1.get_default_graph() is self._graph
-        weights = weights_of() if is_in_step and inputs else None
-        if weights is None:
+        is_segment = tf.compat.v1.get_default_graph() is self._graph and bool(inputs)
+        weights = weights_of() if is_segment and weights_of is not None else None
+        is_outermost = is_segment and recomputes is not None and not self._is_inside
+        if weights is None and not is_outermost:
             return original(*args, **kwargs)
         segment, own = Segment(inputs), self._own
         own.append((segment, weights))
         self._segments.append(segment)
-        ahead = own[max(0, len(own) - 1 - self._prefetch)][0]
-        with record.stop_recording():
-            segment.weights = weights.gather(ahead.inputs)
-        with weights.given(segment.weights):
+        number = len(own) - 1
+        if weights is not None:
+            with record.stop_recording():
+                segment.weights = weights.gather(own[max(0, number - self._prefetch)][0].inputs)
+        begin = len(self._graph.get_operations())
+        with (
+            contextlib.nullcontext() if weights is None else weights.given(segment.weights),
+            self._inside() if is_outermost else contextlib.nullcontext(),
+        ):
             outputs = original(*args, **kwargs)
-        return self._told(outputs, len(own) - 1)
+        if is_outermost and recomputes is not None and recomputes(outputs):
+            flat = [y for y in keras.tree.flatten(outputs) if isinstance(y, tf.Tensor)]
+            segment.recomputes = made_between(self._graph, begin, flat).__contains__
+        return self._told(outputs, number)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the calling thread is in a segment that may be computed again as a whole."""
+        return getattr(self._thread, "is_inside", False)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._thread.is_inside = True
+        try:
+            yield
+        finally:
+            self._thread.is_inside = False
 
     def _told(self, outputs: Any, number: int) -> Any:
         """`outputs`, whose gradients tell that the backward pass of a segment begins."""
@@ -122,10 +154,12 @@ class StepSegments:
         if tf.compat.v1.get_default_graph() is not self._graph:
             return
         gate = tf.nest.flatten(gradient, expand_composites=True)
+        own[number][0].gate = own[number][0].gate or gate
         for segment, weights in own[max(0, number - self._prefetch) : number + 1][::-1]:
             if segment.backward_from is None:
                 segment.backward_from = len(self._graph.get_operations())
-                segment.gate = gate
+                if weights is None:
+                    continue
                 with record.stop_recording():
                     again = weights.gather_again(gate)
                 replaced = zip(segment.weights, again, strict=bool(again))

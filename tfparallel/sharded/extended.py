@@ -20,7 +20,9 @@ from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import build_optimizer, gradient_source
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.segments.step_segments import StepSegments
 from tfparallel.sharded.backward import BackwardReduction, is_part
 from tfparallel.sharded.flat_shards import FlatShards
@@ -39,6 +41,7 @@ class ShardedExtended(ReplicatedExtended):
     """
 
     _sharding: Sharding
+    _memory = MemoryPolicy()
     _reduces_parts = True
     _num_copies = 1  # in this process: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
@@ -168,9 +171,10 @@ class ShardedExtended(ReplicatedExtended):
         if reduces and self._updates_parts(optimizer, variables):
             self._backward = BackwardReduction(self)
         segments = StepSegments(self._sharding.prefetch)
-        units = units_of(model, self._sharding.patterns, _is_gathered)
+        again = self._memory.rematerialized(model)
+        units = units_of(model, self._sharding.patterns, _is_gathered, again)
         try:
-            with super()._step_of(model), segments.called(units):
+            with super()._step_of(model), without_remat_of_keras(model), segments.called(units):
                 yield
         finally:
             self._backward = None

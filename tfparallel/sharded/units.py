@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfparallel.internals import values_util
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
 from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
-from tfparallel.segments.step_segments import Weights
+from tfparallel.segments.step_segments import Called, Weights
 
 _thread = threading.local()
 
@@ -79,14 +79,19 @@ class UnitWeights:
 
 
 def units_of(
-    model: keras.Model, patterns: Sequence[str] | None, is_sharded: Callable[[Any], bool]
-) -> list[tuple[keras.Layer, Callable]]:
+    model: keras.Model,
+    patterns: Sequence[str] | None,
+    is_sharded: Callable[[Any], bool],
+    rematerialized: Sequence[tuple[keras.Layer, Callable]] = (),
+) -> list[Called]:
     """The layers of `model` that are units, each with what gives the weights of a call.
 
     Args:
         patterns: of layers, each of which is a unit with all layers in it; None for all layers that
             have weights themselves, and those of Keras that call others in loops (RNNs, wrappers).
         is_sharded: whether a variable is gathered.
+        rematerialized: layers that are computed again, and for which outputs. Each is a unit with
+            all layers in it, as it needs the weights of all of them to be computed again.
 
     Raises:
         ValueError: for a pattern that names no layer.
@@ -97,8 +102,15 @@ def units_of(
     else:
         check_patterns("units", patterns, layers)
         chosen = [(layer, True) for path, layer in layers.items() if is_named(path, patterns)]
+    wants = {id(layer): (layer, wanted) for layer, wanted in rematerialized}
+    known = set(map(id, (layer for layer, _ in chosen)))
+    chosen += [(layer, True) for layer, _ in wants.values() if id(layer) not in known]
     return [
-        (layer, functools.partial(_weights_of, layer, with_inner, is_sharded))
+        (
+            layer,
+            functools.partial(_weights_of, layer, with_inner or id(layer) in wants, is_sharded),
+            wants[id(layer)][1] if id(layer) in wants else None,
+        )
         for layer, with_inner in chosen
         if not isinstance(layer, keras.layers.InputLayer)
     ]

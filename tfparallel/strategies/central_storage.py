@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfparallel.central_storage.extended import CentralStorageExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
@@ -20,6 +21,9 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         compute_devices: devices that compute; None takes all GPUs, or all logical CPUs.
         parameter_device: where variables live; None takes the only GPU if there is just one,
             else the CPU.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`.
 
     Raises:
         ValueError: for devices that do not exist or are named twice.
@@ -29,9 +33,9 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         self,
         compute_devices: Sequence[str] | None = None,
         parameter_device: str | None = None,
+        memory: MemoryPolicy | None = None,
     ):
         compute_devices = check_devices(compute_devices, "compute_devices")
         central = check_devices(parameter_device, "parameter_device")
-        super().__init__(
-            CentralStorageExtended(self, compute_devices, central[0] if central else None)
-        )
+        extended = CentralStorageExtended(self, compute_devices, central[0] if central else None)
+        super().__init__(extended, (memory or MemoryPolicy()).during)

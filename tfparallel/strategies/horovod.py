@@ -23,6 +23,7 @@ from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.compressed_gradients import WorkersTransport
 from tfparallel.replicas.inner import Inner, inside_of, made
 from tfparallel.replicas.reporting_scope import ReportingScope
+from tfparallel.segments.memory_policy import MemoryPolicy, around_inner
 
 
 class HorovodStrategy(KerasStrategy):
@@ -50,6 +51,9 @@ class HorovodStrategy(KerasStrategy):
         process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
         check_weights_every: after so many steps the ranks compare a hash of their weights, and end
             with an error that names who has other ones. None compares nothing.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`. With `inner` it is given to that.
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
@@ -73,7 +77,9 @@ class HorovodStrategy(KerasStrategy):
         process_set: Any = None,
         check_weights_every: int | None = None,
         inner: Inner | None = None,
+        memory: MemoryPolicy | None = None,
     ):
+        kept_in_step_of = around_inner(memory, inner)
         _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
         compressor = as_meeting(compression)
         if reduction == "adasum" and inner is not None:
@@ -112,7 +118,8 @@ class HorovodStrategy(KerasStrategy):
         workers._check_weights(check_weights_every)
         self._workers = workers
         self.inner = None if inner is None else made(inner)
-        super().__init__(workers if self.inner is None else inside_of(self, self.inner, workers))
+        extended = workers if self.inner is None else inside_of(self, self.inner, workers)
+        super().__init__(extended, kept_in_step_of)
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a rank that has ended."""

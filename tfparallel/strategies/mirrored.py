@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
@@ -19,6 +20,9 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
             CPUs where there are none.
         cross_device_ops: a `tf.distribute.CrossDeviceOps` that sums gradients. None takes NCCL
             for several physical GPUs, and a sum on the first device otherwise.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`.
 
     Raises:
         ValueError: for devices that do not exist or are named twice.
@@ -28,6 +32,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         self,
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+        memory: MemoryPolicy | None = None,
     ):
-        devices = check_devices(devices)
-        super().__init__(MirroredLocalExtended(self, devices, cross_device_ops))
+        extended = MirroredLocalExtended(self, check_devices(devices), cross_device_ops)
+        super().__init__(extended, (memory or MemoryPolicy()).during)

@@ -11,6 +11,7 @@ from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.inner import inside_of, made
+from tfparallel.segments.memory_policy import MemoryPolicy, around_inner
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -33,13 +34,16 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         inner: a function that makes the strategy of a worker's devices, such as
             `lambda: PipelineStrategy(["GPU:0", "GPU:1"])`: it is called when TensorFlow's server
             is there. Default: every device is a replica.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`. With `inner` it is given to that.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
         PortTakenError: if something else listens at this worker's address.
         WaitedTooLong: naming the workers that have not started, and what answers instead.
         TypeError: for an `inner` that makes no strategy of one process.
-        ValueError: for a `compression` that is none.
+        ValueError: for a `compression` that is none, and for `memory` beside `inner`.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         timeouts: WorkerTimeouts | None = None,
         check_weights_every: int | None = None,
         inner: Callable[[], KerasStrategy] | None = None,
+        memory: MemoryPolicy | None = None,
     ):
+        kept_in_step_of = around_inner(memory, inner)
         if isinstance(inner, KerasStrategy):
             raise TypeError(
                 "TensorFlow's server has to start before a strategy looks for devices, so `inner` "
@@ -72,7 +78,8 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         workers._check_weights(check_weights_every)
         self._workers = workers
         self.inner = None if inner is None else made(inner)
-        super().__init__(workers if self.inner is None else inside_of(self, self.inner, workers))
+        extended = workers if self.inner is None else inside_of(self, self.inner, workers)
+        super().__init__(extended, kept_in_step_of)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:

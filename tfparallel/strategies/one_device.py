@@ -5,6 +5,7 @@ import tensorflow as tf
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
@@ -14,10 +15,14 @@ class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
 
     Args:
         device: device name such as `"GPU:0"`.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`.
 
     Raises:
         ValueError: if the device does not exist.
     """
 
-    def __init__(self, device: str):
-        super().__init__(MirroredLocalExtended(self, check_devices(device, "device")))
+    def __init__(self, device: str, memory: MemoryPolicy | None = None):
+        extended = MirroredLocalExtended(self, check_devices(device, "device"))
+        super().__init__(extended, (memory or MemoryPolicy()).during)

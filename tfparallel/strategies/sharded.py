@@ -10,6 +10,7 @@ from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
@@ -40,6 +41,9 @@ class ShardedStrategy(KerasStrategy):
         prefetch: how many units ahead weights are gathered.
         gather_dtype: weights are cast to it to be gathered, such as "bfloat16" under a policy of
             mixed precision, which computes with as many bits anyway.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
@@ -59,6 +63,7 @@ class ShardedStrategy(KerasStrategy):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         gather_dtype: str | None = None,
+        memory: MemoryPolicy | None = None,
     ):
         sharding = Sharding(shard, min_size, units, reshard_after_forward, prefetch, gather_dtype)
         cluster = read_tf_config()
@@ -71,6 +76,7 @@ class ShardedStrategy(KerasStrategy):
                 "ShardedStrategy takes all devices of the workers of TF_CONFIG. Received: "
                 f"devices={list(devices)}. Leave `devices` out, or TF_CONFIG."
             )
+        extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
 
 

@@ -1,0 +1,132 @@
+"""Which layers' activations are computed again in the backward pass, instead of kept until then.
+
+    forward    x -> [block] -> y         kept: x and y, and what must not be computed twice
+    backward   dy, x -> [block] again -> dx
+
+What is computed again draws random numbers by the same seeds, so that a step trains to the weights
+of one that keeps all. What has effects, is read or received is kept. Under `jit_compile` XLA may
+find that both computations are the same, and keep it anyway.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import keras
+
+from tfparallel.internals.keras_layers import RematMode, direct_layers, layers_of, remat_mode_of
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
+from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
+from tfparallel.segments.step_segments import StepSegments
+
+Wants = Callable[[Any], bool]  # of a layer's outputs: whether it computes again
+_WORDS = ("none", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPolicy:
+    """What a step keeps from its forward pass for its backward pass.
+
+    `keras.RematScope` says the same of the layers that are made in it, and counts under every
+    policy. Of layers in one another the outermost is computed again as a whole.
+
+    Attributes:
+        rematerialize: "none"; "full" for each layer that the model has itself, so that of a model
+            of blocks each block is computed again on its own; or patterns of layers such as
+            `{"block_*"}`, by name or by path.
+
+    Raises:
+        ValueError: for another word, or patterns that are none.
+    """
+
+    rematerialize: str | Collection[str] = "none"
+
+    def __post_init__(self) -> None:
+        choice = self.rematerialize
+        if (isinstance(choice, str) and choice not in _WORDS) or not choice:
+            raise ValueError(
+                f"`rematerialize` must be one of {', '.join(map(repr, _WORDS))} or a set of "
+                f"patterns of layers. Received: {choice!r}."
+            )
+
+    def rematerialized(self, model: keras.Model) -> list[tuple[keras.Layer, Wants]]:
+        """The layers that are computed again, and for which outputs.
+
+        Raises:
+            ValueError: for a pattern that names no layer.
+        """
+        chosen: dict[int, tuple[keras.Layer, Wants]] = {}
+        for layer in layers_of(model):
+            wants = _wanted_by(remat_mode_of(layer), layer)
+            if wants is not None and layer is not model:
+                chosen[id(layer)] = (layer, wants)
+        for layer in self._named(model):
+            chosen[id(layer)] = (layer, _always)
+        return [
+            each for each in chosen.values() if not isinstance(each[0], keras.layers.InputLayer)
+        ]
+
+    def _named(self, model: keras.Model) -> list[keras.Layer]:
+        if self.rematerialize == "none":
+            return []
+        if self.rematerialize == "full":
+            return direct_layers(model)
+        layers = layers_by_path(model)
+        check_patterns("rematerialize", self.rematerialize, layers)
+        return [layer for path, layer in layers.items() if is_named(path, self.rematerialize)]
+
+    @contextlib.contextmanager
+    def during(self, model: keras.Model) -> Iterator[None]:
+        """Within it, a step of `model` is traced that keeps what the policy says."""
+        segments = StepSegments()
+        layers = [(layer, None, wants) for layer, wants in self.rematerialized(model)]
+        with without_remat_of_keras(model), segments.called(layers):
+            yield
+
+
+def around_inner(memory: MemoryPolicy | None, inner: object) -> Callable | None:
+    """What a strategy of several processes does around a step; None where its `inner` does it.
+
+    Raises:
+        ValueError: for a policy beside an inner strategy.
+    """
+    if inner is None:
+        return (memory or MemoryPolicy()).during
+    if memory is not None:
+        raise ValueError(
+            f"A strategy in each process keeps by its own policy. Received: {memory} beside "
+            f"inner={inner!r}. Give `memory` to the inner strategy."
+        )
+    return None
+
+
+def _always(outputs: Any) -> bool:
+    del outputs
+    return True
+
+
+def _wanted_by(mode: RematMode | None, layer: keras.Layer) -> Wants | None:
+    if mode is None:
+        return None
+    if mode.mode == "full" or (mode.mode == "list_of_layers" and layer.name in mode.layer_names):
+        return _always
+    if mode.mode == "larger_than":
+        return lambda outputs: _size(outputs) > mode.output_size_threshold
+    return None
+
+
+def _size(outputs: Any) -> int:
+    """Numbers in `outputs`, for one row where the number of rows is not known, as Keras counts."""
+    shapes = [getattr(x, "shape", None) for x in keras.tree.flatten(outputs)]
+    return sum(_product(shape) for shape in shapes if shape is not None)
+
+
+def _product(shape: Any) -> int:
+    product = 1
+    for size in shape:
+        product *= size or 1
+    return product
