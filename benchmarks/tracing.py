@@ -5,19 +5,22 @@
 
 For every model and strategy (a row of `tests/conformance/strategies.py`) the seconds of processor
 time that a process spends on the first step of `fit`, which is traced, less those of a second one
-of the same shapes, which is not; in brackets, times those without a strategy. Four images, each
-measurement in a process of its own, in turns; medians of the rounds. Of several workers, rank 0's.
-A pipeline refuses synchronised BatchNorm.
+of the same shapes, which is not; and the operations that it makes, in thousands, which no other
+process slows down. In brackets, times those without a strategy. Four images, each measurement in a
+process of its own, in turns; medians of the rounds. Of several workers, rank 0's. A pipeline
+refuses synchronised BatchNorm.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +48,30 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(*options.measure)))
         return
-    print(f"{'model':16} {'strategy':22} {'none':>6} {PLAIN:>14} {SYNCHRONISED:>14}")
+    print(f"{'model':16} {'strategy':22} {'none':>12} {PLAIN:>24} {SYNCHRONISED:>24}")
     for model in options.models:
         for row in options.rows:
             cells = [(NO_STRATEGY, PLAIN), (row, PLAIN)]
             cells += [] if "pipeline" in row else [(row, SYNCHRONISED)]
             rounds = [[in_processes(r, model, n) for r, n in cells] for _ in range(options.rounds)]
-            none, *found = (statistics.median(taken) for taken in zip(*rounds, strict=True))
-            columns = [f"{seconds:.1f} ({seconds / none:.1f})" for seconds in found]
-            print(f"{model:16} {row:22} {none:6.1f}", *[f"{c:>14}" for c in columns], flush=True)
+            none, *found = (medians(taken) for taken in zip(*rounds, strict=True))
+            columns = [compared(each, none) for each in found]
+            first = f"{none[0]:.1f} s {none[1] / 1000:.1f}k"
+            print(f"{model:16} {row:22} {first:>12}", *[f"{c:>24}" for c in columns], flush=True)
 
 
-def in_processes(row_name: str, model: str, norm: str) -> float:
+def medians(taken: Sequence[Sequence[float]]) -> list[float]:
+    """Of seconds and of operations, over the rounds."""
+    return [statistics.median(each) for each in zip(*taken, strict=True)]
+
+
+def compared(own: Sequence[float], none: Sequence[float]) -> str:
+    """Seconds and thousands of operations, and how many times those of `none` they are."""
+    (s, operations), (times_s, times) = own, (a / b for a, b in zip(own, none, strict=True))
+    return f"{s:.1f} s ({times_s:.2f}) {operations / 1000:.1f}k ({times:.2f})"
+
+
+def in_processes(row_name: str, model: str, norm: str) -> list[float]:
     """`measure` in as many processes as the strategy has workers; rank 0's answer."""
     from tests.conformance.strategies import ROWS
 
@@ -69,11 +84,11 @@ def in_processes(row_name: str, model: str, norm: str) -> float:
     answers = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         sys.exit(f"{' '.join(command)} failed.")
-    return float(json.loads(answers[0].splitlines()[-1]))
+    return json.loads(answers[0].splitlines()[-1])
 
 
-def measure(row_name: str, model_name: str, norm: str) -> float:
-    """Processor seconds of a first step, less those of a second."""
+def measure(row_name: str, model_name: str, norm: str) -> list[float]:
+    """Processor seconds of a first step, less those of a second; and the operations it makes."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
     import numpy as np
@@ -94,8 +109,27 @@ def measure(row_name: str, model_name: str, norm: str) -> float:
         model.fit(x, y, batch_size=IMAGES, verbose=0)
         return time.process_time() - started
 
-    first_s = step_s()
-    return first_s - step_s()
+    with counted_operations() as count:
+        first_s = step_s()
+    return [first_s - step_s(), count()]
+
+
+@contextlib.contextmanager
+def counted_operations() -> Iterator[Callable[[], int]]:
+    """Gives a function that tells how many operations graphs have got within it."""
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+    create, made = FuncGraph._create_op_internal, itertools.count()
+
+    def counting(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        next(made)
+        return create(graph, *args, **kwargs)
+
+    FuncGraph._create_op_internal = counting
+    try:
+        yield lambda: next(made)
+    finally:
+        FuncGraph._create_op_internal = create
 
 
 def build(name: str, synchronized: bool) -> Any:

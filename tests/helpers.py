@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import keras
@@ -25,6 +25,19 @@ def open_logical_cpus(count: int) -> None:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * count,
     )
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """All of Keras in float64: layers, losses, metrics, optimizers."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
 
 
 def lengthened(model: keras.Model) -> keras.Model:

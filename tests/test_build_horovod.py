@@ -61,9 +61,13 @@ def test_what_a_build_with_nccl_lacks_is_named_with_its_packages(tmp_path):
     }
     with pytest.raises(BuildError) as caught:
         build_horovod.require_cuda(options)
-    for text in ("nvcc is missing", "cuda-nvcc-12-9", "nccl.h is missing", "libnccl-dev"):
+    for text in (
+        *("nvcc is missing", "cuda-nvcc-12-9", "nccl.h is missing", "libnccl-dev"),
+        *("cuda_runtime.h is missing", "libcudart.so is missing", "cuda-cudart-dev-12-9"),
+    ):
         assert text in str(caught.value)
-    for path in ("cuda/bin/nvcc", "nccl/include/nccl.h", "nccl/lib/libnccl.so"):
+    files = ("cuda/bin/nvcc", "cuda/include/cuda_runtime.h", "cuda/lib64/libcudart_static.a")
+    for path in (*files, "nccl/include/nccl.h", "nccl/lib/libnccl.so"):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

@@ -66,6 +66,18 @@ _NO_NCCL = (
     '"pip install nvidia-nccl-cu12", with a link libnccl.so beside its libnccl.so.2, '
     "HOROVOD_NCCL_HOME=.../site-packages/nvidia/nccl and HOROVOD_NCCL_LINK=SHARED."
 )
+_NO_CUDART = (
+    "{name} is missing in {folders}. Install it from NVIDIA's package repository: "
+    '"apt-get install cuda-cudart-dev-12-9", in the version of nvcc. Tell another place by '
+    "HOROVOD_CUDA_HOME."
+)
+_NO_CUDA_IN_TENSORFLOW = (
+    "A build with NCCL needs a TensorFlow with CUDA, whose symbols it asks for when it is loaded; "
+    "the installed one has none: {name} {version}.\n"
+    "  For GPUs: pip uninstall {name}; pip install 'tfparallel[gpu,horovod]'\n"
+    "  For CPUs: env --unset=HOROVOD_GPU_OPERATIONS python -m tfparallel.build_horovod"
+)
+_HAS_CUDA = "import tensorflow as tf; print(tf.sysconfig.get_build_info()['is_cuda_build'])"
 
 
 class BuildError(Exception):
@@ -95,8 +107,10 @@ def build_and_install(cache: Path, rebuild: bool = False) -> None:
         BuildError: if something is missing, or the build fails.
     """
     _require_packages()
-    tensorflow = tensorflow_version()
+    name, tensorflow = tensorflow_wheel()
     build_options = horovod_options(os.environ)
+    if is_with_nccl(build_options) and not is_tensorflow_with_cuda():
+        raise BuildError(_NO_CUDA_IN_TENSORFLOW.format(name=name, version=tensorflow))
     folder = cache / cache_key(tensorflow, build_options)
     wheel = None if rebuild else next(folder.glob("horovod-*.whl"), None)
     if wheel is None:
@@ -122,21 +136,39 @@ def default_cache() -> Path:
     return Path(base) / "tfparallel" / "horovod"
 
 
-def tensorflow_version() -> str:
-    """The version of the installed TensorFlow.
+def tensorflow_wheel() -> tuple[str, str]:
+    """The package of the installed TensorFlow, and its version.
 
     Raises:
         BuildError: if there is none, or one that Horovod knows nothing of (TPU).
     """
     for name in _TENSORFLOWS:
         try:
-            return importlib.metadata.version(name)
+            return name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     raise BuildError(
         "Horovod is built against the installed TensorFlow, and none was found. Install one first: "
         "pip install 'tfparallel[cpu,horovod]' or 'tfparallel[gpu,horovod]'."
     )
+
+
+def is_tensorflow_with_cuda() -> bool:
+    """Whether the installed TensorFlow says that it was built for CUDA, in a process of its own.
+
+    Raises:
+        BuildError: if it cannot be imported.
+    """
+    command = [sys.executable, "-c", _HAS_CUDA]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise BuildError(f"TensorFlow cannot be imported. Its error:\n{finished.stderr[-2000:]}")
+    return finished.stdout.split()[-1] == "True"
+
+
+def is_with_nccl(build_options: Mapping[str, str]) -> bool:
+    """Whether a build is to reduce tensors of GPUs by NCCL."""
+    return any(value == "NCCL" for key, value in build_options.items() if "GPU" in key)
 
 
 def horovod_options(environment: Mapping[str, str]) -> dict[str, str]:
@@ -280,7 +312,7 @@ def require_cuda(build_options: Mapping[str, str]) -> None:
     Raises:
         BuildError: naming what is missing, where it was looked for, and what to install.
     """
-    if not any(value == "NCCL" for key, value in build_options.items() if "GPU" in key):
+    if not is_with_nccl(build_options):
         return
     cuda = Path(build_options.get("HOROVOD_CUDA_HOME") or _cuda_home())
     nccl = build_options.get("HOROVOD_NCCL_HOME")
@@ -296,6 +328,7 @@ def require_cuda(build_options: Mapping[str, str]) -> None:
     names = ("libnccl.so", "libnccl_static.a")
     missing = [
         *([] if (cuda / "bin" / "nvcc").is_file() else [_NO_NVCC.format(cuda=cuda)]),
+        *_missing_of_cuda(cuda),
         *([] if _is_in("nccl.h", headers) else [_NO_NCCL.format("nccl.h", _listed(headers))]),
         *(
             []
@@ -305,6 +338,17 @@ def require_cuda(build_options: Mapping[str, str]) -> None:
     ]
     if missing:
         raise BuildError("A build with NCCL is asked for.\n" + "\n".join(missing))
+
+
+def _missing_of_cuda(cuda: Path) -> list[str]:
+    """What of CUDA's runtime a build lacks: its headers, its library."""
+    targets = [cuda, *(cuda / "targets").glob("*")]
+    headers = [base / "include" for base in targets]
+    libraries = [base / name for base in targets for name in ("lib64", "lib")]
+    missing = [] if _is_in("cuda_runtime.h", headers) else [("cuda_runtime.h", headers)]
+    if not any(_is_in(name, libraries) for name in ("libcudart.so", "libcudart_static.a")):
+        missing.append(("libcudart.so", libraries))
+    return [_NO_CUDART.format(name=name, folders=_listed(where)) for name, where in missing]
 
 
 def _cuda_home() -> str:

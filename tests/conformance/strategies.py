@@ -193,6 +193,18 @@ _ONE_PROCESS = {
     "custom_training.loop_without_run": "its peers would wait for the one that is refused: "
     "tests/conformance/cases/misuse.py: gradients_outside_of_run_are_refused_...",
 }
+_INSIDE_OF_WORKERS = {
+    **_ONE_PROCESS,
+    **dict.fromkeys(
+        (
+            "custom_training.loop",
+            "inputs.dataset_distributed_by_the_user",
+            "inputs.datasets_from_function",
+            "public_tf.",
+        ),
+        "with `inner`, several processes train by fit, evaluate and predict; a loop is refused",
+    ),
+}
 _OF_PARTS = {
     "optimizers.sparse_gradients_stay_sparse": "an optimizer sees shards, of other shapes: "
     "tests/sharded/test_update.py",
@@ -224,6 +236,26 @@ _OF_ALL_ROWS = {
     "layer_state.states_of_rows_are_refused": "one replica has all rows of every batch: "
     "tests/tensor_parallel/test_training.py",
 }
+
+
+_OF_WHOLE_WEIGHTS = dict.fromkeys(
+    (
+        "layer_state.layers_that_update_themselves",
+        "layer_state.a_layer_called_twice",
+        "layer_state.codebook_that_is_trained_too",
+        "layer_state.eagerly",
+    ),
+    "refused: a layer assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
+)
+_OF_PIECES = (
+    *FEW,
+    "models.attention",
+    "models.lstm",
+    "models.shared_layers",
+    "optimizers.adam_on_an_embedding",
+    "optimizers.ema_overwrite",
+    "optimizers.gradient_accumulation",
+)
 
 
 STRATEGIES = [
@@ -399,13 +431,51 @@ STRATEGIES = [
         exempt=_OF_STAGES,
     ),
     Row(
+        "shard_model_2x2",
+        lambda: _hybrid({"shard": 2, "model": 2}, shard=library().Sharding(min_size=1)),
+        num_replicas=2,
+        few=_OF_PIECES,
+        exempt={**_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_pipeline_2x2",
+        lambda: _hybrid(
+            {"shard": 2, "pipeline": 2},
+            shard=library().Sharding(min_size=1),
+            pipeline=library().PipelineOptions(2),
+        ),
+        num_replicas=4,
+        few=(*_OF_PIECES, "nested.gan"),
+        exempt={**_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "data_shard_model_2x2x2",
+        lambda: _hybrid({"data": 2, "shard": 2, "model": 2}, shard=library().Sharding(min_size=1)),
+        num_replicas=4,
+        devices_per_worker=8,
+        few=("models.attention", "optimizers.global_clipnorm"),
+        exempt={**_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_pipeline_model_2x2x2",
+        lambda: _hybrid(
+            {"shard": 2, "pipeline": 2, "model": 2},
+            shard=library().Sharding(min_size=1),
+            pipeline=library().PipelineOptions(2),
+        ),
+        num_replicas=4,
+        devices_per_worker=8,
+        few=("models.attention", "models.embedding", "optimizers.global_clipnorm"),
+        exempt={**_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
         "horovod_2_of_data_pipeline_2x2",
         lambda: library().HorovodStrategy(inner=lambda: _pipelines(2, 2)),
         num_replicas=8,
         num_workers=2,
         environments=horovod_environments,
         few=("metrics.binary", "optimizers.global_clipnorm"),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "parameter_server_sync",
@@ -504,7 +574,7 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "optimizers.gradient_accumulation",
         ),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "horovod_2_of_tensor_2",
@@ -514,7 +584,7 @@ STRATEGIES = [
         devices_per_worker=2,
         environments=horovod_environments,
         few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
-        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
         "horovod_2_of_sharded_2",
@@ -524,7 +594,7 @@ STRATEGIES = [
         devices_per_worker=2,
         environments=horovod_environments,
         few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
-        exempt={**_ONE_PROCESS, **_OF_PARTS},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(
         "multi_worker_2_of_pipelines",
@@ -537,7 +607,7 @@ STRATEGIES = [
             "optimizers.global_clipnorm",
             "saving.checkpoint",
         ),
-        exempt={**_ONE_PROCESS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
         "multi_worker_2_of_sharded_2",
@@ -546,7 +616,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         few=("optimizers.global_clipnorm",),
-        exempt={**_ONE_PROCESS, **_OF_PARTS},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(
         "multi_worker_2_of_tensor_2",
@@ -555,7 +625,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         few=("optimizers.global_clipnorm",),
-        exempt={**_ONE_PROCESS, **_OF_A_GROUP},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
         "horovod_3",

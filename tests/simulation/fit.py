@@ -328,6 +328,9 @@ class _Position:
     def took(self, num_batches: int) -> None:
         pass
 
+    def steps_of_epoch(self, steps: Iterator[tuple]) -> Iterator[tuple]:
+        return steps
+
 
 class _Notice:
     """What `PreemptionNotice` is to the callback."""
@@ -361,7 +364,7 @@ def played_keras() -> Iterator[None]:
 
     names = {
         "FitCall": SimpleNamespace(of_caller=call_of),
-        "InputPosition": lambda iterator, num_workers: iterator,
+        "InputPosition": lambda iterator, num_workers, checks: iterator,
         "Restoration": _Restoration,
         "take_snapshot": _snapshot,
         "writer_for": lambda root: root.writer,
@@ -389,6 +392,7 @@ class Training:
         meet: makes all workers do a step together.
         term_chance: of a SIGTERM, for each step.
         machine: a name for where processes can be asked whether others have ended.
+        job: what its backups say they are of; one process is a job of its own.
     """
 
     def __init__(
@@ -400,6 +404,7 @@ class Training:
         agreement: Agreement | None = None,
         meet: Any = None,
         term_chance: float = 0.0,
+        job: int | None = None,
     ):
         self.process, self.truth, self._meet, self._term_chance = process, truth, meet, term_chance
         callback = self.callback = BackupAndRestore(FOLDER, **options)
@@ -411,7 +416,7 @@ class Training:
         callback._processes = SimulatedProcesses(process, machine)
         callback._notice = _Notice()
         self.call = callback.sim_call = _Call(SimpleNamespace(_agreement=agreement), process)
-        self.call.epoch_iterator = _Position(process.pid if agreement is None else 0)
+        self.call.epoch_iterator = _Position(process.pid if job is None else job)
         self.options = options
 
     def fit(self) -> None:

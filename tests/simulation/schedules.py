@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from tests.simulation import backups, rings, servers
+from tests.simulation import backups, rings, servers, workers
 from tests.simulation.choices import Choices, shrunk
 from tests.simulation.fit import played_keras
 from tests.simulation.world import World
@@ -15,6 +15,7 @@ SCENARIOS: dict[str, Callable[[Choices], World]] = {
     "backups": backups.run,
     "rings": rings.run,
     "servers": servers.run,
+    "workers": workers.run,
 }
 
 

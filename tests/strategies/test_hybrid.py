@@ -168,7 +168,7 @@ def test_streams_of_pipelines_go_on_after_a_checkpoint(tmp_path):
 
 
 def test_a_model_goes_from_one_mesh_to_any_other(tmp_path):
-    layout = keras.distribution.LayoutMap()
+    layout = keras.distribution.LayoutMap(None)
     layout[".*dense.*kernel"] = (None, "model")
     meshes = [
         lambda: two_pipelines(),
@@ -229,9 +229,9 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
             "'shard' or 'data'",
         ),
         (
-            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding()),
+            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding("optimizer")),
             NotImplementedError,
-            "pipeline and shard",
+            "'optimizer'",
         ),
         (lambda: two_pipelines(0), ValueError, "num_microbatches"),
     ],

@@ -11,19 +11,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.hybrid.split_stage_variable import SplitStageVariable
 from tfparallel.internals import device_util
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts
-from tfparallel.tensor_parallel.holds_parts import HoldsParts
 from tfparallel.tensor_parallel.layouts import Layouts
 
 
-class PipelinesOfGroupsExtended(HoldsParts, PipelineExtended):
-    """Pipelines of groups of devices.
+class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
+    """Pipelines of groups of devices, of which several may share copies of the state.
 
     Args:
         container_strategy: the strategy.
@@ -31,6 +32,8 @@ class PipelinesOfGroupsExtended(HoldsParts, PipelineExtended):
         schedule: of `options`, for so many places.
         options: of each pipeline.
         layouts: of weights in the devices of a group.
+        sharding: what is in pieces; None for nothing.
+        num_shards: how many pipelines, one behind the other, share a copy.
     """
 
     _split_class = SplitStageVariable
@@ -42,8 +45,11 @@ class PipelinesOfGroupsExtended(HoldsParts, PipelineExtended):
         schedule: Schedule,
         options: PipelineOptions,
         layouts: Layouts,
+        sharding: Sharding | None = None,
+        num_shards: int = 1,
     ):
-        self.layouts = layouts
+        self.layouts, self.sharding, self.num_shards = layouts, sharding, num_shards
+        self._gathers = num_shards > 1
         first, *others = [[group[0] for group in pipeline] for pipeline in groups]
         super().__init__(container_strategy, first, schedule, options, others=others)
         self._groups = [
@@ -61,8 +67,14 @@ class PipelinesOfGroupsExtended(HoldsParts, PipelineExtended):
         """Where variables live: on all devices."""
         return tuple(self._group_of)
 
-    def _devices_of_parts(self, count: int) -> tuple[str, ...]:
-        return (self._creation.device,) * (count * len(self._pipelines))
+    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+        copies = len(self._pipelines) // shards
+        return (self._creation.device,) * (count * shards * copies)
+
+    @property
+    def _shares_functions(self) -> bool:
+        """False: the devices of a group are written into the functions of its stage."""
+        return False
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
@@ -71,12 +83,13 @@ class PipelinesOfGroupsExtended(HoldsParts, PipelineExtended):
         if self._executors is None:
             return super()._reduce_gradients(gradients)
         variables = self._variables_of(gradients)
-        parts = [in_parts(g, v) for g, v in zip(gradients, variables, strict=True)]
-        pairs = list(zip(gradients, parts, strict=True))
-        flat = [x for whole, own in pairs for x in ([whole] if own is None else own)]
+        pairs = zip(gradients, variables, strict=True)
+        parts = [in_parts(g, v, stored=True) for g, v in pairs]
+        both = list(zip(gradients, parts, strict=True))
+        flat = [x for whole, own in both for x in ([whole] if own is None else own)]
         sums = iter(super()._reduce_gradients(flat))
         return [
-            next(sums) if own is None else as_whole([next(sums) for _ in own], v.rows)
+            next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
             for own, v in zip(parts, variables, strict=True)
         ]
 

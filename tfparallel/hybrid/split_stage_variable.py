@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import distribute_lib
+from tfparallel.internals import distribute_lib, values_util
 from tfparallel.internals.distribute import become_part_of
 from tfparallel.pipeline.stage_variables import InPartsOnStage, moved
 from tfparallel.tensor_parallel.known_parts import joined
@@ -26,12 +26,19 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
     @property
     def num_parts(self) -> int:  # type: ignore[override]
         """Of each copy."""
-        return len(self.rows.sizes)
+        return len(self.stored.sizes)
+
+    @property
+    def _primary(self) -> Any:
+        return self._values[self._copy() or 0]
 
     def _replica(self) -> int | None:
         """The pipeline that the caller computes in; None outside of this strategy's replicas."""
-        is_update = distribute_lib.get_update_replica_id() is not None
-        return self.pipeline() if is_update or self.is_own_context() else None
+        updated = distribute_lib.get_update_replica_id()
+        if updated is not None or not self.is_own_context():
+            return updated
+        replica = values_util.get_current_replica_id_as_int()
+        return self.distribute_strategy.extended.pipeline_of(replica)
 
     def _to_parts(self, name: str, value: Any) -> Any:
         if not self.is_own_context() or self._current() is not None:
@@ -43,17 +50,32 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
                 f"Received: an assignment to a part of '{self._own_name()}', by its layer. Leave "
                 "that out of the layout."
             )
-        return super()._to_parts(name, value) if self._is_assigned_here() else self
+        return super()._to_parts(name, value)
+
+    def is_assigned_here(self) -> bool:
+        """Whether the caller is the first microbatch of the first pipeline that has the copy."""
+        is_replica = distribute_lib.get_update_replica_id() is None and self.is_own_context()
+        return super().is_assigned_here() and (not is_replica or self._is_assigned_here())
 
     # ---- places ----------------------------------------------------------------------------------
 
     def copy_in(self, pipeline: int, like: Any) -> Any:
         """The same part of another pipeline's copy."""
-        return self.parts[pipeline][self.place_of(like)[1]]
+        return self.parts[pipeline // self.shards][self.place_of(like)[1]]
 
     def places(self) -> list[Sequence[str]]:
-        """The devices of each pipeline's parts."""
-        return [tuple(part.device for part in copy) for copy in self.parts]
+        """The devices of what each pipeline stores."""
+        return [
+            tuple(part.device for part in copy[shard :: self.shards])
+            for copy in self.parts
+            for shard in range(self.shards)
+        ]
+
+    def _move_to(self, places: Sequence[Sequence[str]]) -> None:
+        for index in range(len(self.parts)):
+            sharing = places[index * self.shards : (index + 1) * self.shards]
+            devices = [devices[k] for k in range(len(self.rows.sizes)) for devices in sharing]
+            self._move_copy(index, devices)
 
     def _move_copy(self, index: int, devices: Sequence[str]) -> None:
         old = self.parts[index]
@@ -67,17 +89,17 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
     # ---- gradients -------------------------------------------------------------------------------
 
     def place_of(self, part: Any) -> tuple[int, int]:
-        """The pipeline, and the number in its copy, of the variable of a part."""
+        """The number of the copy, and that in the copy, of the variable of a part."""
         return next(
-            (pipeline, number)
-            for pipeline, copy in enumerate(self.parts)
+            (index, number)
+            for index, copy in enumerate(self.parts)
             for number, own in enumerate(copy)
             if own is part
         )
 
-    def on_tape(self, pipeline: int) -> tf.Tensor:
-        """The handle of the pipeline's first part."""
-        return self.parts[pipeline][0].handle
+    def on_tape(self, copy: int) -> tf.Tensor:
+        """The handle of the copy's first part."""
+        return self.parts[copy][0].handle
 
     def gradient_of_whole(self, gradients: Sequence) -> Any:
         """Of the parts' gradients, each of which goes to where its part is.
@@ -89,7 +111,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         if not present:
             return None
         if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
-            return _rows_of_whole(self.rows, gradients, self.shape.as_list())
+            return _rows_of_whole(self.stored, gradients, self.shape.as_list())
         pieces = []
         for part, gradient in zip(self.parts[0], gradients, strict=True):
             pieces.append(tf.zeros(part.shape, part.dtype) if gradient is None else gradient)

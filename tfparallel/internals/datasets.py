@@ -9,6 +9,10 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 # The classes of datasets that keep, repeat and shuffle: what a resumed training must read again.
 from tensorflow.python.data.ops.cache_op import CacheDataset
+
+# Whether a dataset is read ahead of the steps anyway.
+from tensorflow.python.data.ops.dataset_ops import _OptionsDataset
+from tensorflow.python.data.ops.prefetch_op import _PrefetchDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 
@@ -17,6 +21,7 @@ __all__ = [
     "Arrays",
     "arrays_of",
     "dataset_as_graph",
+    "ends_in_a_prefetch",
     "fills_a_cache",
     "flat_output",
     "iterator_over",
@@ -160,6 +165,13 @@ def fills_a_cache(dataset: Any) -> bool:
     if not isinstance(dataset, tf.data.Dataset):
         return False
     return isinstance(dataset, CacheDataset) or any(map(fills_a_cache, dataset._inputs()))
+
+
+def ends_in_a_prefetch(dataset: Any) -> bool:
+    """Whether the batches of a `tf.data.Dataset` are made before they are asked for."""
+    while isinstance(dataset, _OptionsDataset):
+        (dataset,) = dataset._inputs()
+    return isinstance(dataset, _PrefetchDataset)
 
 
 def num_shuffles(dataset: Any) -> int:

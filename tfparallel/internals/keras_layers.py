@@ -37,6 +37,7 @@ __all__ = [
     "embedding_table",
     "flat_losses",
     "function_of_metric",
+    "functional_graph",
     "functional_of",
     "has_stock_moments",
     "inputs_structure",
@@ -252,6 +253,14 @@ def layout_map_of(distribution: Any) -> Any:
 def functional_of(model: keras.Sequential) -> Functional:
     """The functional model that a built `Sequential` runs."""
     return model._functional
+
+
+def functional_graph(model: keras.Model) -> Functional | None:
+    """The functional model whose graph `model` runs, or None for a subclassed model."""
+    if isinstance(model, keras.Sequential):
+        return functional_of(model)
+    overrides_call = type(model).call is not Functional.call
+    return model if isinstance(model, Functional) and not overrides_call else None
 
 
 def nodes_by_depth(graph: Functional) -> dict[int, list]:

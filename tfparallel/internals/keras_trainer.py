@@ -318,6 +318,25 @@ def _is_function(model: keras.Model) -> bool:
     return inspect.isfunction(getattr(model, "train_function", None))
 
 
+def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> None:
+    """Has `around(steps)` walk the steps of each epoch in the place of `steps`, from now on.
+
+    Args:
+        epoch_iterator: of a call of `fit`.
+        around: takes and gives an iterator of `(first_step, last_step, batches)`.
+    """
+
+    def enumerate_iterator(original: Callable) -> Iterator[tuple]:
+        return around(original())
+
+    hook_once(
+        epoch_iterator,
+        "_enumerate_iterator",
+        wrapped(epoch_iterator, "_enumerate_iterator", enumerate_iterator),
+        why="A step takes the batches that a backup has read ahead, to tell their hash.",
+    )
+
+
 @contextlib.contextmanager
 def surrounded_steps(epoch_iterator: Any, around: Callable) -> Iterator[None]:
     """Within it, `around(steps)` walks the steps of each epoch in the place of `steps`.

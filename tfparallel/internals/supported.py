@@ -37,6 +37,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
     "tensorflow.python.data.ops.cache_op": ("CacheDataset",),
+    "tensorflow.python.data.ops.dataset_ops": ("_OptionsDataset",),
+    "tensorflow.python.data.ops.prefetch_op": ("_PrefetchDataset",),
     "tensorflow.python.data.ops.repeat_op": ("_RepeatDataset",),
     "tensorflow.python.data.ops.shuffle_op": ("_ShuffleDataset",),
     "tensorflow.python.distribute.collective_all_reduce_strategy": ("CollectiveAllReduceExtended",),

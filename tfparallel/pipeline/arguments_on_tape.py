@@ -30,7 +30,7 @@ class ArgumentsOnTape:
         self.arguments: list[tf.Tensor] = [*inputs, *handles]
         self._parts = [_part(x) for x in (*inputs, *captures)]
         self._seen = [
-            argument if part is None else part.container.on_tape(part.pipeline)
+            argument if part is None else part.container.on_tape(part.copy)
             for argument, part in zip(self.arguments, self._parts, strict=True)
         ]
 
@@ -58,7 +58,7 @@ class ArgumentsOnTape:
         """The positions of arguments that are one for the tape."""
         groups: dict[Any, list[int]] = {}
         for i, part in enumerate(self._parts):
-            key = i if part is None else (id(part.container), part.pipeline)
+            key = i if part is None else (id(part.container), part.copy)
             groups.setdefault(key, []).append(i)
         return list(groups.values())
 
@@ -68,7 +68,7 @@ class _Part:
 
     def __init__(self, container: InPartsOnStage, variable: Any):
         self.container = container
-        self.pipeline, self.number = container.place_of(variable)
+        self.copy, self.number = container.place_of(variable)
 
 
 def _part(argument: Any) -> _Part | None:

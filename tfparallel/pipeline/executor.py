@@ -36,7 +36,11 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
-from tfparallel.segments.segment_function import StageFunction, inference_function
+from tfparallel.segments.segment_function import (
+    StageFunction,
+    inference_function,
+    is_made_of_weights,
+)
 from tfparallel.segments.wide_integers import narrowed, widened
 
 
@@ -53,6 +57,8 @@ class Executor:
         own_copy: of a variable that a function has captured, the copy of this pipeline.
         groups: for each of `schedule`'s devices all that compute its stages, itself first. Default:
             it alone.
+        gathers: whether functions put weights together, which are put together again in the
+            backward pass instead of kept.
     """
 
     def __init__(
@@ -64,7 +70,9 @@ class Executor:
         functions: StageFunctions | None = None,
         own_copy: Callable[[Any], Any] = lambda variable: variable,
         groups: Sequence[Sequence[str]] | None = None,
+        gathers: bool = False,
     ):
+        self._gathers = gathers
         self._schedule, self._hosts, self._own_copy = schedule, hosts, own_copy
         self._rematerialization = rematerialization or Rematerialization("none", schedule)
         self._rounds = Rounds()
@@ -163,10 +171,9 @@ class Executor:
     def _recorded_call(self, action: Action, concrete: Any, on_tape: ArgumentsOnTape) -> list:
         arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
-        options: tuple = (name, concrete, watched)
-        if self._rematerialization.is_done(action.stage, action.microbatch):
-            options = (*options, self._rematerialization.recomputes)
-        function = self._functions.once((concrete, watched, len(options)), StageFunction, *options)
+        is_again = self._rematerialization.is_done(action.stage, action.microbatch)
+        options = name, concrete, watched, self._recomputes(is_again)
+        function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
         stash = self._offloaded(action, function, stash)
 
@@ -187,6 +194,17 @@ class Executor:
 
         record.record_operation("tfparallel_stage", outputs, on_tape.seen(), backward)
         return outputs
+
+    def _recomputes(self, is_again: bool) -> Callable[[tf.Operation], bool]:
+        """Whether the results of an operation are computed again in the backward pass.
+
+        Args:
+            is_again: whether those are that the user has asked for.
+        """
+        asked = self._rematerialization.recomputes if is_again else lambda operation: False
+        if not self._gathers:
+            return asked
+        return lambda operation: asked(operation) or is_made_of_weights(operation)
 
     def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
         if self._hosts is None:

@@ -75,6 +75,7 @@ class PipelineExtended(LocalExtended):
             `r % num_microbatches` of pipeline `r // num_microbatches`.
     """
 
+    _gathers = False  # weights of a stage from other devices, when it is called
     _xla_can_predict = False  # a stage is a function that XLA does not know
 
     def __init__(
@@ -363,14 +364,18 @@ class PipelineExtended(LocalExtended):
         finally:
             self._executors = self._reads = None
 
+    @property
+    def _shares_functions(self) -> bool:
+        """Whether stages are traced once for all pipelines: no device is written into them."""
+        return len(self._pipelines) > 1
+
     def _new_executors(self, rematerialization: Rematerialization) -> Executors:
-        is_shared = len(self._pipelines) > 1 and all(len(g) == 1 for g in self._groups[0])
-        shared = StageFunctions(is_shared)
+        shared = StageFunctions(is_shared=True) if self._shares_functions else None
         each = []
         for i, devices in enumerate(self._pipelines):
             hosts = _hosts_of(devices) if self._options.offload else None
             own_copy = functools.partial(copy_in_pipeline, i)
-            functions = shared if is_shared else StageFunctions()  # devices are written into them
+            functions = shared or StageFunctions()
             each.append(
                 Executor(
                     self._schedule,
@@ -380,6 +385,7 @@ class PipelineExtended(LocalExtended):
                     functions,
                     own_copy,
                     self._groups[i],
+                    self._gathers,
                 )
             )
         return Executors(each, self._schedule.num_microbatches)

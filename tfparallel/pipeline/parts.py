@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfparallel.internals import Functional
-from tfparallel.internals.keras_layers import direct_layers, functional_of, nodes_by_depth
+from tfparallel.internals.keras_layers import direct_layers, functional_graph, nodes_by_depth
 
 Calls = tuple[int, ...]  # `Member.call`s of the graphs around, outermost first
 
@@ -73,14 +72,6 @@ class Member(NamedTuple):
     def within(self, calls: Calls) -> Calls:
         """The calls around what is in this member, a model."""
         return calls if self.call is None else (*calls, self.call)
-
-
-def functional_graph(model: keras.Model) -> Any:
-    """The functional model whose graph `model` runs, or None for a subclassed model."""
-    if isinstance(model, keras.Sequential):
-        return functional_of(model)
-    overrides_call = type(model).call is not Functional.call
-    return model if isinstance(model, Functional) and not overrides_call else None
 
 
 def find_parts(model: keras.Model) -> list[Part]:

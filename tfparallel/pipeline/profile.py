@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import track
 
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.internals.keras_layers import outputs_structure
+from tfparallel.internals.keras_layers import functional_graph, outputs_structure
 from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
-from tfparallel.pipeline.parts import Calls, Part, functional_graph, members
+from tfparallel.pipeline.parts import Calls, Part, members
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 _REPEATS = 3

@@ -81,15 +81,15 @@ class StageVariable(CentralVariable):
         Args:
             places: of the copies; the devices of a place are those of its stage.
         """
-        for i, devices in enumerate(places):
-            for variable in (self, *self._followers):
-                variable._move_copy(i, devices)
+        for variable in (self, *self._followers):
+            variable._move_to(places)
 
-    def _move_copy(self, index: int, devices: Sequence[str]) -> None:
-        old = self.values[index]
-        new = moved(old, devices[0])
-        if new is not old:
-            become_copy_of(self, index, new, old)
+    def _move_to(self, places: Sequence[Sequence[str]]) -> None:
+        for i, devices in enumerate(places):
+            old = self.values[i]
+            new = moved(old, devices[0])
+            if new is not old:
+                become_copy_of(self, i, new, old)
 
 
 class InPartsOnStage(StageVariable):
@@ -101,11 +101,11 @@ class InPartsOnStage(StageVariable):
     num_parts: int
 
     def place_of(self, part: Any) -> tuple[int, int]:
-        """The pipeline, and the number in its copy, of the variable of a part."""
+        """The number of the copy, and that in the copy, of the variable of a part."""
         raise NotImplementedError
 
-    def on_tape(self, pipeline: int) -> tf.Tensor:
-        """The handle that stands for a pipeline's copy in `tape.gradient`."""
+    def on_tape(self, copy: int) -> tf.Tensor:
+        """The handle that stands for a copy in `tape.gradient`."""
         raise NotImplementedError
 
     def gradient_of_whole(self, gradients: Sequence) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 import keras
 
 from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import functional_graph
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import TENSORS
-from tfparallel.pipeline.parts import functional_graph
 from tfparallel.pipeline.places import Places
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.stage_calls import StageCalls

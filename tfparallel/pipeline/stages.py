@@ -11,13 +11,13 @@ from typing import Any
 
 import keras
 
+from tfparallel.internals.keras_layers import functional_graph
 from tfparallel.pipeline.memory import parameter_bytes
 from tfparallel.pipeline.parts import (
     Calls,
     Member,
     Part,
     find_parts,
-    functional_graph,
     is_opened,
     members,
     variables_by_part,

@@ -23,12 +23,20 @@ import tensorflow as tf
 
 from tfparallel.internals import (
     FuncGraph,
+    Functional,
     ReplicaContext,
     distribute_lib,
     is_stock_step,
 )
 from tfparallel.internals.distribute import first_replica_of_process
-from tfparallel.internals.keras_layers import clear_added_losses
+from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import (
+    clear_added_losses,
+    functional_graph,
+    inputs_structure,
+    layers_of,
+    outputs_structure,
+)
 from tfparallel.internals.keras_trainer import (
     build_as_keras_does,
     has_stock_loss,
@@ -91,7 +99,8 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
     checks.check_is_not_compiled(step)
     if is_stock_step(step) and has_stock_loss(model):
-        build_as_keras_does(model, data_batch)
+        with _known_outputs(model):
+            build_as_keras_does(model, data_batch)
         return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
     before = known.get(step.__name__)
@@ -104,6 +113,49 @@ def build(model: keras.Model, method: str, data_batch: Any) -> None:
             raise
         # Only Python can run such a step; if it is wrong, the first step says so.
     known[step.__name__] = optimizers_of(model)
+
+
+def _known_outputs(model: keras.Model) -> contextlib.AbstractContextManager:
+    """Within it, `model` is not traced for the shapes of its outputs where its graph says them."""
+    runs_graph = type(model).call in (Functional.call, keras.Sequential.call)
+    is_built = all(layer.built for layer in layers_of(model))
+    graph = functional_graph(model) if runs_graph and is_built else None
+    if graph is None:
+        return contextlib.nullcontext()
+    inputs, outputs = inputs_structure(model), outputs_structure(graph)
+
+    def known(call: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _are_alike(given, inputs):
+            return call(given, *args, **kwargs)
+        made = keras.tree.map_structure(_placeholder_like, outputs)
+        return made[0] if isinstance(made, list | tuple) and len(made) == 1 else made
+
+    return shadowed(
+        model,
+        "call",
+        wrapped(model, "call", known),
+        during="the symbolic build of a built model",
+        why="A functional model's graph says what it gives: it is not traced once more to ask it.",
+    )
+
+
+def _are_alike(given: Any, inputs: Any) -> bool:
+    """Whether tensors are as a functional model's inputs, in structure and shapes."""
+    if isinstance(inputs, list) and len(inputs) == 1 and tf.is_tensor(given):
+        given = [given]
+    try:
+        keras.tree.assert_same_structure(given, inputs)
+    except ValueError:
+        return False
+    leaves, specs = keras.tree.flatten(given), keras.tree.flatten(inputs)
+    return all(
+        isinstance(leaf, tf.Tensor) and leaf.shape.is_compatible_with(spec.shape)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    )
+
+
+def _placeholder_like(output: Any) -> tf.Tensor:
+    return tf.compat.v1.placeholder(output.dtype, output.shape)
 
 
 def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:

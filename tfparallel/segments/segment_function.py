@@ -339,6 +339,22 @@ def _integer_arguments(tensor: tf.Tensor, given: Container[int]) -> list[tf.Tens
     return arguments if is_made_of_integers and tensor.op.type != "Placeholder" else None
 
 
+def is_made_of_weights(operation: tf.Operation) -> bool:
+    """Whether an operation's results depend on weights and constants alone."""
+    todo, seen, has_weight = [operation], {operation}, False
+    while todo:
+        each = todo.pop()
+        if each.type == "ReadVariableOp":
+            has_weight = True
+        elif is_stateful(each) or each.type == "Placeholder":
+            return False
+        else:
+            new = [x.op for x in each.inputs if x.op not in seen]
+            seen.update(new)
+            todo += new
+    return has_weight and not is_stateful(operation)
+
+
 def _is_weight(tensor: tf.Tensor) -> bool:
     return tensor.op.type == "ReadVariableOp"
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
@@ -44,8 +45,8 @@ class HybridStrategy(KerasStrategy):
     `TensorParallelStrategy`. For several processes give it to `HorovodStrategy` or
     `MultiWorkerMirroredStrategy` as `inner`.
 
-    "data" goes with each of the other three, and "pipeline" with "model": the layers of a stage are
-    computed in parts on its devices. Shards beside those two are not there.
+    All axes go together: layers of a stage are computed in parts on its devices, and what a device
+    would have of the state is in pieces along "shard".
 
     Args:
         mesh: a `keras.distribution.DeviceMesh`, or the size of each axis by its name, which takes
@@ -57,7 +58,8 @@ class HybridStrategy(KerasStrategy):
             divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
 
     Raises:
-        NotImplementedError: for shards beside a pipeline or an axis of the model.
+        NotImplementedError: for other shards than those of parameters beside a pipeline or an axis
+            of the model.
         TypeError: for another mesh, or another layout.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, and for options of an axis that the mesh does not have.
@@ -80,27 +82,35 @@ class HybridStrategy(KerasStrategy):
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
     ) -> Any:
         mesh = self._mesh
-        if {"pipeline", "model"} <= {*mesh.names}:
-            groups = mesh.devices[:, 0].tolist()
-            schedule = pipeline.schedule_for(len(groups[0]))
-            flat = tuple(tuple(group) for each in groups for group in each)
-            layouts = Layouts(
-                layout_map, MeshGroups(flat, mesh.names.get("data"), mesh.names["model"])
-            )
-            return PipelinesOfGroupsExtended(self, groups, schedule, pipeline, layouts)
+        places = mesh.devices.reshape(-1, *mesh.devices.shape[2:])  # data and shard as one axis
+        axis = "shard" if "shard" in mesh.names else "data"
+        num_shards = 1 if shard is None else mesh.size(axis)
         if "pipeline" in mesh.names:
-            first, *others = mesh.devices[:, 0, :, 0].tolist()
-            schedule = pipeline.schedule_for(len(first))
-            return PipelineExtended(self, first, schedule, pipeline, others=others)
+            schedule = pipeline.schedule_for(mesh.size("pipeline"))
+            if "model" not in mesh.names and shard is None:
+                first, *others = places[:, :, 0].tolist()
+                return PipelineExtended(self, first, schedule, pipeline, others=others)
+            layouts = self._layouts(places.reshape(-1, mesh.size("model")), layout_map)
+            groups = places.tolist()
+            return PipelinesOfGroupsExtended(
+                self, groups, schedule, pipeline, layouts, shard, num_shards
+            )
         if "model" in mesh.names:
-            groups = tuple(map(tuple, mesh.devices[:, 0, 0].tolist()))
-            names = mesh.names.get("data"), mesh.names["model"]
-            return TensorParallelExtended(self, Layouts(layout_map, MeshGroups(groups, *names)))
+            layouts = self._layouts(places[:, 0], layout_map)
+            if shard is None:
+                return TensorParallelExtended(self, layouts)
+            return ShardedGroupsExtended(self, layouts, shard, num_shards)
         devices = mesh.devices.flatten().tolist()
-        if shard is not None:
-            copies = mesh.size("data") if "shard" in mesh.names else 1
-            return LocalShardedExtended(self, devices, shard, copies)
-        return MirroredLocalExtended(self, devices)
+        if shard is None:
+            return MirroredLocalExtended(self, devices)
+        return LocalShardedExtended(self, devices, shard, len(devices) // num_shards)
+
+    def _layouts(self, groups: np.ndarray, layout_map: Any) -> Layouts:
+        """Of the devices `[group, model]`; without an axis of the model nothing is laid out."""
+        names = self._mesh.names
+        axes = names.get("data"), names.get("model")
+        layout_map = keras.distribution.LayoutMap(None) if layout_map is None else layout_map
+        return Layouts(layout_map, MeshGroups(tuple(map(tuple, groups.tolist())), *axes))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._mesh}: {self.extended._description()})"
@@ -207,9 +217,8 @@ def _check_options(
     if layout_map is not None:
         _check_layout_map(mesh, layout_map)
     together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
-    if shard is not None and together:
-        together.append("shard")
+    if shard is not None and together and shard.shard != "parameters":
         raise NotImplementedError(
-            "Shards of the state go with 'data'. Received: a mesh of "
-            f"{mesh} that divides {' and '.join(together)}. Leave out shards, or the others."
+            "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "
+            f"Sharding('parameters'). Received: {shard.shard!r}, on a mesh of {mesh}."
         )

@@ -56,9 +56,9 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _devices_of_parts(self, count: int) -> tuple[str, ...]:
-        del count
-        return self.parameter_devices
+    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+        del shards
+        return tuple(device for group in self._groups for device in group[:count])
 
     def in_parts(self, variable: keras.Variable, rows: Rows) -> tf.Variable:
         """What keeps the value of `variable` in parts; called outside of replicas."""
@@ -78,14 +78,19 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
     def _reduce_gradients(self, gradients: list) -> list:
         variables = self._variables_of(gradients)
         parts = [in_parts(g, v) for g, v in zip(gradients, variables, strict=True)]
-        split = [p for p in parts if p is not None]
-        summed = iter(sum_parts(split, self._groups, self._over_workers()))
+        split = [(p, v) for p, v in zip(parts, variables, strict=True) if p is not None]
+        summed = iter(self._sum_parts(*map(list, zip(*split, strict=True))) if split else [])
         whole = [g for g, p in zip(gradients, parts, strict=True) if p is None]
         reduced = iter(super()._reduce_gradients(whole))
         return [
-            next(reduced) if p is None else as_whole(next(summed), v.rows)
+            next(reduced) if p is None else as_whole(next(summed), v.stored)
             for p, v in zip(parts, variables, strict=True)
         ]
+
+    def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
+        """The sums over replicas of gradients of `variables`, each in parts, as they are stored."""
+        del variables
+        return sum_parts(parts, self._groups, self._over_workers())
 
     def _over_workers(self) -> Callable[[list], list] | None:
         """Adds up parts over workers. As parts, they are not compressed there."""

@@ -12,8 +12,11 @@ from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
-def in_parts(gradient: Any, variable: Any) -> list[tf.Tensor] | None:
+def in_parts(gradient: Any, variable: Any, stored: bool = False) -> list[tf.Tensor] | None:
     """A dense gradient as parts of a split variable's; None for any other.
+
+    Args:
+        stored: as the variable is stored, instead of computed with.
 
     Raises:
         ValueError: for one that is not of the whole.
@@ -29,7 +32,7 @@ def in_parts(gradient: Any, variable: Any) -> list[tf.Tensor] | None:
     if not gradient.shape.is_fully_defined():
         gradient = tf.ensure_shape(gradient, variable.shape)
     with record.stop_recording():
-        return parts_of(gradient, variable.rows)
+        return parts_of(gradient, variable.stored if stored else variable.rows)
 
 
 def sum_parts(

@@ -22,9 +22,14 @@ class Group:
         self.devices = tuple(devices)
 
     def rows(self, variable: Any) -> Rows | None:
-        """How a Keras variable is in parts; None for one that is not, or is no variable."""
+        """How a Keras variable is in parts, one for each device; None for any other, and no one's.
+
+        A variable that is in one part is stored in pieces of that, and computed with as a whole.
+        """
         split = split_of(variable)
-        return None if split is None else split.rows
+        if split is None or len(split.rows.sizes) != len(self.devices):
+            return None
+        return split.rows
 
     def read(self, variable: Any) -> list[tf.Tensor]:
         """The parts of a split Keras variable, each on its device, in the layer's dtype."""

@@ -59,11 +59,18 @@ class HoldsParts(ReplicatedExtended):
         value = value() if callable(value) else value
         value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
         kwargs["initial_value"] = value
-        self._thread.new = (rows, tf.split(value, list(rows.sizes), rows.dim))
+        shards = self._shards_of(rows, kwargs.get("colocate_with"))
+        stored = rows.cut(shards)
+        self._thread.new = (rows, shards, tf.split(value, list(stored.sizes), stored.dim))
         try:
             return super()._create_variable(next_creator, **kwargs)
         finally:
             self._thread.new = None
+
+    def _shards_of(self, rows: Rows, leader: Any) -> int:
+        """How many replicas store a copy of the variable together that is created."""
+        del rows
+        return leader.shards if isinstance(leader, SplitVariable) else 1
 
     def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
         """How the variable that is created will be in parts."""
@@ -98,21 +105,23 @@ class HoldsParts(ReplicatedExtended):
             self.layouts.add_slot(leader, keras_variable)
 
     @property
-    def _new(self) -> tuple[Rows, list] | None:
+    def _new(self) -> tuple[Rows, int, list] | None:
         return getattr(self._thread, "new", None)
 
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
         if self._new is None:
             return super()._variable_class(owner, kwargs)
-        return functools.partial(self._split_class, rows=self._new[0])
+        rows, shards, _ = self._new
+        return functools.partial(self._split_class, rows=rows, shards=shards)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         if self._new is None:
             return super()._variable_devices(variable_class)
-        return self._devices_of_parts(len(self._new[1]))
+        rows, shards, _ = self._new
+        return self._devices_of_parts(len(rows.sizes), shards)
 
-    def _devices_of_parts(self, count: int) -> tuple[str, ...]:
-        """Where a new variable's `count` parts are: those of each copy, one after the other."""
+    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+        """Where a new variable's `count` parts of each copy are, in `shards` pieces each."""
         raise NotImplementedError
 
     def _get_variable_creator_initial_value(
@@ -122,7 +131,7 @@ class HoldsParts(ReplicatedExtended):
             return super()._get_variable_creator_initial_value(
                 replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
             )
-        parts = self._new[1]
+        *_, parts = self._new
         return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
 
     # ---- how a step runs on replicas -------------------------------------------------------------
@@ -163,7 +172,10 @@ class HoldsParts(ReplicatedExtended):
         if not isinstance(var, SplitVariable):
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
         if not getattr(self._thread, "updates_parts", False):
-            return fn(var, *args, **kwargs)  # as one device does, from wholes
+            is_here = var.is_assigned_here()
+            return fn(var, *args, **kwargs) if is_here else None  # as one device, from wholes
+        if not var.is_assigned_here():
+            return None
         pieces = [_pieces(var, arg) for arg in args]
         for i, part in enumerate(var.own_parts()):
             with in_part(i), tf.device(part.device):
@@ -188,7 +200,7 @@ def _pieces(var: SplitVariable, arg: Any) -> list:
     is_dense = is_tensor and arg.shape.rank != 0 and arg.shape.is_compatible_with(var.shape)
     if is_dense or isinstance(arg, tf.IndexedSlices):
         return var.pieces(arg)
-    return [arg] * len(var.rows.sizes)
+    return [arg] * len(var.stored.sizes)
 
 
 def _of_replica(replica: int, arg: Any) -> Any:

@@ -21,6 +21,10 @@ class Rows:
         """The first index of each part."""
         return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
 
+    def cut(self, count: int) -> "Rows":
+        """Each part in `count` of its own, as equal as can be."""
+        return Rows(self.dim, tuple(x for size in self.sizes for x in even_sizes(size, count)))
+
     def whole_shape(self, part_shape: Sequence) -> list:
         """The shape of the whole of which a part has `part_shape`."""
         return [*part_shape[: self.dim], sum(self.sizes), *part_shape[self.dim + 1 :]]

@@ -35,6 +35,7 @@ from tfparallel.internals import (
 from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
+from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.tensor_parallel.known_parts import joined, parts_of
 from tfparallel.tensor_parallel.loops import before_loops
@@ -81,10 +82,13 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         strategy, values, aggregation, var_policy: what a distributed variable takes, with all parts
             of replica 0, then those of replica 1 and so on as values.
         rows: of each replica's copy.
+        shards: how many replicas, one behind the other, share a copy. Each stores a piece of every
+            part.
 
     Attributes:
-        rows: which dim is divided, and how.
-        parts: of each replica, variables.
+        rows: which dim is divided, and how, for those who compute with parts.
+        stored: the same, as it is stored: in pieces of parts, where a copy is shared.
+        parts: of each copy, variables, one for each of `stored`.
     """
 
     trainable: bool
@@ -101,10 +105,12 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         var_policy: Any = None,
         *,
         rows: Rows,
+        shards: int = 1,
     ):
-        count = len(rows.sizes)
+        self.stored = rows.cut(shards)
+        count = len(self.stored.sizes)
         super().__init__(strategy, values[::count], aggregation, var_policy)
-        self.rows = rows
+        self.rows, self.shards = rows, shards
         self.parts = [tuple(values[i : i + count]) for i in range(0, len(values), count)]
         for part in values:
             part._distributed_container = weakref.ref(self)
@@ -132,12 +138,38 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
             return None  # outside of every scope TensorFlow's default replica has number 0
         return values_util.get_current_replica_id_as_int()
 
+    def _copy(self) -> int | None:
+        """Which of the copies the caller computes with; None outside of this strategy's replicas.
+
+        In `extended.update` copies have numbers, not replicas.
+        """
+        replica = self._replica()
+        is_update = distribute_lib.get_update_replica_id() is not None
+        return replica if replica is None or is_update else replica // self.shards
+
+    def is_assigned_here(self) -> bool:
+        """Whether the caller assigns the copy that it computes with."""
+        return self._copy() is None or (self._replica() or 0) % self.shards == 0
+
     def own_parts(self) -> tuple:
-        """The parts that the calling replica computes with."""
-        return self.parts[self._replica() or 0]
+        """What is stored of the copy that the calling replica computes with."""
+        return self.parts[self._copy() or 0]
 
     def read_parts(self) -> list[tf.Tensor]:
-        """The value of each part, read where it is, unknown to gradient tapes."""
+        """The value of each part, where it is computed with, unknown to gradient tapes."""
+        pieces = self._read_stored()
+        if self.shards == 1:
+            return pieces
+        group, values = self.distribute_strategy.extended.own_group(), []
+        with record.stop_recording():
+            for k in range(len(self.rows.sizes)):
+                with tf.device(group[k]):
+                    own = pieces[k * self.shards : (k + 1) * self.shards]
+                    values.append(tf.concat(own, self.rows.dim))
+        return values
+
+    def _read_stored(self) -> list[tf.Tensor]:
+        """The value of all that is stored, read where it is, unknown to gradient tapes."""
         values = []
         with record.stop_recording():
             for part in self.own_parts():
@@ -175,6 +207,17 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
             return tf.concat(self.read_parts(), self.rows.dim)
         with before_loops():
             return joined(self.part_values(), self.rows.dim)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """What stands for the whole in `tape.gradient`."""
+        if self.shards == 1:
+            return super().handle
+        told_of_gradient()
+        return self._tape_variable().handle
+
+    def _get_replica(self, replica_id: int) -> Any:
+        return super()._get_replica(replica_id) if self.shards == 1 else self.own_parts()[0]
 
     def _current(self) -> Any:
         part = getattr(_thread, "part", None)
@@ -237,9 +280,10 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         part = self._current()
         if part is not None:
             return getattr(part, name)(value)
-        replica = self._replica()
-        copies = self.parts if replica is None else [self.parts[replica]]
-        for copy in copies:
+        if not self.is_assigned_here():
+            return self
+        own = self._copy()
+        for copy in self.parts if own is None else [self.parts[own]]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
@@ -250,7 +294,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if isinstance(value, tf.IndexedSlices):
             with record.stop_recording():
                 return [
-                    slices_of_part(value, self.rows, i, part.shape)
+                    slices_of_part(value, self.stored, i, part.shape)
                     for i, part in enumerate(self.parts[0])
                 ]
         if isinstance(value, DistributedVariable):
@@ -260,7 +304,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not value.shape.is_fully_defined():
             value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            return parts_of(value, self.rows)
+            return parts_of(value, self.stored)
 
     # ---- saving ----------------------------------------------------------------------------------
 

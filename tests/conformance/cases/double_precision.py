@@ -1,33 +1,17 @@
 """In float64 nothing is left of rounding: a weight, a sum or a log in float32 shows at once."""
 
-import contextlib
-from collections.abc import Iterator
-
 import keras
 import numpy as np
 
 from tests.conformance.case import Run, case
 from tests.conformance.cases.batch_norm import OwnStep
-from tests.helpers import BATCH, ODD_ROWS, tiny_data, tiny_model
+from tests.helpers import BATCH, ODD_ROWS, in_float64, tiny_data, tiny_model
 
 ATOL = 1e-12
 
 
-@contextlib.contextmanager
-def _float64() -> Iterator[None]:
-    """All of Keras in float64: layers, losses, metrics, optimizers."""
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)
-
-
 def _results(run: Run, *model: str, **options) -> dict:
-    with _float64():
+    with in_float64():
         return run.train(*model, **options).results()
 
 
@@ -120,7 +104,7 @@ def own_train_step(run: Run):
 @case(atol=ATOL)
 def evaluation(run: Run):
     x, y = tiny_data(ODD_ROWS)
-    with _float64():
+    with in_float64():
         model = run.train(compile_options=_options).model
         result = model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
         return {**result, "predicted": model.predict(x, batch_size=7, verbose=0)}

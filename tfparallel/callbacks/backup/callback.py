@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.writer import Writer, writer_for
+from tfparallel.internals.keras_trainer import fit_that_tells, hook_steps
 from tfparallel.version import __version__
 
 _SHORTEST_LEASE_S = 1.0
@@ -55,6 +57,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         lease_s: the folder is this training's while it runs. After so many seconds without a sign
             of life from another machine, a training that is started there takes the folder over;
             on the same machine it does so as soon as the process has ended.
+        check_data: a resumed training must begin with the batches that its backup tells of (by a
+            hash); with False it goes on with whatever data there are.
 
     Raises:
         ValueError: for arguments out of range.
@@ -73,6 +77,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         on_error: str = "raise",
         asynchronous: bool = True,
         lease_s: float = 60.0,
+        check_data: bool = True,
     ):
         super().__init__()
         _check(backup_dir, save_freq, keep, on_error, lease_s)
@@ -84,11 +89,23 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._save_freq = save_freq
         self._keep = keep
         self._delete_on_success = delete_on_success
-        self._raises = on_error == "raise"
+        self._raises, self._checks_data = on_error == "raise", check_data
         self._asynchronous = asynchronous
         self._notice = PreemptionNotice() if save_before_preemption else None
 
     # ---- beginning and end -----------------------------------------------------------------------
+
+    def set_model(self, model: keras.Model) -> None:
+        """See `keras.callbacks.Callback`.
+
+        Of all that is put around the steps of this `fit`, what gives them batches that were read
+        ahead comes first: so a callback that measures the steps sees these, too.
+        """
+        super().set_model(model)
+        self._around_steps: Callable[[Iterator], Iterator] = iter
+        fit = fit_that_tells(model)
+        if fit is not None:
+            hook_steps(fit.epoch_iterator, lambda steps: self._around_steps(steps))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores the newest backup, if there is one; moves this callback to the end of the list.
@@ -111,7 +128,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         parts = self._find_backup()
         if parts is not None:
             call.build_model(len(parts["shared"]["model"]["paths"]))
-        self._position = InputPosition(call.epoch_iterator, self._workers.num_workers)
+        position = (call.epoch_iterator, self._workers.num_workers, self._checks_data)
+        self._position = InputPosition(*position)
+        self._around_steps = self._position.steps_of_epoch
         if parts is not None:
             self._restoration = Restoration(call, parts, self._workers)
             self._restoration.before_training(self._position)

@@ -19,6 +19,11 @@ class stands between the two and counts what is taken from each. To come back to
 A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
 
 A `keras.utils.PyDataset` is read by index: its earlier epochs need no reading, only its hooks.
+
+A backup holds hashes of the batches of the next step, and what is resumed has to give these. They
+are read ahead (`read_ahead.py`) where nobody can notice it: where TensorFlow has a checkpoint, so
+that the data draw from nothing but themselves, or a `prefetch` reads ahead anyway. At the end of a
+pass the next iterator is made a little before Keras asks for it.
 """
 
 import itertools
@@ -30,8 +35,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks.backup.read_ahead import ReadAhead, differ
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
+from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.datasets import (
+    ends_in_a_prefetch,
     fills_a_cache,
     num_shuffles,
     repeats_a_shuffle,
@@ -41,6 +49,7 @@ from tfparallel.internals.datasets import (
 )
 from tfparallel.internals.keras_trainer import (
     dataset_of_iterator,
+    hook_steps,
     iterator_of_epochs,
     set_dataset_of_iterator,
     set_iterator_of_epochs,
@@ -62,10 +71,11 @@ class InputPosition:
         epoch_iterator: Keras's iterator over epochs, which reads through this object from now on.
         num_workers: of several, each reads a share of the batches that a generator makes: then its
             own position says nothing.
+        checks: whether the first batches after a resume must be those that the backup tells of.
     """
 
-    def __init__(self, epoch_iterator: Any, num_workers: int = 1):
-        self._epoch_iterator = epoch_iterator
+    def __init__(self, epoch_iterator: Any, num_workers: int = 1, checks: bool = True):
+        self._epoch_iterator, self._checks = epoch_iterator, checks
         self._dataset = dataset_of_iterator(epoch_iterator)
         set_dataset_of_iterator(epoch_iterator, self)
         self._taken: list[int] = []  # batches, of each iterator made so far
@@ -78,14 +88,40 @@ class InputPosition:
         self._has_checkpoints: bool | None = None  # not known before the first save
         self._to_resume: dict[str, Any] | None = None  # until Keras asks for the iterator
         self._num_read_again, self._reading_again_s = 0, 0.0
+        self._read_ahead: ReadAhead | None = None  # of the newest iterator
+        self._is_made_early = False  # the newest iterator: Keras has not asked for it yet
+        self._expected: dict[str, Any] | None = None  # tells of the next iterator's first batches
+        self._steps_left_out = 0  # of the epoch that begins
+        hook_steps(epoch_iterator, self.steps_of_epoch)
 
     def __iter__(self) -> Iterator:
+        if self._is_made_early:
+            self._is_made_early = False
+            return self._last
         if self._to_resume is None:
-            return self._make_iterator()
+            iterator, state = self._make_iterator(), self._expected
+            self._expected = None
+            if state is not None:
+                self._check(iterator, state)
+            return iterator
         state, self._to_resume = self._to_resume, None
         return self._iterator_at(state)
 
+    def steps_of_epoch(self, steps: Iterator[tuple]) -> Iterator[tuple]:
+        """The same steps, one of which may get batches that were read ahead."""
+        left_out, self._steps_left_out = self._steps_left_out, 0
+        for first, last, batches in steps:
+            ahead = self._read_ahead if last >= left_out else None
+            if ahead is not None:
+                self._read_ahead = None
+            yield first, last, (batches if ahead is None else ahead.iterator())
+
+    def leave_out_steps(self, num_steps: int) -> None:
+        """Tells that the next epoch begins with steps that are not done again."""
+        self._steps_left_out = num_steps
+
     def _make_iterator(self) -> Any:
+        self._read_ahead = None
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
         if not self._taken:  # Keras does not ask once it knows how many there are
@@ -107,11 +143,12 @@ class InputPosition:
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    def state(self, is_mid_epoch: bool) -> dict[str, Any]:
+    def state(self, is_mid_epoch: bool, reads_on: bool = True) -> dict[str, Any]:
         """What `resume` needs.
 
         Args:
             is_mid_epoch: whether the current epoch has steps behind it.
+            reads_on: whether this training will read more.
         """
         iterator = self._epoch_iterator
         spans_epochs = iterator.steps_per_epoch is not None
@@ -123,15 +160,20 @@ class InputPosition:
         if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
             checkpoint = self._checkpoint()
             self._has_checkpoints = checkpoint is not None
+        random_state = self._random_state
+        taken = self._taken[:-1] if self._is_made_early else list(self._taken)
+        beginning = self._beginning
+        next_batches = self._next_batches(goes_on, checkpoint) if reads_on else None
         num_to_drop = 0
         if goes_on and checkpoint and self._lacks_seeds(checkpoint):
-            checkpoint, num_to_drop = self._beginning, self._taken[-1]
+            checkpoint, num_to_drop = beginning, taken[-1]
         return {
-            "taken": list(self._taken),
+            "next_batches": next_batches,
+            "taken": taken,
             "goes_on": goes_on,  # whether the last iterator still has batches to give
             "steps_seen": steps_seen,
             "num_batches": num_batches,
-            "random": self._random_state,
+            "random": random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
             "num_to_drop": num_to_drop,  # batches after the checkpoint
@@ -155,8 +197,38 @@ class InputPosition:
         is_lacking = _num_seeds_drawn(checkpoint) < num_expected
         return is_lacking and not unrepeatable_parts(self._dataset)
 
+    def _next_batches(self, goes_on: bool, checkpoint: list[np.ndarray] | None) -> list[str] | None:
+        """Hashes of the batches of the next step; None where they are not known."""
+        if self._read_ahead is None and self._can_read_ahead(goes_on):
+            if not goes_on:
+                self._make_iterator()
+                self._is_made_early = True
+            self._read_ahead_of(self._last, checkpoint)
+        return None if self._read_ahead is None else self._read_ahead.hashes
+
+    def _can_read_ahead(self, goes_on: bool) -> bool:
+        """Whether nobody notices it, and the same batches come in another process."""
+        if not self._can_compare(self._last):
+            return False
+        if not goes_on:
+            return bool(self._has_checkpoints)
+        num_batches = self._epoch_iterator._num_batches
+        if num_batches is not None and self._taken[-1] >= num_batches:
+            return False  # a pass that Keras does not read to its end does not fill a cache
+        return bool(self._has_checkpoints) or ends_in_a_prefetch(self._dataset)
+
+    def _can_compare(self, iterator: Any) -> bool:
+        return isinstance(iterator, tf.data.Iterator) and not unrepeatable_parts(self._dataset)
+
+    def _read_ahead_of(self, iterator: Any, checkpoint: list[np.ndarray] | None) -> list[str]:
+        ahead = ReadAhead(iterator, self._epoch_iterator.steps_per_execution, checkpoint)
+        self._read_ahead = ahead if ahead.hashes else None
+        return ahead.hashes
+
     def _checkpoint(self) -> list[np.ndarray] | None:
         """The state of the last iterator, or None where the dataset has none that can be saved."""
+        if self._read_ahead is not None:
+            return self._read_ahead.checkpoint
         iterator = _position(self._last)
         if not isinstance(iterator, tf.data.Iterator):
             return None
@@ -192,6 +264,7 @@ class InputPosition:
         elif state["goes_on"]:
             set_iterator_of_epochs(iterator, self._iterator_at(state))
         else:
+            self._expected = state
             self._log_cost()
 
     def _read_again(self, earlier: list[int], all_batches: bool) -> None:
@@ -222,9 +295,37 @@ class InputPosition:
             _drop(iterator, state.get("num_to_drop", 0))
         else:
             self._count_cost(_drop(iterator, state["taken"][-1]), started)
+        self._check(iterator, state)
         set_host_random_state(now)
         self._log_cost()
         return iterator
+
+    def _check(self, iterator: Any, state: dict[str, Any]) -> None:
+        """Compares the first batches of an iterator with those that a backup tells of.
+
+        Raises:
+            BackupError: if they differ, and do not depend on what Python draws.
+        """
+        expected = state.get("next_batches")
+        if expected is None or not self._checks or not self._can_compare(iterator):
+            return
+        checkpoint = self._checkpoint() if state["has_checkpoint"] else None
+        received = self._read_ahead_of(iterator, checkpoint)
+        if not differ(expected, received):
+            return
+        text = (
+            "A training goes on with the data of its backup. Expected: next a batch with hash "
+            f"{expected[0] if expected else 'of none'}. Received: "
+            f"{received[0] if received else 'the end of the data'}. "
+        )
+        if not (state["has_checkpoint"] or state.get("generator")):
+            why = "What runs Python, or stateful operations, gives other batches in each process."
+            tf.get_logger().warning("%s%s Seed it, or draw from the number of a row.", text, why)
+            return
+        raise BackupError(
+            f"{text}Other files or rows, another batch size or seed? Put back what it was; or pass "
+            "BackupAndRestore(check_data=False) to go on with these."
+        )
 
     def _count_cost(self, num_batches: int, started: float) -> None:
         self._num_read_again += num_batches

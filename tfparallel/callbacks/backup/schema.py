@@ -157,6 +157,7 @@ class _Input(_Checked):
     has_checkpoint: bool | None
     checkpoint: list[Array] | None
     num_to_drop: Count = 0
+    next_batches: list[str] | None = None
     random: dict[str, Any]  # empty before the first iterator
 
     @validates_model(mode="after")

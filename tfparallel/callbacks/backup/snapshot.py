@@ -9,6 +9,7 @@ worker-R   worker R       its replicas' terms of the metrics, its random states,
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -67,7 +68,8 @@ def take_snapshot(
     own["metrics"] = replica_state(call.model)
     own["compression"] = compression_state(call.model)
     own["random"] = random_state()
-    own["input"] = position.state(is_mid_epoch=progress.batch > 0)
+    reads_on = progress.epoch < call.epochs and not call.model.stop_training
+    own["input"] = position.state(progress.batch > 0, reads_on)
     return parts
 
 
@@ -129,15 +131,21 @@ class Restoration:
     def before_training(self, position: InputPosition) -> None:
         """Puts everything back, and tells `fit` where to begin."""
         call, progress = self._call, self.progress
-        position.resume(self._own["input"])
+        position.resume(self._own_input())
         self._put_back()
         if progress.batch > 0:
             call.start_at(progress.epoch)
             steps_seen = self._own["input"]["steps_seen"]
+            position.leave_out_steps(progress.batch)
             call.leave_out_steps(progress.batch, steps_seen, self._is_stopped)
             call.keep_logs(progress.logs)
         else:
             call.start_at(call.epochs if self._is_stopped else progress.epoch)
+
+    def _own_input(self) -> dict[str, Any]:
+        """This worker's position; of another number of workers, each may have other batches."""
+        is_own = self._shared["num_workers"] == self._num_workers
+        return self._own["input"] | ({} if is_own else {"next_batches": None})
 
     def in_first_epoch(self) -> None:
         """Puts back what the beginning of the epoch has changed."""

@@ -28,7 +28,7 @@ def embedding(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.T
     """`Embedding.call`; table `[vocabulary, vector]`."""
     del original
     table = split_of(layer.embeddings) if is_variable(layer.embeddings) else None
-    if table is None or not is_plain_tensor(inputs):
+    if table is None or group.rows(layer.embeddings) is None or not is_plain_tensor(inputs):
         return NotImplemented
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as `keras.ops.take` counts
@@ -57,7 +57,7 @@ def _look_up(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
 
 def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
     parts = []
-    pieces = zip(table.own_parts(), table.rows.starts, table.rows.sizes, strict=True)
+    pieces = zip(table.own_parts(), table.stored.starts, table.stored.sizes, strict=True)
     for part, start, size in pieces:
         with tf.device(part.device):
             is_own = (ids >= start) & (ids < start + size)

@@ -1,0 +1,32 @@
+"""Meshes of four logical CPUs, each with all that it takes."""
+
+import keras
+
+import tfparallel
+from tests.helpers import cpu_mesh_of
+from tests.tensor_parallel.layouts import LayoutOfAnything
+
+PAIRS = ("data", "shard", "pipeline", "model")
+# Every two axes, and each alone.
+SIZES = [
+    *({first: 2, second: 2} for i, first in enumerate(PAIRS) for second in PAIRS[i + 1 :]),
+    *({axis: 2} for axis in PAIRS),
+]
+
+
+def hybrid(sizes: dict[str, int], **options) -> tfparallel.HybridStrategy:
+    """On a mesh of these axes; whatever can be in parts is.
+
+    Args:
+        sizes: of the axes.
+        options: of `PipelineOptions`; without an axis "pipeline" they say nothing.
+    """
+    mesh: keras.distribution.DeviceMesh = cpu_mesh_of(**sizes)
+    arguments: dict = {}
+    if "shard" in sizes:
+        arguments["shard"] = tfparallel.Sharding(min_size=1)
+    if "model" in sizes:
+        arguments["layout_map"] = LayoutOfAnything(mesh)
+    if "pipeline" in sizes:
+        arguments["pipeline"] = tfparallel.PipelineOptions(**{"num_microbatches": 2, **options})
+    return tfparallel.HybridStrategy(mesh, **arguments)

@@ -1,0 +1,122 @@
+"""State in pieces beside pipelines and matrices in parts."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.helpers import assert_same_training, cpu_mesh_of, tiny_data, train
+from tests.tensor_parallel.layouts import LayoutOfAnything
+from tfparallel import HybridStrategy, PipelineOptions, Sharding
+
+
+def sharded(what="parameters", min_size=1, **sizes):
+    mesh = cpu_mesh_of(**sizes)
+    options = {"shard": Sharding(what, min_size)}
+    if "model" in sizes:
+        options["layout_map"] = LayoutOfAnything(mesh)
+    if "pipeline" in sizes:
+        options["pipeline"] = PipelineOptions(2)
+    return HybridStrategy(mesh, **options)
+
+
+def stored(variable):
+    """Device and shape of what is stored of each copy."""
+    return [
+        [(tf.DeviceSpec.from_string(x.device).device_index, tuple(x.shape)) for x in copy]
+        for copy in variable.value.parts
+    ]
+
+
+def test_pieces_of_a_stage_are_on_its_devices_in_all_pipelines():
+    training = train(sharded(shard=2, pipeline=2))
+    first, _, last, _ = training.model.trainable_weights
+    assert stored(first) == [[(0, (3, 8)), (2, (3, 8))]]
+    assert stored(last) == [[(1, (4, 3)), (3, (4, 3))]]
+    slot = next(v for v in training.model.optimizer.variables if "kernel_momentum" in v.path)
+    assert stored(slot) == stored(first)
+
+
+def test_pieces_of_parts_are_on_the_devices_of_their_part():
+    training = train(sharded(shard=2, model=2))
+    first = training.model.trainable_weights[0]
+    assert stored(first) == [[(0, (6, 2)), (2, (6, 2)), (1, (6, 2)), (3, (6, 2))]]
+    joined = np.concatenate([piece.numpy() for piece in first.value.parts[0]], 1)
+    np.testing.assert_array_equal(joined, first.numpy())
+
+
+def test_an_axis_of_data_holds_the_pieces_where_there_is_none_of_shards():
+    training = train(sharded(data=2, model=2))
+    assert len(stored(training.model.trainable_weights[0])) == 1
+    assert_same_training(train(None), training)
+
+
+def test_small_weights_are_whole():
+    training = train(sharded(min_size=20, shard=2, pipeline=2))
+    kernel, bias, *_ = training.model.trainable_weights
+    assert len(stored(kernel)[0]) == 2
+    assert len(bias.value.values) == 2  # one in each pipeline
+    assert_same_training(train(None), training)
+
+
+class Clipped(keras.constraints.Constraint):
+    """Looks at the whole of a weight."""
+
+    def __call__(self, w):
+        return w * keras.ops.minimum(1.0, 0.5 / keras.ops.norm(w))
+
+
+def constrained():
+    dense = layers.Dense(8, "tanh", kernel_constraint=Clipped())
+    return keras.Sequential([keras.Input((6,)), dense, layers.Dense(3)])
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2, "model": 2}, {"shard": 2, "pipeline": 2}], ids=str)
+def test_what_looks_at_whole_weights_is_computed_as_by_one_device(sizes):
+    options = {"build": constrained, "optimizer": lambda: keras.optimizers.Lamb(0.01)}
+    assert_same_training(train(None, **options), train(sharded(**sizes), **options))
+
+
+class Halved(layers.Dense):
+    """Changes its own kernel when it is called."""
+
+    def call(self, inputs, training=None):
+        if training:
+            self.kernel.assign(self.kernel / 2)
+        return super().call(inputs, training=training)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2, "model": 2}, {"shard": 2, "pipeline": 2}], ids=str)
+def test_a_layer_that_assigns_a_weight_in_shards_is_refused_by_name(sizes):
+    def build():
+        return keras.Sequential([keras.Input((6,)), Halved(8), layers.Dense(3)])
+
+    with pytest.raises(ValueError, match="halved.*kernel"):
+        train(sharded(**sizes), build)
+
+
+def test_other_stages_of_sharding_are_refused_before_anything_runs():
+    with pytest.raises(NotImplementedError, match="'optimizer'"):
+        sharded("optimizer", shard=2, pipeline=2)
+
+
+def test_kept_activations_of_a_stage_hold_no_gathered_weights():
+    """A stage gathers again in its backward pass: else each microbatch would hold a copy."""
+    strategy = sharded(shard=2, pipeline=2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8, "tanh", name="first"), layers.Dense(3, name="last")]
+        )
+        model.compile("sgd", "mse")
+    x, _ = tiny_data(8)
+    model.fit(x, x[:, :3], batch_size=8, verbose=0)
+    step = tf.function(lambda: strategy.run(model.train_step, ((x, x[:, :3]),)))
+    graph = step.get_concrete_function().graph
+    bodies = {
+        name: graph._get_function(name).cached_definition
+        for name in map(str, graph._functions)
+        if "stage_1_backward_body" in name
+    }
+    joins = [node for body in bodies.values() for node in body.node_def if node.op == "ConcatV2"]
+    assert joins

@@ -1,0 +1,69 @@
+"""Weights that replicas store together, each a piece, and compute with as wholes or as parts.
+
+    model 2 x shard 2        replica 0                        replica 1
+    stored                   pieces 0 and 2                   pieces 1 and 3
+    computed with            part 0 = pieces 0, 1             part 0 = pieces 0, 1
+                             part 1 = pieces 2, 3             part 1 = pieces 2, 3
+
+The first replica of those that share a copy updates all of it, each piece on its device.
+
+Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stage 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfparallel.internals import layer_of_late_variable, owner_of_new_variable
+from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
+from tfparallel.sharded.options import Sharding
+from tfparallel.tensor_parallel.holds_parts import HoldsParts
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.split_variable import SplitVariable
+
+
+class HoldsShards(HoldsParts):
+    """Mixed into an extended of which several replicas, or pipelines, share a copy.
+
+    Attributes:
+        sharding: what is in pieces; None for nothing.
+        num_shards: how many share a copy, one behind the other.
+    """
+
+    sharding: Sharding | None
+    num_shards: int
+
+    def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
+        """A weight that no layout divides is one part, where it is stored in pieces."""
+        rows = super()._rows(kwargs)
+        shape = None if rows is not None else self._shape_of_weight(kwargs)
+        if shape is None:
+            return rows
+        dim = _dim_of_pieces(shape, self.num_shards)
+        return None if dim is None or not self._is_large(shape) else Rows(dim, (shape[dim],))
+
+    def _shape_of_weight(self, kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Of a layer's weight that is created; None for any other variable."""
+        variable = variable_under_creation()
+        layer = owner_of_new_variable() or layer_of_late_variable()
+        is_weight = isinstance(layer, keras.Layer) and kwargs.get("trainable", True)
+        if self.num_shards == 1 or variable is None or not is_weight:
+            return None
+        return shape_of_new(variable)
+
+    def _is_large(self, sizes: Sequence[int]) -> bool:
+        numbers = 1
+        for size in sizes:
+            numbers *= size
+        return self.sharding is not None and numbers >= self.sharding.min_size
+
+    def _shards_of(self, rows: Rows, leader: Any) -> int:
+        if isinstance(leader, SplitVariable):
+            return leader.shards
+        return self.num_shards if min(rows.sizes) >= self.num_shards else 1
+
+
+def _dim_of_pieces(shape: Sequence[int], count: int) -> int | None:
+    """The first dim that has an index for each piece; None for none."""
+    return next((dim for dim, size in enumerate(shape) if size >= count), None)
