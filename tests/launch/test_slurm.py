@@ -116,6 +116,8 @@ def slurm(tmp_path_factory):
         wait_until(lambda: "idle" in output(["sinfo", "-h", "-o", "%T"], env), 60, folder)
         yield env
     finally:
+        subprocess.run(["scancel", "--state=RUNNING", "--signal=KILL", "--full"], env=env)
+        time.sleep(2)
         for process in reversed(started):
             process.terminate()
         for process in started:
