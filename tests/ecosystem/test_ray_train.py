@@ -1,0 +1,66 @@
+"""Ray Train's TensorFlow trainer, with one line changed: the strategy is ours.
+
+After https://docs.ray.io/en/latest/train/distributed-tensorflow-keras.html
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.jobs import ROOT
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+EXAMPLE = """
+import json, sys
+from ray.train import RunConfig, ScalingConfig
+from ray.train.tensorflow import TensorflowTrainer
+
+
+def train(config):
+    import keras
+    import numpy as np
+    import tfparallel
+
+    strategy = tfparallel.MultiWorkerMirroredStrategy()  # instead of tf.distribute's
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = model.fit(x, x.sum(1), batch_size=12, epochs=2, shuffle=False, verbose=0).history
+    with open(f"{config['folder']}/{config['workers']}-{strategy.rank}.json", "w") as file:
+        json.dump([strategy.num_workers, history["loss"]], file)
+
+
+if __name__ == "__main__":
+    folder, workers = sys.argv[1], int(sys.argv[2])
+    TensorflowTrainer(
+        train,
+        train_loop_config={"folder": folder, "workers": workers},
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=folder),
+    ).fit()
+"""
+
+
+def losses(folder, workers: int) -> list[list[float]]:
+    (folder / "example.py").write_text(EXAMPLE)
+    env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
+    command = [sys.executable, "example.py", str(folder), str(workers)]
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = [json.loads((folder / f"{workers}-{rank}.json").read_text()) for rank in range(workers)]
+    assert {count for count, _ in found} == {workers}
+    return [loss for _, loss in found]
+
+
+def test_two_workers_of_ray_train_as_one(tmp_path):
+    pytest.importorskip("ray.train", reason="ray[train] is not installed")
+    (one,) = losses(tmp_path, 1)
+    for of_a_worker in losses(tmp_path, 2):
+        assert of_a_worker == pytest.approx(one, rel=1e-5)
