@@ -52,9 +52,16 @@ _DEFERRED_INITIALIZE = keras_core.Variable._deferred_initialize.__code__
 
 
 def owner_of_new_variable() -> object:
-    """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable."""
+    """The Keras object (layer, metric, optimizer, seed generator) that is creating a variable.
+
+    What layers in a layer without a `build` have is created in the name of the outermost of them,
+    all at once, when they hold it already: then it is the layer that holds it.
+    """
     stack = global_state.get_global_attribute("name_scope_stack")
-    return stack[-1].caller if stack else None
+    caller = stack[-1].caller if stack else None
+    if not isinstance(caller, Layer):
+        return caller
+    return _holder(caller, variable_under_creation()) or caller
 
 
 def layer_of_late_variable() -> object:
@@ -72,10 +79,15 @@ def layer_of_late_variable() -> object:
         frame = frame.f_back
     if variable is None or frame is None:
         return None
-    for layer in frame.f_locals["self"]._flatten_layers():
-        own = layer._trainable_variables + layer._non_trainable_variables
-        if any(each is variable for each in own):
-            return layer
+    return _holder(frame.f_locals["self"], variable)
+
+
+def _holder(layer: Layer, variable: Any) -> Layer | None:
+    """Which of `layer` and the layers in it has `variable`."""
+    for each in layer._flatten_layers():
+        own = each._trainable_variables + each._non_trainable_variables
+        if any(x is variable for x in own):
+            return each
     return None
 
 

@@ -14,7 +14,7 @@ from tfparallel.internals import (
     layer_of_late_variable,
     owner_of_new_variable,
 )
-from tfparallel.internals.keras_layers import behind, layers_of, own_variables
+from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
@@ -87,7 +87,6 @@ class HoldsParts(ReplicatedExtended):
             return None
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         trainable = bool(kwargs.get("trainable", True)) and not on_read
-        layer = _holder(layer, keras_variable)
         path = keras_variable.path
         shape = shape_of_new(keras_variable)
         if shape is None:  # of a value that is there, such as the state of an RNN
@@ -193,15 +192,6 @@ class HoldsParts(ReplicatedExtended):
                 named = {name: _of_replica(i, arg) for name, arg in kwargs.items()}
                 updates.append(fn(var, *own, **named))
         return distribute_utils.update_regroup(self, updates, group)
-
-
-def _holder(layer: keras.Layer, variable: keras.Variable) -> keras.Layer:
-    """The layer that has `variable`: `layer` or one in it.
-
-    Keras initialises what layers without a `build` have in the name of the outermost of them.
-    """
-    holders = (x for x in layers_of(layer) if any(v is variable for v in own_variables(x)))
-    return next(holders, layer)
 
 
 def _pieces(var: SplitVariable, arg: Any) -> list:

@@ -1,5 +1,7 @@
 """BatchNorm keeps one set of statistics, whatever the replicas saw."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -70,28 +72,51 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+def _rows_of_lengths(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[rows, 5, 6]`, zeros behind each row's end, and classes."""
+    rng = np.random.default_rng(0)
+    present = np.arange(5) < rng.integers(0, 6, rows)[:, None]
+    x = rng.normal(1, 2, size=(rows, 5, 6)) * present[..., None]
+    return x.astype("float32"), rng.integers(0, 3, rows)
+
+
+def _masked(normalization: Callable[[], keras.Layer]) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5, 6)),
+            keras.layers.Masking(),
+            normalization(),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def _synchronized() -> keras.Layer:
+    return keras.layers.BatchNormalization(momentum=MOMENTUM, synchronized=True)
+
+
 @case()
 def synchronized_and_masked(run: Run):
     """Rows of different lengths: what is masked counts on no replica."""
+    return run.train(build=lambda: _masked(_synchronized), data=_rows_of_lengths).results()
 
-    def build():
-        return keras.Sequential(
-            [
-                keras.Input((5, 6)),
-                keras.layers.Masking(),
-                keras.layers.BatchNormalization(momentum=MOMENTUM, synchronized=True),
-                keras.layers.GlobalAveragePooling1D(),
-                keras.layers.Dense(3),
-            ]
-        )
 
-    def data(rows):
-        rng = np.random.default_rng(0)
-        present = np.arange(5) < rng.integers(0, 6, rows)[:, None]
-        x = rng.normal(1, 2, size=(rows, 5, 6)) * present[..., None]
-        return x.astype("float32"), rng.integers(0, 3, rows)
+class Inside(keras.layers.Layer):
+    """Has no `build`, so that Keras creates the weights of the layer in it by running it."""
 
-    return run.train(build=build, data=data).results()
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+        self.inner = _synchronized()
+
+    def call(self, inputs, training=False, mask=None):
+        return self.inner(inputs, training=training, mask=mask)
+
+
+@case()
+def synchronized_and_masked_inside_of_a_layer(run: Run):
+    return run.train(build=lambda: _masked(Inside), data=_rows_of_lengths).results()
 
 
 @claim()
