@@ -26,7 +26,7 @@ LOAD = """\
 import ctypes, os, sys, tensorflow
 import horovod.tensorflow as hvd
 from horovod.tensorflow import mpi_ops
-ctypes.CDLL(mpi_ops.MPI_LIB_CTYPES._name, mode=os.RTLD_NOW)
+ctypes.CDLL(mpi_ops._basics.MPI_LIB_CTYPES._name, mode=os.RTLD_NOW)
 hvd.init()
 assert hvd.nccl_built() and hvd.size() == 1
 print("loaded")
