@@ -54,6 +54,7 @@ _SECTIONS = (
         (
             "pipeline.pipeline_options",
             "pipeline.plans.",
+            "segments.memory_policy",
             "sharded.options",
             "coordination.timeouts",
         ),
