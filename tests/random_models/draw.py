@@ -16,11 +16,19 @@ from tests.random_models.spec import (
 )
 
 INPUTS = ((3,), (4,), (4, 3), (4, 4, 2), ("tokens",))
-TARGETS = {"mse": 2, "huber": 1, "sparse_categorical_crossentropy": 3}
+TARGETS = {
+    "mse": 2,
+    "huber": 1,
+    "sparse_categorical_crossentropy": 3,
+    "sum_of_squares": 2,
+    "weighted_ratio": 1,
+}
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight")
 METRICS = {
     "mse": ("mae", "mse"),
     "huber": ("mae", "mse"),
+    "sum_of_squares": ("mae", "mse"),
+    "weighted_ratio": ("mae", "mse"),
     "sparse_categorical_crossentropy": (
         "sparse_categorical_accuracy",
         "sparse_categorical_crossentropy",
@@ -41,9 +49,10 @@ OPTIMIZER_OPTIONS = (
     {"use_ema": True, "ema_overwrite_frequency": 2},
     {"gradient_accumulation_steps": 2},
 )
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b")
 # What a replica or microbatch computes of its own rows only, by design.
-ALONE = ("batch_norm",)
+OWN_MASKS = ("dropout",)
+ALONE = ("batch_norm", *OWN_MASKS)
 
 
 @st.composite
@@ -168,27 +177,43 @@ def local_trials(draw) -> Trial:
     if name == "OneDevice":
         arguments = {"device": "CPU:0"}
     else:
-        devices = [f"CPU:{i}" for i in range(draw(st.integers(2, 4)))]
-        arguments = {"devices" if name == "Mirrored" else "compute_devices": devices}
-    model = draw(models(1, ()))
+        arguments = {"devices" if name == "Mirrored" else "compute_devices": draw(_devices(2, 4))}
+    model = draw(models(1, () if name == "OneDevice" else OWN_MASKS))
     return Trial(model, draw(fits(model)), Distribution(name, arguments))
+
+
+@st.composite
+def sharded_trials(draw) -> Trial:
+    """Under shards of weights and slots, or of layers."""
+    if draw(st.booleans()):
+        arguments = {
+            "devices": draw(_devices(2, 4)),
+            "shard": draw(st.sampled_from(("parameters", "gradients", "optimizer"))),
+            "min_size": draw(st.sampled_from((1, 10))),
+        }
+        distribution = Distribution("Sharded", arguments)
+    else:
+        mesh = draw(st.sampled_from(((1, 2), (2, 2), (1, 3), (1, 4))))
+        distribution = Distribution("TensorParallel", {"mesh": mesh})
+    model = draw(models(1, OWN_MASKS))
+    return Trial(model, draw(fits(model)), distribution)
 
 
 @st.composite
 def pipeline_trials(draw) -> Trial:
     """Under pipelines: stages need a layer each, and BatchNorm would see its microbatch alone."""
-    num_stages = draw(st.integers(1, 3))
-    model = draw(models(num_stages, ALONE))
-    needs_all = any(
-        output.reduction == "mean_with_sample_weight" for output in model.outputs
-    ) or any(
-        isinstance(node.layer, Layer) and node.layer.options.get("mask_zero")
-        for node in model.nodes
-    )
+    devices = draw(_devices(1, 3))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    is_interleaved = schedule == "interleaved_1f1b"
+    model = draw(models(len(devices) * (2 if is_interleaved else 1), ALONE))
     arguments = {
-        "devices": [f"CPU:{i}" for i in range(num_stages)],
+        "devices": devices,
         "num_microbatches": draw(st.integers(1, 4)),
-        "schedule": "gpipe" if needs_all else draw(st.sampled_from(SCHEDULES)),
+        "schedule": schedule,
         "rematerialize": draw(st.sampled_from(("none", "none", "full", "except_last"))),
     }
     return Trial(model, draw(fits(model)), Distribution("Pipeline", arguments))
+
+
+def _devices(least: int, most: int) -> st.SearchStrategy[list[str]]:
+    return st.integers(least, most).map(lambda count: [f"CPU:{i}" for i in range(count)])

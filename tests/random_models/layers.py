@@ -103,6 +103,9 @@ KINDS: dict[str, Kind] = {
     ),
     "layer_norm": Kind(_any, _same, keras.layers.LayerNormalization, {}),
     "batch_norm": Kind(_any, _same, _batch_norm, {"frozen": (True, False)}),
+    "dropout": Kind(
+        _any, _same, lambda rate: keras.layers.Dropout(rate, seed=5), {"rate": (0.2, 0.5)}
+    ),
     "adds_loss": Kind(_any, _same, AddsLoss, {}),
     "reshape": Kind(
         lambda shape: len(shape) == 1 and shape[0] % 2 == 0,

@@ -7,7 +7,7 @@ A failure prints the `Trial`, all that it takes to build and train the model aga
 import pytest
 from hypothesis import given, settings
 
-from tests.random_models.draw import local_trials, pipeline_trials
+from tests.random_models.draw import local_trials, pipeline_trials, sharded_trials
 from tests.random_models.training import assert_trains_as_on_one_device
 
 ATOL = 1e-9
@@ -26,12 +26,18 @@ def test_pipelines(trial):
     assert_trains_as_on_one_device(trial, ATOL)
 
 
+@settings(max_examples=2)
+@given(sharded_trials())
+def test_shards(trial):
+    assert_trains_as_on_one_device(trial, ATOL)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("trials", [local_trials, pipeline_trials])
+@pytest.mark.parametrize("trials", [local_trials, pipeline_trials, sharded_trials])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_many(chunk, trials):
-    """600 of them; each chunk draws its own, other ones each time."""
+    """900 of them; each chunk draws its own, other ones each time."""
 
     @settings(max_examples=50)
     @given(trials())

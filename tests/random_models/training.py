@@ -2,30 +2,34 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import keras
 import numpy as np
+import tensorflow as tf
+from keras import ops
 
 import tfparallel
-from tests.helpers import assert_same_training, numbered
+from tests.helpers import assert_same_training, in_float64, numbered
 from tests.random_models.layers import TOKENS, VOCABULARY, make
-from tests.random_models.spec import Fit, Model, Output, Trial
+from tests.random_models.spec import Distribution, Fit, Model, Output, Trial
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 
 
 def assert_trains_as_on_one_device(trial: Trial, atol: float) -> None:
     """Trains two steps in float64, evaluates and predicts; all numbers must be those of Keras."""
-    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
-    try:
+    with in_float64():
         expected = _results(trial, None)
-        strategy = getattr(tfparallel, f"{trial.distribution.name}Strategy")
-        received = _results(trial, strategy(**trial.distribution.arguments))
-    finally:
-        keras.config.set_dtype_policy(policy)
-        keras.config.set_floatx(floatx)
-        keras.backend.clear_session()
+        received = _results(trial, _strategy(trial.distribution))
+    keras.backend.clear_session()
     assert_same_training(expected, received, atol)
+
+
+def _strategy(distribution: Distribution) -> tf.distribute.Strategy:
+    make = getattr(tfparallel, f"{distribution.name}Strategy")
+    if distribution.name == "TensorParallel":
+        return make(LayoutOfAnything(cpu_mesh(*distribution.arguments["mesh"])))
+    return make(**distribution.arguments)
 
 
 def _results(trial: Trial, strategy) -> dict:
@@ -88,13 +92,29 @@ def compile_(model: keras.Model, spec: Model, fit: Fit) -> None:
     )
 
 
-def _loss(output: Output) -> keras.losses.Loss:
+def sum_of_squares(y_true, y_pred):
+    """One number, which grows with the rows."""
+    return ops.sum(ops.square(y_true - y_pred))
+
+
+def weighted_ratio(y_true, y_pred):
+    """One number that no mean of its values for parts of the rows gives."""
+    weights = ops.sigmoid(y_true)
+    return ops.sum(weights * ops.square(y_true - y_pred)) / ops.sum(weights)
+
+
+def _loss(output: Output) -> keras.losses.Loss | Callable:
     reduction = output.reduction
+    if output.loss in ONE_NUMBER:
+        return ONE_NUMBER[output.loss]
     if output.loss == "mse":
         return keras.losses.MeanSquaredError(reduction=reduction)
     if output.loss == "huber":
         return keras.losses.Huber(reduction=reduction)
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+ONE_NUMBER = {"sum_of_squares": sum_of_squares, "weighted_ratio": weighted_ratio}
 
 
 def _inputs(spec: Model, rows: int) -> list[np.ndarray]:
