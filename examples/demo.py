@@ -10,6 +10,7 @@ Ends with a table and demo.png. Exits with 1 if a run fails, or if any weight di
 device's by more than 1e-4.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -79,7 +80,13 @@ RUNS = (
     Run("hybrid", "4 CPUs"),
     Run("multi_worker_mirrored", "2 workers", num_workers=2),
     Run("parameter_server_sync", "2 workers, 1 ps", num_workers=2, num_ps=1),
-    Run("horovod", "2 ranks", num_workers=2, starter="horovodrun"),
+    Run(
+        "horovod",
+        "2 ranks",
+        num_workers=2,
+        starter="horovodrun",
+        skipped=None if importlib.util.find_spec("horovod") else "no Horovod here",
+    ),
     Run("tpu", "TPU", skipped="no TPU here"),  # .venv has the TensorFlow for CPUs
 )
 

@@ -290,6 +290,7 @@ def test_builds_the_strategy_that_is_named(write, text, class_name, num_replicas
 
 
 def test_every_strategy_takes_the_arguments_of_its_section(write):
+    pytest.importorskip("horovod.tensorflow")
     import tfparallel
 
     for section in STRATEGIES:
