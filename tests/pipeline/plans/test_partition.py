@@ -158,6 +158,7 @@ def test_patterns_give_every_layer_its_stage():
         ),
         ([["*"], []], r"a list of patterns, .* Received: \[\] for stage 1"),
         (["embedding", ["*"]], "a list of patterns, .* Received: 'embedding' for stage 0"),
+        ([1, 4], "a list of patterns, .* Received: 1 for stage 0"),
         ([], "Every layer must match a pattern .* Received: 'embedding', 'block_0'"),
     ],
 )

@@ -200,7 +200,7 @@ def match_patterns(
             patterns of two stages, or if a layer matches none.
     """
     for stage, patterns in enumerate(patterns_per_stage):
-        if isinstance(patterns, str) or not patterns:
+        if not isinstance(patterns, list | tuple) or not patterns:
             raise ValueError(
                 "Every stage must have a list of patterns, and so a layer. "
                 f"Received: {patterns!r} for stage {stage}."
