@@ -677,6 +677,12 @@ ROWS_OF = {
         "data_shard_2x2",
         "data_shard_optimizer_2x2",
         "data_model_2x2",
+        "pipeline_model_2x2",
+        "data_pipeline_model_2x2x2",
+        "shard_model_2x2",
+        "shard_pipeline_2x2",
+        "data_shard_model_2x2x2",
+        "shard_pipeline_model_2x2x2",
     ],
 }
 

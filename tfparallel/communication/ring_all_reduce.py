@@ -68,7 +68,8 @@ class RingAllReduce(BucketedAllReduce):
         def gathered(*arrays: np.ndarray) -> list[np.ndarray]:
             return self._ring.all_gather_each(arrays)
 
-        wholes = self._in_order(gathered, parts, [part.dtype for part in parts])
+        # Eagerly, `numpy_function` gives a list of one result without the list.
+        wholes = tf.nest.flatten(self._in_order(gathered, parts, [p.dtype for p in parts]))
         for whole, part in zip(wholes, parts, strict=True):
             whole.set_shape([part.shape[0] * self._ring.num_workers])
         return wholes

@@ -12,7 +12,7 @@ from tfparallel.launch.doctor import add_doctor_command
 from tfparallel.launch.launch_command import add_launch_command
 from tfparallel.launch.manifest_command import add_manifest_command
 from tfparallel.launch.report_command import add_report_command
-from tfparallel.selftest.command_line import add_selftest_command
+from tfparallel.launch.selftest_command import add_selftest_command
 from tfparallel.version import __version__
 
 

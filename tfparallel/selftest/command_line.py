@@ -1,4 +1,4 @@
-"""The command `tfparallel selftest`: runs the checks, shows a table, writes JSON."""
+"""What `tfparallel selftest` does: runs the checks, shows a table, writes JSON."""
 
 import argparse
 import asyncio
@@ -8,8 +8,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,26 +24,8 @@ WELL, FAILED, STOPPED = 0, 1, 130  # exit statuses
 _COLORS = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
-def add_selftest_command(commands: Any) -> None:
-    """Adds `selftest` to the subcommands of the command line."""
-    selftest = commands.add_parser(
-        "selftest",
-        help="does every strategy train as one device does, on this machine?",
-        description="Run every strategy, NCCL, backups and copies on this machine's devices.",
-        epilog="Exit status: 0, or 1 if a check failed (skipped ones are none).",
-        allow_abbrev=False,
-    )
-    selftest.add_argument(
-        "--gpus", type=int, metavar="N", help="use N of the GPUs; 0: logical CPUs (default: all)"
-    )
-    selftest.add_argument("--json", type=Path, metavar="FILE", help="write results there, too")
-    selftest.add_argument(
-        "--only", metavar="WORD", default="", help="only checks with WORD in their name"
-    )
-    selftest.set_defaults(run=_run, error=selftest.error)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run_selftest(args: argparse.Namespace) -> int:
+    """Runs the checks that are asked for; gives the exit status."""
     try:
         gpus = chosen_gpus(gpus_of_machine(os.environ), args.gpus)
     except ValueError as error:
