@@ -77,6 +77,10 @@ def test_what_operations_are_for(name, operation, kind):
     assert kind_of_operation(name, operation, {"adam"}) == kind
 
 
+def test_the_second_optimizer_of_a_process_is_known():
+    assert kind_of_operation("replica_1/adam_1/Mul", "Mul", ["adam_1"]) == "update"
+
+
 def test_a_journal_is_on_the_clock_of_all_processes():
     journal = LinkJournal()
     began = time.monotonic()

@@ -26,6 +26,6 @@ def kind_of_operation(name: str, operation: str, optimizers: Collection[str]) ->
     scopes = {_NUMBER.sub("", part) for part in name.split("/")}
     if operation.startswith(_JOINING) or scopes & {REDUCE_SCOPE, COLLECTIVE}:
         return "reduce"
-    if operation.startswith(_UPDATING) or not scopes.isdisjoint(optimizers):
+    if operation.startswith(_UPDATING) or scopes & {_NUMBER.sub("", each) for each in optimizers}:
         return "update"
     return "compute"
