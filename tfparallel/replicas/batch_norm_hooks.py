@@ -66,7 +66,8 @@ def _moments(layer: Any, moments: Callable, inputs: tf.Tensor, mask: Any) -> tup
         """`[2, channels]`: mean and variance."""
         once = has_one_tape([x])  # then nobody asks for the gradient of what is in here
         with record.stop_recording() if once else contextlib.nullcontext():
-            sums = context.all_reduce(ReduceOp.SUM, functions.own_sums(x, *kept))
+            count = _count_by_channel(mask, x, inputs.shape[layer.axis])
+            sums = context.all_reduce(ReduceOp.SUM, functions.own_sums(x, count, *kept))
             statistics, total = functions.join(sums)
         statistics.set_shape([2, inputs.shape[layer.axis]])
         masked_total.append(total)
@@ -87,7 +88,8 @@ class _Functions(NamedTuple):
     """What is computed for one layer, as functions: a call of one is one operation to trace.
 
     Attributes:
-        own_sums: of a replica's inputs (and mask): `[3, channels]`, its part of `W`, `S` and `Q`.
+        own_sums: of a replica's inputs and its part of `W`, one number (and a mask): `[3,
+            channels]`, its parts of `W`, `S` and `Q`.
         join: of their sum over replicas: `[2, channels]`, mean and variance; and `W`, `[channels]`.
         backward: of inputs, `join`'s results and the gradients of mean and variance (and a mask):
             the inputs' gradient.
@@ -114,9 +116,8 @@ def _traced(dtype: tf.DType, rank: int, axis: int, mask_spec: tf.TensorSpec | No
     def kept(tensor: tf.Tensor, mask: tuple) -> tf.Tensor:
         return tf.where(tf.cast(mask[0], tf.bool)[..., None], tensor, 0) if mask else tensor
 
-    def own_sums(x: tf.Tensor, *mask: tf.Tensor) -> tf.Tensor:
+    def own_sums(x: tf.Tensor, count: tf.Tensor, *mask: tf.Tensor) -> tf.Tensor:
         total = tf.reduce_sum(kept(x, mask), reduced)
-        count = _count_by_channel(mask, x, total)
         mean = tf.math.divide_no_nan(total, tf.cast(count, x.dtype))
         deviations = kept(tf.math.squared_difference(x, tf.reshape(mean, along_channels)), mask)
         squares = tf.cast(tf.reduce_sum(deviations, reduced), tf.float64)
@@ -146,7 +147,7 @@ def _traced(dtype: tf.DType, rank: int, axis: int, mask_spec: tf.TensorSpec | No
     x, rows = tf.TensorSpec([None] * rank, dtype), tf.TensorSpec([2, None], dtype)
     sums, total = tf.TensorSpec([3, None], tf.float64), tf.TensorSpec([None], dtype)
     return _Functions(
-        _function(own_sums, x, *masks),
+        _function(own_sums, x, tf.TensorSpec([], tf.float64), *masks),
         _function(join, sums),
         _function(backward, x, rows, total, rows, *masks),
     )
@@ -156,11 +157,14 @@ def _function(body: Callable, *specs: tf.TensorSpec) -> Callable:
     return tf.function(body, autograph=False).get_concrete_function(*specs)
 
 
-def _count_by_channel(mask: tuple, x: tf.Tensor, channels: tf.Tensor) -> tf.Tensor:
-    """How many values of each channel of `x` count, a float64; all channels have as many."""
-    if mask:
-        return tf.cast(tf.math.count_nonzero(mask[0]), tf.float64)
-    return tf.cast(tf.size(x, tf.int64), tf.float64) / tf.cast(tf.size(channels), tf.float64)
+def _count_by_channel(mask: Any, x: tf.Tensor, channels: int) -> tf.Tensor:
+    """How many values of each channel of `x` count, a float64; all channels have as many.
+
+    Where sizes are known when tracing it is a constant, which no device has to be sent.
+    """
+    if mask is not None:
+        return tf.cast(tf.math.count_nonzero(mask), tf.float64)
+    return tf.cast(tf.size(x, tf.int64), tf.float64) / channels
 
 
 def _as_masked(mean: tf.Tensor, variance: tf.Tensor, total: tf.Tensor) -> tuple:
