@@ -21,6 +21,7 @@ def test_help_shows_the_arguments():
     assert list(inspect.signature(tfparallel.MirroredStrategy).parameters) == [
         "devices",
         "cross_device_ops",
+        "memory",
     ]
 
 
