@@ -64,6 +64,14 @@ def run_pasted(code: str, folder: Path) -> None:
     assert "num_replicas=2" in ran.stderr
 
 
+@pytest.fixture
+def _keras_as_it_was():
+    """A page turns on what Keras lacks for a whole process: the next test has it off again."""
+    yield
+    tfparallel.keras_distribution.disable()
+
+
+@pytest.mark.usefixtures("_keras_as_it_was")
 @pytest.mark.parametrize("snippet", snippets(), ids=lambda snippet: snippet.name)
 def test_snippet(snippet, tmp_path, monkeypatch):
     # A laptop has no GPU: its logical CPUs stand for them.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfparallel.coordination.probe import task_names
-from tfparallel.coordination.serving import say_done
+from tfparallel.coordination.serving import say_done, say_here
 from tfparallel.coordination.waiting import wait_for_tasks
 
 
@@ -55,6 +55,7 @@ def connect(
     if _connected is None:
         atexit.register(lambda: say_done(_servers_to_tell))
     _servers_to_tell[:] = [device_name(kind, index) for kind, index in servers]
+    say_here(_servers_to_tell)
     _connected = tasks
 
 

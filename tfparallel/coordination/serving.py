@@ -6,6 +6,7 @@ The chief can run operations on a server, and nothing else: no Python, no port o
 server keeps a pipe at a file descriptor that both sides know, and the chief runs `WriteFile` there:
 
     chief                                       worker 1
+    WriteFile("/proc/self/fd/200", "here") -->  a pipe --> os.read: the chief has come
     WriteFile("/proc/self/fd/200", "done") -->  a pipe --> os.read --> exit with status 0
 
 A chief that died says nothing. Its server's port then refuses connections, which a server notices
@@ -31,7 +32,7 @@ from tfparallel.coordination.waiting import look
 
 _MAILBOX_FD = 200
 _MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"
-_DONE = b"done"
+_HAS_COME, _DONE = b"here", b"done"
 _HERE = "/device:CPU:0"
 _POLL_S = 1.0
 _LAST_CALLS_S = 10.0
@@ -90,12 +91,13 @@ def _wait_for_end(
     start: Wait | None = Wait(speaker, "start", start_s, time.monotonic(), "Timeouts.start_s")
     while True:
         readable, _, _ = select.select([reading_end], [], [], _POLL_S)
-        if readable and _DONE in os.read(reading_end, 4096):
+        said = os.read(reading_end, 4096) if readable else b""
+        if _DONE in said:
             _serve_to_the_end_of(chief)
             return
         is_there = is_listening(chief)
         silence.heard(time.monotonic(), [chief] if is_there else [])
-        if start is not None and is_there and not what_answers(chief):
+        if _HAS_COME in said or (start is not None and is_there and not what_answers(chief)):
             start = None
         if start is not None:
             look(start, f"the chief ({chief}, where {what_answers(chief) or 'it is'})")
@@ -128,23 +130,35 @@ def _exit_without_destructors(status: int) -> NoReturn:
     os._exit(status)
 
 
+def say_here(devices: Iterable[str]) -> None:
+    """Tells the servers at `devices` that the chief has come; called on the chief, as it connects.
+
+    So a chief that dies within a second is known to have been there.
+    """
+    _tell(devices, _HAS_COME)
+
+
 def say_done(devices: Iterable[str], timeout_s: float = 5.0) -> None:
     """Tells the servers at `devices` that the chief is done; called on the chief, at its end.
 
     A server that is stopped or dead cannot be told: no more than `timeout_s` is spent on all.
     """
+    deadline_s = time.monotonic() + timeout_s
+    for thread in _tell(devices, _DONE):
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
+
+def _tell(devices: Iterable[str], word: bytes) -> list[threading.Thread]:
+    """Writes into the pipes of the servers at `devices`; the threads that do it."""
     with tf.device(_HERE):  # Python's lock is held while a value becomes a tensor elsewhere
-        mailbox, done = tf.constant(_MAILBOX), tf.constant(_DONE)
+        mailbox, contents = tf.constant(_MAILBOX), tf.constant(word)
 
     def tell(device: str) -> None:
         # A server that is gone needs no telling.
         with contextlib.suppress(tf.errors.OpError), tf.device(device):
-            tf.io.write_file(mailbox, done)
+            tf.io.write_file(mailbox, contents)
 
     threads = [threading.Thread(target=tell, args=(device,), daemon=True) for device in devices]
     for thread in threads:
         thread.start()
-    deadline_s = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return threads
