@@ -54,7 +54,7 @@ from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Budget, Stages, divide
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
-from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.device_names import names_of_groups, short_names
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
@@ -115,11 +115,14 @@ class PipelineExtended(LocalExtended):
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
 
     def _description(self) -> str:
-        where = self._stage_devices if self._cluster else short_names(self._stage_devices)
         schedule = self._schedule
+        if self._cluster:
+            where = str(self._stage_devices)
+        else:
+            where = " + ".join(str(names_of_groups(pipeline)) for pipeline in self._groups)
         return (
             f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
-            f"devices={where}" + "".join(f" + {short_names(o)}" for o in self._pipelines[1:])
+            f"devices={where}"
         )
 
     def outermost(self) -> tf.distribute.Strategy:
