@@ -17,7 +17,7 @@ from tfparallel.pipeline.stage_variables import (
     SequentialVariable,
     StageVariable,
 )
-from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.seed_hooks import seed_of_stream
 
@@ -58,11 +58,14 @@ class PlacedInStages(LocalExtended):
         self._creation = threading.local()
 
     def _description(self) -> str:
-        where = self._stage_devices if self._cluster else short_names(self._stage_devices)
         schedule = self._schedule
+        if self._cluster:
+            where = str(self._stage_devices)
+        else:
+            where = " + ".join(str(names_of_groups(pipeline)) for pipeline in self._groups)
         return (
             f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
-            f"devices={where}" + "".join(f" + {short_names(o)}" for o in self._pipelines[1:])
+            f"devices={where}"
         )
 
     def outermost(self) -> tf.distribute.Strategy:
