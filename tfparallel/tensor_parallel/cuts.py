@@ -180,17 +180,26 @@ def _of_letter(layer: Any, right: str, letter: str, term: str, rank: int) -> Cut
 
 
 def _embedding(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
-    del inputs
     table = layer.embeddings
     if not isinstance(table, keras.Variable):
         return None
     vector = len(outputs[0]) - 1
+    if len(inputs[0]) == len(outputs[0]):
+        return _reversed_embedding(layer, table, outputs)
     return Cuts(
         {
             "tokens": Cut(table.shape[0], ((table, 0),)),
             "column": Cut(table.shape[1], ((table, 1),), vector),
         }
     )
+
+
+def _reversed_embedding(layer: Any, table: Any, outputs: Shapes) -> Cuts:
+    """Of a tied table, or of the one beside it: logits by columns."""
+    kernel, dim = (table, 0) if layer.tie_weights else (layer.reverse_embeddings, 1)
+    column = Cut(kernel.shape[dim], ((kernel, dim),), len(outputs[0]) - 1)
+    flops = 2 * kernel.shape[1 - dim] * numbers_of(outputs[0])
+    return Cuts({"column": column, "tokens": column}, flops)
 
 
 def _attention(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
