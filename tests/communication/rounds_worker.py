@@ -20,7 +20,7 @@ MEETINGS = {
     "none": lambda: None,
     "every_1": lambda: LocalSGD(every=1),
     "every_3": lambda: LocalSGD(every=3),
-    "plain_outer": lambda: DiLoCo(every=1, outer=keras.optimizers.SGD(1.0)),
+    "plain_outer": lambda: DiLoCo(every=1, outer=lambda: keras.optimizers.SGD(1.0)),
     "diloco": lambda: DiLoCo(every=2),
 }
 

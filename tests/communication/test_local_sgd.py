@@ -52,15 +52,22 @@ def by_hand(spec, optimizer: str, batch_norm: bool) -> list[np.ndarray]:
                 continue
             own = [[v.numpy() for v in m.trainable_variables] for m in models]
             for j, (a, b) in enumerate(zip(*own, strict=True)):
-                mean = np.average([a, b], 0, shares)
+                outer, mean = spec.outer, np.average([a, b], 0, shares)
                 change = anchor[j] - mean
-                momenta[j] = spec.momentum * momenta[j] + change
-                step = change + spec.momentum * momenta[j] if spec.nesterov else momenta[j]
-                anchor[j] = anchor[j] - spec.learning_rate * step if spec.has_anchor else mean
+                momenta[j] = outer.momentum * momenta[j] + change
+                step = change + outer.momentum * momenta[j] if outer.nesterov else momenta[j]
+                anchor[j] = anchor[j] - outer.learning_rate * step if spec.has_anchor else mean
                 for model in models:
                     model.trainable_variables[j].assign(anchor[j])
             shares, steps = np.zeros(2), 0
     return anchor
+
+
+def test_what_is_made_before_the_strategy_does_not_start_tensorflow(workers):
+    """The first of these tests: its workers are new."""
+    assert trained(workers, meeting="diloco", epochs=1)["history"]
+    workers.close()
+    assert trained(workers, meeting="plain_outer", epochs=1)["history"]
 
 
 @OVER_HOROVOD_IF_LONG
@@ -130,6 +137,10 @@ def test_fewer_rounds_send_fewer_bytes(workers):
                 2, keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5))
             ),
             "a schedule of the learning rate",
+        ),
+        (
+            DiLoCo(2, keras.optimizers.Adam).tensorflow_may_start,
+            "must be a keras.optimizers.SGD",
         ),
         (lambda: as_meeting("local"), "`compression` takes None"),
     ],

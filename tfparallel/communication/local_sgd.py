@@ -8,13 +8,22 @@ Douillard et al., "DiLoCo: distributed low-communication training of language mo
 arXiv 2311.08105.
 """
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.names import as_compressor
+
+
+class OuterStep(NamedTuple):
+    """How the step goes from the mean of the last round to that of this one."""
+
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
 
 
 class LocalSGD:
@@ -30,8 +39,6 @@ class LocalSGD:
         ValueError: if `every` is no int of at least 1.
     """
 
-    learning_rate, momentum, nesterov = 1.0, 0.0, False  # of the step from mean to mean
-
     def __init__(self, every: int):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(
@@ -39,6 +46,10 @@ class LocalSGD:
                 f"round. Received: {every!r}."
             )
         self.every = every
+        self.outer = OuterStep()
+
+    def tensorflow_may_start(self) -> None:
+        """Called once a strategy has connected its workers, before it trains."""
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every})"
@@ -59,24 +70,39 @@ class DiLoCo(LocalSGD):
 
     Args:
         every: steps of a round; the paper has 500.
-        outer: a `keras.optimizers.SGD`, of which learning rate, momentum and `nesterov` are used.
-            The default is the paper's, `SGD(0.7, momentum=0.9, nesterov=True)`; with `SGD(1.0)` it
-            is `LocalSGD`.
+        outer: a `keras.optimizers.SGD`, of which learning rate, momentum and `nesterov` are used,
+            or a function that makes one: an optimizer has variables, and
+            `MultiWorkerMirroredStrategy` must be made before TensorFlow makes the first. The
+            default is the paper's, `SGD(0.7, momentum=0.9, nesterov=True)`; with `SGD(1.0)` it is
+            `LocalSGD`.
 
     Raises:
-        ValueError: for an outer optimizer that is no SGD, or has other options.
+        ValueError: for an outer optimizer that is no SGD, or has other options; of one that a
+            function makes, when the strategy is made.
     """
 
-    def __init__(self, every: int, outer: keras.optimizers.SGD | None = None):
+    def __init__(
+        self,
+        every: int,
+        outer: keras.optimizers.SGD | Callable[[], keras.optimizers.SGD] | None = None,
+    ):
         super().__init__(every)
-        outer = outer or keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        _check_is_plain_sgd(outer)
-        self.learning_rate = float(outer.learning_rate)
-        self.momentum, self.nesterov = float(outer.momentum), bool(outer.nesterov)
+        is_made_later = callable(outer) and not isinstance(outer, keras.optimizers.Optimizer)
+        self._make = outer if is_made_later else None
+        if outer is None:
+            self.outer = OuterStep(0.7, momentum=0.9, nesterov=True)
+        elif not is_made_later:
+            self.outer = _step_of(outer)
 
     def __repr__(self) -> str:
-        outer = f"SGD({self.learning_rate:g}, momentum={self.momentum:g}, nesterov={self.nesterov})"
-        return f"DiLoCo(every={self.every}, outer={outer})"
+        rate, momentum, nesterov = self.outer
+        made = f"SGD({rate:g}, momentum={momentum:g}, nesterov={nesterov})"
+        return f"DiLoCo(every={self.every}, outer={self._make or made})"
+
+    def tensorflow_may_start(self) -> None:
+        """Makes the outer optimizer that a function makes."""
+        if self._make is not None:
+            self.outer, self._make = _step_of(self._make()), None
 
     @property
     def is_synchronous(self) -> bool:
@@ -115,12 +141,12 @@ def outer_step(
         momentum: of the outer optimizer, of one shape with them.
     """
     change = anchor - mean
-    momentum = spec.momentum * momentum + change
-    step = change + spec.momentum * momentum if spec.nesterov else momentum
-    return anchor - spec.learning_rate * step, momentum
+    momentum = spec.outer.momentum * momentum + change
+    step = change + spec.outer.momentum * momentum if spec.outer.nesterov else momentum
+    return anchor - spec.outer.learning_rate * step, momentum
 
 
-def _check_is_plain_sgd(outer: keras.optimizers.SGD) -> None:
+def _step_of(outer: keras.optimizers.SGD) -> OuterStep:
     own = ("learning_rate", "momentum", "nesterov", "name")
     if type(outer) is not keras.optimizers.SGD:
         raise ValueError(f"`outer` of DiLoCo must be a keras.optimizers.SGD. Received: {outer!r}.")
@@ -131,3 +157,4 @@ def _check_is_plain_sgd(outer: keras.optimizers.SGD) -> None:
             "`outer` of DiLoCo may have a learning rate that is a number, momentum and nesterov. "
             f"Received also: {', '.join(others) or 'a schedule of the learning rate'}."
         )
+    return OuterStep(float(outer.learning_rate), float(outer.momentum), bool(outer.nesterov))

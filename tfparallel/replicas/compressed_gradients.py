@@ -59,6 +59,7 @@ class CompressedGradients(WorkersExtended):
         if not isinstance(meeting, LocalSGD):
             self._compressor = meeting
         elif self._num_workers > 1:
+            meeting.tensorflow_may_start()
             self._local_sgd = meeting
 
     def _sum_gradients(self, gradients: list) -> list:
