@@ -56,7 +56,7 @@ MUTANTS = [
         "two jobs in one folder publish no mixed backups: drafts are swept away (0aae1cf)",
         "backups",
         LOCAL,
-        'self._move(self._root / name.name("writing"), self._root / name.name("deleting"))',
+        'self._move(self._root / draft.name("writing"), self._root / draft.name("deleting"))',
         "pass",
     ),
     Mutant(
