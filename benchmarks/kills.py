@@ -46,8 +46,8 @@ STRATEGIES = (
 )
 # Models whose step is Python of the user's are refused there, by name.
 NOT_OFFERED = {"gan/servers_async"}
-KILLS_OF_A_LIFE = 4
-LONGEST_BATCHES = 7  # of a process that is killed after a batch
+KILLS_OF_A_LIFE = 8
+LONGEST_BATCHES = 4  # of a process that is killed after a batch
 SAVE_S = 0.05  # about what a save takes
 SIGKILL, SIGTERM = 9, 15
 EXIT_STATUS = 143

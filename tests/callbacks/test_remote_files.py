@@ -114,7 +114,9 @@ def test_a_training_goes_on_from_a_remote_backup(url, store, storage):
     assert received.history == expected.history
     pairs = zip(received.model.get_weights(), expected.model.get_weights(), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
-    assert not store.exists(url)
+    assert storage.numbers() == []
+    (claim,) = store.ls(url, detail=False)  # what is late must not count
+    assert claim.rpartition("/")[2] == "lease-00000002"
 
 
 def test_never_starts_anew_when_all_remote_backups_are_damaged(url, store, storage):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.launch.jobs import SLEEP, Launcher, is_alive
-from tfparallel.launch.processes import Ending
+from tfparallel.launch.job_life import Ending
 from tfparallel.launch.restarts import next_pause_s, run_with_restarts
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,5 +1,7 @@
 """Jobs that save into one folder: killed, stopped, without power, on full disks, started again."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from tests.simulation.choices import Choices
@@ -8,7 +10,7 @@ from tests.simulation.faults import FaultInjector, Faults
 from tests.simulation.fit import TOTAL, Training, Truth
 from tests.simulation.world import Process, Violation, World
 from tfparallel.callbacks.backup.storage import BackupError, LeaseError
-from tfparallel.launch.processes import Ending
+from tfparallel.launch.job_life import Ending
 from tfparallel.launch.restarts import LONGEST_PAUSE_S, run_with_restarts
 
 MAX_RESTARTS = 8
@@ -17,10 +19,34 @@ _SLACK_S = 3.0  # for requests, and the looks between them
 
 def run(choices: Choices) -> World:
     """A schedule; see `Truth` for what is checked all the time."""
-    world = World(choices)
-    num_jobs = (1, 1, 2, 2, 3)[choices.below(5)]
+    world, num_jobs = World(choices), drawn_jobs(choices)
     disk = SimulatedDisk(world, (0.0, 0.0, 0.01)[choices.below(3)])
-    truth, same_host = Truth(world, disk), bool(choices.below(2))
+    truth = Truth(world, disk)
+
+    def power_fails() -> None:
+        disk.power_fails()
+        truth.power_failed()
+
+    start_jobs(world, truth, num_jobs, Faults(), power_fails)
+    world.run()
+    return world
+
+
+def drawn_jobs(choices: Choices) -> int:
+    """How many there are."""
+    return (1, 1, 2, 2, 3)[choices.below(5)]
+
+
+def start_jobs(
+    world: World,
+    truth: Truth,
+    num_jobs: int,
+    faults: Faults,
+    power_fails: Callable[[], None] = lambda: None,
+) -> None:
+    """Launchers whose jobs save into one folder, with drawn options, to which faults happen."""
+    choices = world.choices
+    same_host = bool(choices.below(2))
     lease_s = (4.0, 1.0)[choices.below(2)]
     options = {
         "save_freq": (1, 2, "epoch")[choices.below(3)],
@@ -30,18 +56,11 @@ def run(choices: Choices) -> World:
         "on_error": ("raise", "warn")[choices.below(2)],
         "delete_on_success": not choices.below(2),
     }
-
-    def power_fails() -> None:
-        disk.power_fails()
-        truth.power_failed()
-
-    faults = Faults(most=(0, 2, 4, 8)[choices.below(4)])
+    faults = dataclasses.replace(faults, most=(0, 2, 4, 8)[choices.below(4)])
     FaultInjector(world, faults, lambda p: p.name.startswith("job"), power_fails)
     for job in range(num_jobs):
         host = "host" if same_host else f"host-{job}"
         world.process(f"launcher {job}", _Job(world, truth, options, job, host).main, host)
-    world.run()
-    return world
 
 
 class _Job:
@@ -86,7 +105,7 @@ class _Job:
         except LeaseError:
             raise
         except BackupError as error:
-            if not self._truth.disk.error_chance and "in use by" not in str(error):
+            if not self._truth.may_fail and "in use by" not in str(error):
                 self._world.fail(Violation(f"failed on a disk that does not: {error}"))
             raise
         process.has_ended = True

@@ -61,11 +61,16 @@ class Truth:
 
     def __init__(self, world: World, disk: SimulatedDisk):
         self.world, self.disk = world, disk
+        self.may_fail = bool(disk.error_chance)
         self.most_steps = 0  # that any process has done
         self.newest_owner = (0, "")  # fencing number and token of who has last taken the folder
         self.published: dict[int, str] = {}  # number and token of all that were ever published
         self.certain: dict[int, int] = {}  # number and steps of those that a power failure leaves
         self._is_leaving: set[Process] = set()
+
+    def storage_of(self, process: Process) -> Storage:
+        """The folder, as a process sees it."""
+        return Storage(FOLDER, WatchedDisk(self.disk, process, self))
 
     def leaves(self, process: Process) -> None:
         """It has trained, and deletes its backups."""
@@ -75,8 +80,7 @@ class Truth:
         """An owner's claim is made, and what others have begun is swept away."""
         if fence == self.newest_owner[0]:
             self._violated(f"there are two owners {fence}")
-        folder = self._folder()
-        if folder is None or fence not in numbered(folder.entries, "lease"):
+        if fence not in numbered(self._names(), "lease"):
             return  # it has slept: the next owner has ended, and removed the folder with this claim
         self.newest_owner = max(self.newest_owner, (fence, token))  # it may have slept meanwhile
 
@@ -101,8 +105,7 @@ class Truth:
 
     def removed(self, path: Path) -> None:
         """Called when a process has removed a file: with the last claim all begins anew."""
-        folder = self._folder()
-        if numbered([path.name], "lease") and not (folder and numbered(folder.entries, "lease")):
+        if numbered([path.name], "lease") and not numbered(self._names(), "lease"):
             self.newest_owner, self.published, self.certain = (0, ""), {}, {}
 
     def _fence_of(self, token: str) -> int:
@@ -116,8 +119,7 @@ class Truth:
 
     def numbers(self) -> list[int]:
         """Of the backups that count now."""
-        folder = self._folder()
-        return [] if folder is None else numbered(folder.entries, "backup")
+        return numbered(self._names(), "backup")
 
     def steps_of(self, number: int) -> int:
         """The steps of a backup, every byte of which is checked.
@@ -125,7 +127,7 @@ class Truth:
         Raises:
             Violation: if it is not whole, or not of one job.
         """
-        storage = Storage(FOLDER, _Look(self.disk))
+        storage = self._seen_storage()
         names = {f"worker-{r}" for r in range(storage.manifest(number).about["num_workers"])}
         contents = storage.read(number)
         parts = {n: BackupPart.from_files(n, contents) for n in {"shared", *names}}
@@ -175,9 +177,13 @@ class Truth:
         self.published = {n: token for n, token in self.published.items() if n in self.certain}
         self.newest_owner = 0, ""
 
-    def _folder(self) -> _Folder | None:
+    def _seen_storage(self) -> Storage:
+        """Looked at by nobody: no time passes."""
+        return Storage(FOLDER, _Look(self.disk))
+
+    def _names(self) -> list[str]:
         found = _Look(self.disk)._find(FOLDER)
-        return found if isinstance(found, _Folder) else None
+        return list(found.entries) if isinstance(found, _Folder) else []
 
     def _violated(self, text: str) -> None:
         self.world.fail(Violation(text))
@@ -408,8 +414,7 @@ class Training:
     ):
         self.process, self.truth, self._meet, self._term_chance = process, truth, meet, term_chance
         callback = self.callback = BackupAndRestore(FOLDER, **options)
-        disk = WatchedDisk(truth.disk, process, truth)
-        storage = callback._storage = Storage(FOLDER, disk)
+        storage = callback._storage = truth.storage_of(process)
         root = storage.root = _Root(f"{FOLDER} of {process.name} {process.pid}")
         root.writer, root.truth = Writer(process.machine), truth
         callback._machine = process.machine

@@ -56,7 +56,7 @@ MUTANTS = [
         "two jobs in one folder publish no mixed backups: drafts are swept away (0aae1cf)",
         "backups",
         LOCAL,
-        'self._move(self._root / name.name("writing"), self._root / name.name("deleting"))',
+        'self._move(self._root / draft.name("writing"), self._root / draft.name("deleting"))',
         "pass",
     ),
     Mutant(
@@ -100,6 +100,27 @@ MUTANTS = [
         "communication/neighbours.py",
         "if self._liveness is not None and (lost := self._liveness.lost()):",
         "if self._liveness is not None and (lost := []):",
+    ),
+    Mutant(
+        "in a store the last claim stays, so that nothing late counts",
+        "stores",
+        LEASE,
+        "if forget and self._files.accepted() is None:",
+        "if forget:",
+    ),
+    Mutant(
+        "what another owner has removed from a store keeps its mark until a claim says what counts",
+        "stores",
+        "callbacks/backup/remote_files.py",
+        "keeps_mark=may_count",
+        "keeps_mark=False",
+    ),
+    Mutant(
+        "a signal that comes twice, or after another, hurries nobody (3dfbdab)",
+        "launcher",
+        "launch/job_life.py",
+        "if event == Signalled(signal.SIGINT) and self._now_s() > start_s + _IMPATIENCE_S:",
+        "if isinstance(event, Signalled):",
     ),
     Mutant(
         "a step that was given to another worker is not applied twice (aa35fb9)",

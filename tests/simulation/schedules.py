@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from tests.simulation import backups, rings, servers, workers
+from tests.simulation import backups, launcher, rings, servers, stores, workers
 from tests.simulation.choices import Choices, shrunk
 from tests.simulation.fit import played_keras
 from tests.simulation.world import World
 
 SCENARIOS: dict[str, Callable[[Choices], World]] = {
     "backups": backups.run,
+    "launcher": launcher.run,
     "rings": rings.run,
     "servers": servers.run,
+    "stores": stores.run,
     "workers": workers.run,
 }
 

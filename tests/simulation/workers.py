@@ -15,7 +15,7 @@ from tests.simulation.fit import TOTAL, Training, Truth
 from tests.simulation.world import Process, Violation, World
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.coordination.agreement import Agreement, DisagreementError
-from tfparallel.launch.processes import Ending
+from tfparallel.launch.job_life import Ending
 from tfparallel.launch.restarts import run_with_restarts
 
 MAX_RESTARTS = 5
@@ -194,7 +194,7 @@ class _Job:
         try:
             training.fit()
         except (BackupError, DisagreementError) as error:
-            is_excused = self._truth.disk.error_chance or any(
+            is_excused = self._truth.may_fail or any(
                 w.is_over or w.was_stopped_s for w in attempt.workers
             )
             if not is_excused:

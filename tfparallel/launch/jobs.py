@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfparallel.launch.cpus import share_cpus
+from tfparallel.launch.job_life import Ending
 from tfparallel.launch.nodes import Place, place_over_ssh
 from tfparallel.launch.ports import REUSE_PORT_ENV, reserved_addresses
-from tfparallel.launch.processes import Ending, WorkerCommand, run_job
+from tfparallel.launch.processes import WorkerCommand, run_job
 from tfparallel.launch.rendezvous import Rendezvous, cluster_of, first_indices
 from tfparallel.launch.restarts import RESTART_VARIABLE
 from tfparallel.launch.roles import PlannedProcess, Role, count_roles, plan_processes

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 MARK_VARIABLE = "TFPARALLEL_JOB"
 
@@ -58,14 +58,33 @@ def marked_pids(mark: str) -> list[int]:
 
 def kill_marked(mark: str) -> None:
     """Kill every process that carries `mark`, and those they start meanwhile."""
+    kill_until_none(lambda: marked_pids(mark), _kill, time.sleep)
+
+
+def kill_until_none(
+    living: Callable[[], list[int]],
+    kill: Callable[[int], None],
+    sleep: Callable[[float], None],
+) -> None:
+    """Kill processes until a look finds none.
+
+    Args:
+        living: the numbers of those to kill.
+        kill: kills one, which may have ended.
+        sleep: for so many seconds.
+    """
     for _ in range(_MAX_PASSES):
-        pids = marked_pids(mark)
+        pids = living()
         if not pids:
             return
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_PAUSE_S)
+            kill(pid)
+        sleep(_PAUSE_S)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _carries(pid: int, mark: str) -> bool:

@@ -2,9 +2,9 @@
 
 Who ends whom:
 
-    a worker fails, Ctrl-C, SIGTERM  ->  SIGTERM to each worker's process group and to all others
-                                         that carry the job's mark (leftovers.py)
-    `grace_s` later, or at the end   ->  SIGKILL to the same
+    a worker fails, Ctrl-C, SIGTERM  ->  as `job_life.py` decides, SIGTERM and later SIGKILL to each
+                                         worker's process group, and to all others that carry the
+                                         job's mark (leftovers.py)
     the launcher is killed           ->  the kernel kills the workers (die_with_launcher.py),
                                          the guard the rest (leftovers.py)
 """
@@ -24,7 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from tfparallel.launch.failure import describe_end, exit_status, failure_report
+from tfparallel.launch.failure import failure_report
+from tfparallel.launch.job_life import (
+    Ending,
+    Event,
+    Exited,
+    JobLife,
+    OutputEnded,
+    Signalled,
+)
 from tfparallel.launch.leftovers import MARK_VARIABLE, marked_job, marked_pids
 from tfparallel.launch.output import ByteStream, Outbox, Relay, label_prefix
 
@@ -32,10 +40,6 @@ _DIE_WITH_LAUNCHER = str(Path(__file__).with_name("die_with_launcher.py"))
 
 # How long output may take to end after every process that we know of is dead.
 _DRAIN_S = 1.0
-
-# A Ctrl-C that comes this long into the stopping is a person's second. Sooner, it is the first one
-# twice: `timeout` signals its command and then the command's group. Other signals never hurry.
-_IMPATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,6 @@ def run_processes(
     return run_job(commands, grace_s=grace_s, stdout=stdout, stderr=stderr).status
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a job ended.
-
-    Attributes:
-        status: the exit status for it, as `run_processes` returns it.
-        failed_rank: the rank of the command that failed first; None if all returned 0 or if the
-            launcher was told to stop.
-    """
-
-    status: int
-    failed_rank: int | None = None
-
-
 def run_job(
     commands: Sequence[WorkerCommand],
     *,
@@ -116,14 +106,11 @@ def run_job(
     with Outbox(stdout, stderr) as outbox:
         with _signals_as_events(events), marked_job() as mark:
             group = _Group(commands, mark, events, outbox)
-            try:
-                group.start()
-                ending = group.wait_for_end()
-            finally:
-                group.stop(grace_s)
+            life = JobLife(group, time.monotonic)
+            ending = life.run(grace_s)
         group.drain()
-        if ending.failed_rank is not None:
-            outbox.put(outbox.stderr, group.report_on(ending.failed_rank))
+        if (rank := ending.failed_rank) is not None:
+            outbox.put(outbox.stderr, group.report_on(rank, life.returncodes[rank]))
     return ending
 
 
@@ -135,28 +122,11 @@ def wait_for_stop(timeout_s: float) -> int | None:
             event = events.get(timeout=timeout_s)
         except queue.Empty:
             return None
-    assert isinstance(event, _Signalled)
+    assert isinstance(event, Signalled)
     return event.number
 
 
-@dataclass(frozen=True)
-class _Exited:
-    rank: int
-    returncode: int  # as in `subprocess`: -n after signal n
-
-
-@dataclass(frozen=True)
-class _OutputEnded:
-    rank: int
-
-
-@dataclass(frozen=True)
-class _Signalled:
-    number: int
-
-
-_Event = _Exited | _OutputEnded | _Signalled
-_Events = queue.SimpleQueue[_Event]
+_Events = queue.SimpleQueue[Event]
 
 
 @dataclass(frozen=True)
@@ -172,7 +142,10 @@ class _Worker:
 
 
 class _Group:
-    """The processes of one job. All methods are for one thread; others only send events."""
+    """The processes of one job; see `job_life.ProcessGroup`.
+
+    All methods are for one thread; others only send events.
+    """
 
     def __init__(
         self, commands: Sequence[WorkerCommand], mark: str, events: _Events, outbox: Outbox
@@ -181,9 +154,8 @@ class _Group:
         self._mark = mark
         self._events = events
         self._outbox = outbox
+        self.labels = [command.label for command in commands]
         self._workers: list[_Worker] = []
-        self._returncodes: dict[int, int] = {}
-        self._num_open_outputs = 0
 
     def start(self) -> None:
         """Start every command, in a session and so a process group of its own."""
@@ -212,10 +184,9 @@ class _Group:
 
     def _relay(self, rank: int, pipe: IO[bytes] | None, stream: ByteStream) -> Relay:
         assert pipe is not None
-        self._num_open_outputs += 1
         command = self._commands[rank]
         prefix = label_prefix(command.label, rank, stream)
-        on_end = functools.partial(self._events.put, _OutputEnded(rank))
+        on_end = functools.partial(self._events.put, OutputEnded(rank))
         shown = stream if command.is_shown else None
         return Relay(pipe, self._outbox, shown, prefix, on_end, command.log)
 
@@ -225,43 +196,29 @@ class _Group:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
         was_killed = result.si_code != os.CLD_EXITED
-        self._events.put(_Exited(rank, -result.si_status if was_killed else result.si_status))
+        self._events.put(Exited(rank, -result.si_status if was_killed else result.si_status))
 
-    def wait_for_end(self) -> Ending:
-        """Wait until all have returned 0, one has failed, or a signal has come."""
-        while len(self._returncodes) < len(self._workers):
-            event = self._events.get()
-            if isinstance(event, _Signalled):
-                self._note(f"received {signal.Signals(event.number).name}; stopping all processes")
-                return Ending(128 + event.number)
-            self._record(event)
-            if isinstance(event, _Exited) and event.returncode != 0:
-                label, end = self._commands[event.rank].label, describe_end(event.returncode)
-                self._note(f"{label} failed: {end}; stopping all processes")
-                return Ending(exit_status(event.returncode), failed_rank=event.rank)
-        return Ending(0)
+    def num_started(self) -> int:
+        return len(self._workers)
 
-    def stop(self, grace_s: float) -> None:
-        """End every process group: SIGTERM, then SIGKILL to what is left after `grace_s`."""
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def terminate(self) -> None:
         self._signal_groups(signal.SIGTERM)
         self._terminate_marked_outside_groups()
-        start_s = time.monotonic()
-        deadline_s = start_s + grace_s
-        while not self._is_over():
-            try:
-                event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                if marked_pids(self._mark):  # else it is the reader of our output that is late
-                    self._note(f"some still run after {grace_s:g} s; killing them")
-                break
-            if event == _Signalled(signal.SIGINT) and time.monotonic() > start_s + _IMPATIENCE_S:
-                break
-            self._record(event)
-        # Also when all workers have ended: a child without our pipes may be there still.
+
+    def kill(self) -> None:
         self._signal_groups(signal.SIGKILL)
         for worker in self._workers:
             worker.watch.join()
             worker.process.wait()
+
+    def is_any_left(self) -> bool:
+        return bool(marked_pids(self._mark))
 
     def drain(self) -> None:
         """Wait for the last output of processes that are all dead.
@@ -275,20 +232,10 @@ class _Group:
                 while relay.is_alive() and not self._outbox.is_empty():
                     relay.join(_DRAIN_S)
 
-    def report_on(self, rank: int) -> bytes:
+    def report_on(self, rank: int, returncode: int) -> bytes:
         """The failure report for one worker; call after `drain`."""
         tail = tuple(self._workers[rank].stderr_relay.tail)
-        return failure_report(self._commands[rank].label, self._returncodes[rank], tail)
-
-    def _record(self, event: _Event) -> None:
-        if isinstance(event, _Exited):
-            self._returncodes[event.rank] = event.returncode
-        elif isinstance(event, _OutputEnded):
-            self._num_open_outputs -= 1
-
-    def _is_over(self) -> bool:
-        # An open output means a living child of a worker, even if the worker itself has ended.
-        return len(self._returncodes) == len(self._workers) and self._num_open_outputs == 0
+        return failure_report(self.labels[rank], returncode, tail)
 
     def _signal_groups(self, number: signal.Signals) -> None:
         for worker in self._workers:
@@ -303,7 +250,7 @@ class _Group:
                 if os.getpgid(pid) not in groups:
                     os.kill(pid, signal.SIGTERM)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._outbox.put_if_room(self._outbox.stderr, f"[launcher] {text}\n".encode())
 
 
@@ -315,7 +262,7 @@ def _signals_as_events(events: _Events) -> Iterator[None]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        events.put(_Signalled(number))  # SimpleQueue.put is reentrant, so a handler may call it
+        events.put(Signalled(number))  # SimpleQueue.put is reentrant, so a handler may call it
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup

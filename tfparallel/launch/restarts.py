@@ -12,7 +12,8 @@
 import time
 from collections.abc import Callable
 
-from tfparallel.launch.processes import Ending, wait_for_stop
+from tfparallel.launch.job_life import Ending
+from tfparallel.launch.processes import wait_for_stop
 
 RESTART_VARIABLE = "TFPARALLEL_RESTART"
 

@@ -129,13 +129,18 @@ class Lease:
         assert self._claim is not None
         highest = self._files.sweep(self._token, self._claim.fence)
         accepted = self._files.accepted()
+        older_ones = [fence for fence in self._files.claims() if fence < self._claim.fence]
         self._rewrite(
-            last_number=max(highest, self._claim.last_number),
+            last_number=max(highest, self._claim.last_number, *map(self._last_number, older_ones)),
             accepted=None if accepted is None else tuple(draft.published for draft in accepted),
         )
-        for older in self._files.claims():
-            if older < self._claim.fence:
-                self._files.delete_claim(older)
+        for older in older_ones:
+            self._files.delete_claim(older)
+
+    def _last_number(self, fence: int) -> int:
+        """Of a claim now: its owner may have gone on between the look at it and the next claim."""
+        claim = Claim.from_bytes(fence, self._files.read_claim(fence))
+        return 0 if claim is None else claim.last_number
 
     def _end_earlier_one_of_this_process(self) -> None:
         earlier = _leases.get(self._storage.key)
@@ -201,7 +206,8 @@ class Lease:
         """Gives the folder to whoever comes next; does nothing where it is another's already.
 
         Args:
-            forget: leave no claim: there are no backups either, whose numbers it would keep.
+            forget: there are no backups whose numbers a claim would keep: it goes, too, where
+                nothing of others can appear later.
         """
         with self._lock:
             self._is_over = True
@@ -212,7 +218,7 @@ class Lease:
                 return
             try:
                 self.require()
-                if forget:
+                if forget and self._files.accepted() is None:
                     self._files.delete_claim(self._claim.fence)
                 else:
                     self._rewrite(is_released=True)

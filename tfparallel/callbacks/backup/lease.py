@@ -132,10 +132,23 @@ def counting(
         published: number and token of each; the token is empty in backups of earlier versions.
         claims: from the newest on.
     """
-    tokens = {""}
+    noted = next((c for c in claims if c is not None and c.accepted is not None), None)
+    if noted is None or noted.accepted is None:
+        return list(published)
+    accepted = noted.accepted
+    return [b for b in published if not b[1] or may_be_counted(b[1], claims) or b in accepted]
+
+
+def may_be_counted(token: str, claims: Sequence[Claim | None]) -> bool:
+    """Whether all counts that an owner publishes, now or later.
+
+    Args:
+        token: of the owner.
+        claims: from the newest on.
+    """
     for claim in claims:
-        if claim is not None:
-            tokens.add(claim.token)
-            if claim.accepted is not None:
-                return [b for b in published if b[1] in tokens or b in claim.accepted]
-    return list(published)
+        if claim is not None and claim.token == token:
+            return True
+        if claim is not None and claim.accepted is not None:
+            return False
+    return bool(token)

@@ -13,15 +13,18 @@ gs://bucket/run/
 
 A backup that is deleted gets its mark, `deleting-N-TOKEN`, first. TOKEN and 2 are those of the
 lease it was made under; earlier versions wrote none. An object can appear that was sent long ago:
-the claim says whose backups count (`lease.counting`).
+the claim says whose backups count (`lease.counting`). So the last claim stays, also when all
+backups are deleted; and a draft that another owner has removed keeps its mark until the claim says
+that it does not count.
 """
 
 import contextlib
+import errno
 import importlib
 import posixpath
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any, Protocol
 
 from tfparallel.callbacks.backup.backup_names import (
     FILE,
@@ -34,7 +37,44 @@ from tfparallel.callbacks.backup.backup_names import (
     unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import too_large
-from tfparallel.callbacks.backup.lease import Claim, counting
+from tfparallel.callbacks.backup.lease import Claim, counting, may_be_counted
+
+
+class ObjectStore(Protocol):
+    """What is asked of a store: some methods of `fsspec.AbstractFileSystem`.
+
+    Each request on one object is one step for other processes, and what `ls` gives was so at one
+    moment. What a request has asked for may be done later, though it failed or its sender died.
+    """
+
+    protocol: str | tuple[str, ...]
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes folders where the store has any."""
+
+    def rmdir(self, path: str) -> None:
+        """Removes an empty folder where the store has any."""
+
+    def ls(self, path: str, detail: bool = True) -> list[str]:
+        """The paths of what lies in a folder; FileNotFoundError where it is missing."""
+
+    def invalidate_cache(self) -> None:
+        """What was listed before is asked for again."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        """Makes an object; with mode "create", FileExistsError where there is one."""
+
+    def rm_file(self, path: str) -> None:
+        """Removes an object; some raise FileNotFoundError where it is missing."""
+
+    def cat_file(self, path: str) -> bytes:
+        """The bytes of an object."""
+
+    def size(self, path: str) -> int | None:
+        """How many there are."""
+
+    def open(self, path: str, mode: str = "rb") -> IO[bytes]:
+        """A file that becomes an object when it is closed."""
 
 
 class RemoteFiles:
@@ -42,22 +82,15 @@ class RemoteFiles:
 
     Args:
         url: the folder, as fsspec understands it.
+        store: where it is; by default what fsspec finds.
 
     Raises:
         ImportError: if fsspec, or its plug-in for this kind of URL, is not installed.
     """
 
-    def __init__(self, url: str):
-        try:
-            fsspec: Any = importlib.import_module("fsspec")
-        except ImportError as error:
-            raise ImportError(
-                f"A backup_dir that is a URL needs fsspec. Received: {url!r}. Run `pip install "
-                "fsspec` and, for gs:// or s3://, gcsfs or s3fs; or use a local folder."
-            ) from error
+    def __init__(self, url: str, store: ObjectStore | None = None):
         self._url = url
-        self._store: Any
-        self._store, self._root = fsspec.url_to_fs(url)
+        self._store, self._root = _found(url) if store is None else (store, url)
         self._known: dict[int, Draft] = {}
 
     def numbers(self) -> list[int]:
@@ -72,8 +105,10 @@ class RemoteFiles:
         for draft in swept(names, token, fence):
             self._mark(draft, "deleting")  # its owner may take the other mark away at any time
             self._remove(draft, "writing")
+        claims = self._read_claims(names)
         for draft in drafts(self._names(), "deleting"):
-            self._remove(draft, "deleting")
+            may_count = draft.token != token and may_be_counted(draft.token, claims)
+            self._remove(draft, "deleting", keeps_mark=may_count)
         counting_ones = self._counting(names)
         for draft in published:
             if draft not in counting_ones:
@@ -110,11 +145,11 @@ class RemoteFiles:
 
     def size(self, number: int, name: str) -> int:
         self._store.invalidate_cache()
-        return self._store.size(f"{self._object(self._draft(number))}/{name}")
+        return self._size(f"{self._object(self._draft(number))}/{name}")
 
     def read(self, number: int, name: str, largest_bytes: int) -> bytes:
         path = f"{self._object(self._draft(number))}/{name}"
-        if (size_bytes := self._store.size(path)) > largest_bytes:
+        if (size_bytes := self._size(path)) > largest_bytes:
             raise too_large(path, size_bytes, largest_bytes)
         return self._store.cat_file(path)
 
@@ -159,6 +194,12 @@ class RemoteFiles:
         if not self._names():
             self._remove_folder(self._root)
 
+    def _size(self, path: str) -> int:
+        size_bytes = self._store.size(path)
+        if size_bytes is None:
+            raise OSError(errno.EINVAL, "a store that does not know its size", path)
+        return size_bytes
+
     def _object(self, draft: Draft, kind: str = "backup") -> str:
         return f"{self._root.rstrip('/')}/{draft.name(kind)}"
 
@@ -179,12 +220,15 @@ class RemoteFiles:
         return [draft for draft in drafts(names, "backup") if draft.published not in marked]
 
     def _counting(self, names: list[str]) -> list[Draft]:
-        fences = reversed(numbered(names, "lease"))
-        claims = [Claim.from_bytes(fence, self.read_claim(fence)) for fence in fences]
         published = [draft.published for draft in self._published(names)]
-        found = [Draft(*each) for each in counting(published, claims)]
+        found = [Draft(*each) for each in counting(published, self._read_claims(names))]
         self._known = {draft.number: draft for draft in found}
         return found
+
+    def _read_claims(self, names: list[str]) -> list[Claim | None]:
+        """From the newest on."""
+        fences = reversed(numbered(names, "lease"))
+        return [Claim.from_bytes(fence, self.read_claim(fence)) for fence in fences]
 
     def _names(self, folder: str = "") -> list[str]:
         """What lies in a folder of the root, fresh from the store; nothing where it is missing."""
@@ -199,7 +243,7 @@ class RemoteFiles:
         self._mark(draft, "deleting")
         self._remove(draft, "deleting")
 
-    def _remove(self, draft: Draft, kind: str) -> None:
+    def _remove(self, draft: Draft, kind: str, keeps_mark: bool = False) -> None:
         """Removes our files of a backup that has a mark, and then the mark."""
         folder = self._object(draft)
         names = self._names(folder)
@@ -207,7 +251,8 @@ class RemoteFiles:
             self._remove_object(f"{folder}/{name}")
         if all(map(FILE.fullmatch, names)):
             self._remove_folder(folder)
-            self._remove_object(self._object(draft, kind))
+            if not keeps_mark:
+                self._remove_object(self._object(draft, kind))
 
     def _remove_object(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another job may have swept it away
@@ -219,5 +264,18 @@ class RemoteFiles:
             self._store.rmdir(folder)
 
 
-def _protocols(store: Any) -> tuple[str, ...]:
+def _found(url: str) -> tuple[ObjectStore, str]:
+    """The store of a URL, and the path in it."""
+    try:
+        fsspec: Any = importlib.import_module("fsspec")
+    except ImportError as error:
+        raise ImportError(
+            f"A backup_dir that is a URL needs fsspec. Received: {url!r}. Run `pip install "
+            "fsspec` and, for gs:// or s3://, gcsfs or s3fs; or use a local folder."
+        ) from error
+    store, root = fsspec.url_to_fs(url)
+    return store, root
+
+
+def _protocols(store: ObjectStore) -> tuple[str, ...]:
     return (store.protocol,) if isinstance(store.protocol, str) else tuple(store.protocol)

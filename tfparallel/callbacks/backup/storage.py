@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST, Draft
 from tfparallel.callbacks.backup.disk import Disk
 from tfparallel.callbacks.backup.local_files import LocalFiles
-from tfparallel.callbacks.backup.remote_files import RemoteFiles
+from tfparallel.callbacks.backup.remote_files import ObjectStore, RemoteFiles
 from tfparallel.callbacks.backup.schema import (
     LARGEST_MANIFEST_BYTES,
     FileRecord,
@@ -132,12 +132,20 @@ class Storage:
             else should live in it: files of others are left alone, but their folders may not have
             names like `backup-00000001`.
         disk: where a folder is; by default what this machine has mounted there.
+        store: where a URL is; by default what fsspec finds there.
     """
 
-    def __init__(self, root: str | os.PathLike, disk: Disk | None = None):
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        disk: Disk | None = None,
+        store: ObjectStore | None = None,
+    ):
         is_url = isinstance(root, str) and "://" in root
         self.root: str | Path = str(root) if is_url else Path(root)
-        self.files: Files = RemoteFiles(str(root)) if is_url else LocalFiles(Path(root), disk)
+        self.files: Files = (
+            RemoteFiles(str(root), store) if is_url else LocalFiles(Path(root), disk)
+        )
 
     @property
     def key(self) -> str:
