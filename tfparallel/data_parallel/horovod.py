@@ -175,7 +175,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         variables = [v.value for v in model.variables]
         optimizer = getattr(model, "optimizer", None) if self._meets_every_step else None
         variables += [v.value for v in optimizer.variables] if optimizer is not None else []
-        variables = list({id(v): v for v in variables}.values())
+        variables = [v for v in {id(v): v for v in variables}.values() if self._is_held_alike(v)]
         checksum = 0
         for variable in variables:
             checksum = zlib.crc32(variable.values[0].numpy().tobytes(), checksum)
@@ -189,6 +189,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             )
         for variable in variables:
             variable.assign(self._broadcast(variable.read_value()))
+
+    def _is_held_alike(self, variable: Any) -> bool:
+        """Whether all ranks have the whole of `variable`."""
+        del variable
+        return True
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
