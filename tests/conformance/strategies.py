@@ -395,7 +395,7 @@ STRATEGIES = [
         "data_shard_optimizer_2x2",
         lambda: _hybrid({"data": 2, "shard": 2}, shard=library().Sharding("optimizer", 1)),
         num_replicas=4,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt=_OF_PARTS,
     ),
     Row(
@@ -428,7 +428,7 @@ STRATEGIES = [
         ),
         num_replicas=4,
         devices_per_worker=8,
-        few=("inputs.every_batch_of_one_row", "models.attention", "optimizers.global_clipnorm"),
+        few=("optimizers.global_clipnorm",),
         exempt=_OF_STAGES,
     ),
     Row(
@@ -466,7 +466,7 @@ STRATEGIES = [
         ),
         num_replicas=4,
         devices_per_worker=8,
-        few=("models.embedding", "optimizers.global_clipnorm"),
+        few=("optimizers.global_clipnorm",),
         exempt={**_OF_STAGES, **_OF_WHOLE_WEIGHTS},
     ),
     Row(
@@ -475,7 +475,7 @@ STRATEGIES = [
         num_replicas=8,
         num_workers=2,
         environments=horovod_environments,
-        few=("metrics.binary", "optimizers.global_clipnorm"),
+        few=("optimizers.global_clipnorm",),
         exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
@@ -536,7 +536,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -545,7 +545,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -612,7 +612,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         environments=horovod_environments,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
@@ -622,7 +622,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         environments=horovod_environments,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(

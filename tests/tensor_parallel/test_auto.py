@@ -85,6 +85,56 @@ def test_filters_then_channels_of_convolutions_with_pooling_in_between():
     assert dims["scores/kernel"] is None
 
 
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_what_is_between_filters_and_channels_stays_in_parts(replicas):
+    """As in MobileNet; over replicas the norms are synchronised."""
+
+    def norm(name):
+        return layers.BatchNormalization(name=name, synchronized=replicas > 1)
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 3)),
+                layers.Conv2D(7, 1, name="expand", use_bias=False),
+                norm("norm1"),
+                layers.ReLU(),
+                layers.DepthwiseConv2D(3, name="depth"),
+                norm("norm2"),
+                layers.Conv2D(5, 1, name="project"),
+                layers.GlobalAveragePooling2D(),
+                layers.LayerNormalization(name="last"),
+                layers.Dense(3, name="scores"),
+            ]
+        )
+
+    strategy = _auto(replicas)
+    model = _assert_same(strategy, build=build, data=_images)
+    dims = _parts(model)
+    assert (dims["expand/kernel"], dims["depth/kernel"], dims["project/kernel"]) == (3, 2, 2)
+    assert dims["norm1/gamma"] == dims["norm2/beta"] == dims["depth/bias"] == 0
+    assert dims["last/gamma"] is None
+    assert "A step sends 1 sums and 0 gathers" in strategy.summary(model)
+
+
+def test_a_layer_norm_in_a_pair_sends_its_moments():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(9, "tanh", name="up"),
+                layers.LayerNormalization(name="norm"),
+                layers.Dense(3, name="down"),
+            ]
+        )
+
+    strategy = _auto()
+    model = _assert_same(strategy, build=build)
+    assert _parts(model)["norm/gamma"] == 0
+    line = next(x for x in strategy.summary(model).splitlines() if " sum 8" in x)
+    assert line.split("/")[1].split() == ["norm", "aligned", "0.0%", "sum", "8", "sum", "8"]
+
+
 class Gated(keras.Model):
     """A subclassed model, which has no graph before it is called."""
 

@@ -96,6 +96,23 @@ def test_a_column_and_a_row_do_not_gather_in_between(between):
     assert _on_each(counts, "ConcatV2") == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "norm, gathers",
+    [
+        (layers.LayerNormalization, 0),
+        (layers.RMSNormalization, 0),
+        (layers.BatchNormalization, 1),  # of its moments, for the moving averages
+    ],
+)
+def test_a_norm_in_a_pair_gathers_no_features(norm, gathers):
+    layouts = {**MEGATRON, ".*norm/(gamma|beta|scale)": ("model",)}
+    counts = _operations_that_run(layouts, lambda: _pair(norm(name="norm")), (12, 16))
+    assert _on_each(counts, "MatMul") == [5, 5]
+    assert _on_each(counts, "ConcatV2") == [gathers, 0]
+    assert _on_each(counts, "SplitV") == [0, 0]
+    assert counts[0]["Rsqrt"] == counts[1]["Rsqrt"] > 0
+
+
 class Pair(layers.Layer):
     """Has its layers built by Keras, when it is called."""
 

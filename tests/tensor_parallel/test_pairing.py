@@ -65,6 +65,17 @@ def test_sizes_that_differ_are_no_pair():
     assert "row" not in _ways(calls).values()
 
 
+def test_what_is_between_a_pair_has_its_weights_cut_alike():
+    norm = Call("norm", (1,), (2,), {"aligned": 8}, passes=True)
+    calls = [_dense("a", "in", 1), norm, _dense("b", 2, "out")]
+    assert _ways(calls) == {"a": "column", "norm": "aligned", "b": "row"}
+
+
+def test_what_passes_on_a_whole_keeps_its_weights_whole():
+    norm = Call("norm", ("in",), (1,), {"aligned": 8}, passes=True)
+    assert _ways([norm, _dense("a", 1, 2), _dense("b", 2, "out")]) == {"a": "column", "b": "row"}
+
+
 def test_a_layer_called_twice_is_cut_one_way():
     calls = [
         _dense("shared", "in", 1),

@@ -48,6 +48,19 @@ def _channels(*between):
     ]
 
 
+def _normalized(make, **options):
+    """Between a column and a row; its weights are no longer what they begin as."""
+    inits = {"gamma_initializer": "normal", "beta_initializer": "normal"}
+    if make is layers.RMSNormalization:
+        inits = {}
+    return lambda: [
+        layers.Dense(6, "tanh", name="one"),
+        make(name="norm", **inits, **options),
+        layers.Dense(3, name="two"),
+    ]
+
+
+PAIR = {"one/kernel": COLUMN, "one/bias": ("model",), "two/kernel": ROW}
 FILTERS, CHANNELS = (None, None, None, "model"), (None, None, "model", None)
 CASES = {
     "dense by columns": (_dense(activation="gelu"), (7,), {"one/kernel": COLUMN}),
@@ -127,9 +140,93 @@ CASES = {
         {"one/kernel": FILTERS, "two/kernel": ROW},
     ),
     "filters, then a layer that needs the whole": (
-        _channels(layers.LayerNormalization, layers.Flatten),
+        _channels(lambda: layers.GroupNormalization(1), layers.Flatten),
         (4, 4, 3),
         {"one/kernel": FILTERS, "two/kernel": ROW},
+    ),
+    "layer norm in a pair": (
+        _normalized(layers.LayerNormalization),
+        (4, 7),
+        {**PAIR, "norm/(gamma|beta)": ("model",)},
+    ),
+    "layer norm in a pair, its weights whole": (
+        _normalized(layers.LayerNormalization, center=False),
+        (7,),
+        PAIR,
+    ),
+    "layer norm of a dim that is whole": (
+        _normalized(layers.LayerNormalization, axis=1),
+        (4, 7),
+        PAIR,
+    ),
+    "layer norm of several dims": (
+        _normalized(layers.LayerNormalization, axis=[1, 2]),
+        (4, 7),
+        PAIR,
+    ),
+    "rms norm in a pair": (
+        _normalized(layers.RMSNormalization),
+        (4, 7),
+        {**PAIR, "norm/scale": ("model",)},
+    ),
+    "rms norm of what each device has": (
+        lambda: [
+            layers.EinsumDense("abc,cde->abde", (None, 3, 4), name="one"),
+            layers.RMSNormalization(name="norm"),
+        ],
+        (4, 7),
+        {"one/kernel": (None, "model", None)},
+    ),
+    "batch norm in a pair": (
+        _normalized(layers.BatchNormalization),
+        (4, 7),
+        {**PAIR, "norm/(gamma|beta)": ("model",)},
+    ),
+    "batch norm in a pair, synchronised": (
+        _normalized(layers.BatchNormalization, synchronized=True, scale=False),
+        (7,),
+        PAIR,
+    ),
+    "batch norm with renorm": (_normalized(layers.BatchNormalization, renorm=True), (7,), PAIR),
+    "transposed convolution by filters": (
+        _conv(layers.Conv2DTranspose, strides=2, padding="same", activation="relu"),
+        (4, 5, 3),
+        {"one/kernel": CHANNELS, "one/bias": ("model",)},
+    ),
+    "transposed convolution by channels": (
+        _conv(layers.Conv1DTranspose, strides=2, output_padding=1),
+        (5, 3),
+        {"one/kernel": FILTERS[1:]},
+    ),
+    "depthwise convolution in a pair": (
+        lambda: [
+            layers.Conv2D(5, 1, name="one"),
+            layers.DepthwiseConv2D(3, padding="same", bias_initializer="normal", name="depth"),
+            layers.Dense(3, name="two"),
+        ],
+        (6, 5, 3),
+        {"one/kernel": FILTERS, "depth/kernel": CHANNELS, "depth/bias": ("model",)}
+        | {"two/kernel": ROW},
+    ),
+    "depthwise convolution of two filters": (
+        lambda: [layers.DepthwiseConv1D(3, depth_multiplier=2, name="one")],
+        (6, 3),
+        {"one/kernel": CHANNELS[1:]},
+    ),
+    "depthwise convolution, a dim that cannot be cut": (
+        lambda: [layers.DepthwiseConv2D(3, depth_multiplier=2, name="one")],
+        (6, 5, 3),
+        {"one/kernel": FILTERS},
+    ),
+    "separable convolution by filters": (
+        _conv(layers.SeparableConv2D, strides=2, activation="relu"),
+        (8, 9, 3),
+        {"one/pointwise_kernel": FILTERS},
+    ),
+    "separable convolution by channels": (
+        _conv(layers.SeparableConv1D, depth_multiplier=2),
+        (9, 3),
+        {"one/(pointwise|depthwise)_kernel": CHANNELS[1:]},
     ),
     "an unknown layer": (
         lambda: [layers.LSTM(4, name="one")],

@@ -29,7 +29,7 @@ def test_says_parts_bytes_and_reasons():
         "weight shape parts largest bytes computed",
         "model/up/kernel (6, 8) dim 1: 3 + 3 + 2 72 in parts",
         "model/up/bias (8,) whole 32 no pattern matches",
-        "model/norm/gamma (8,) dim 0: 3 + 3 + 2 12 from the whole: no rule",
+        "model/norm/gamma (8,) dim 0: 3 + 3 + 2 12 in parts",
         "model/norm/beta (8,) whole 32 no pattern matches",
         "model/norm/moving_mean (8,) whole 32 no pattern matches",
         "model/norm/moving_variance (8,) whole 32 no pattern matches",

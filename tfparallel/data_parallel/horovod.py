@@ -21,6 +21,7 @@ from tfparallel.communication.horovod_collectives import (
 )
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks
+from tfparallel.coordination.printed_lines import without_lines
 from tfparallel.coordination.stall_watch import StalledError, StallWatch
 from tfparallel.coordination.tcp_store import StoreServer, TcpStore
 from tfparallel.data_parallel.gpu_of_rank import check_no_gpu_is_shared, device_of_rank
@@ -53,7 +54,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     ):
         device = device_of_rank(hvd.local_rank(), hvd.local_size(), has_inner)
         communication = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(strategy, None, communication, devices=(device,))
+        with without_lines("Collective ops is not configured"):  # Horovod reduces instead
+            super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
         with tf.init_scope():
             # Not `tf.Variable`: under a strategy's scope it would be replicated.

@@ -44,6 +44,7 @@ __all__ = [
     "inputs_structure",
     "kept_losses",
     "layers_of",
+    "moments_of",
     "loss_tracker_of",
     "nodes_by_depth",
     "operation_of_node",
@@ -137,6 +138,11 @@ def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
 def has_stock_moments(layer: keras.layers.BatchNormalization) -> bool:
     """Whether the class of a BatchNorm computes mean and variance as Keras does."""
     return type(layer)._moments is keras.layers.BatchNormalization._moments
+
+
+def moments_of(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> tuple:
+    """Mean and variance that a BatchNorm takes of a batch, also where it synchronises them."""
+    return layer._moments(inputs, mask)
 
 
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:

@@ -4,6 +4,7 @@ column    each device computes its share of the outputs
 row       each device takes its share of the inputs; products are added up
 heads     columns, then rows, within one attention layer
 tokens    rows of an embedding's table
+aligned   each device takes its share of the features, and computes those: as its input is in parts
 """
 
 import math
@@ -103,6 +104,52 @@ def _convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts(ways, 2 * math.prod(window) * channels * numbers_of(outputs[0]))
 
 
+def _transposed_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+    del outputs
+    if not _is_one_variable(layer):
+        return None
+    *window, filters, channels = layer.kernel.shape
+    dim = len(inputs[0]) - 1 if layer.data_format == "channels_last" else 1
+    ways = {
+        "column": Cut(filters, _with_bias(layer, layer.rank, 0), dim),
+        "row": Cut(channels, _with_bias(layer, layer.rank + 1, None), dim),
+    }
+    return Cuts(ways, 2 * math.prod(window) * filters * numbers_of(inputs[0]))
+
+
+def _depthwise_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+    if not _is_one_variable(layer):
+        return None
+    *window, channels, filters = layer.kernel.shape
+    dim = len(inputs[0]) - 1 if layer.data_format == "channels_last" else 1
+    bias_dim = 0 if filters == 1 else None
+    ways = {"aligned": Cut(channels, _with_bias(layer, layer.rank, bias_dim), dim)}
+    return Cuts(ways, 2 * math.prod(window) * numbers_of(outputs[0]))
+
+
+def _separable_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+    depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
+    if not isinstance(pointwise, keras.Variable):
+        return None
+    *window, channels, of_channel = depthwise.shape
+    dim = len(inputs[0]) - 1 if layer.data_format == "channels_last" else 1
+    bias = ((layer.bias, 0),) if layer.use_bias else ()
+    ways = {"column": Cut(pointwise.shape[-1], ((pointwise, layer.rank + 1), *bias), dim)}
+    if of_channel == 1:
+        ways["row"] = Cut(channels, ((pointwise, layer.rank), (depthwise, layer.rank)), dim)
+    products = math.prod(window) * channels * of_channel + math.prod(pointwise.shape)
+    return Cuts(ways, 2 * products * numbers_of(outputs[0]) // pointwise.shape[-1])
+
+
+def _normalization(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+    del inputs, outputs
+    names = ("gamma", "beta", "scale")
+    weights = [x for x in (getattr(layer, n, None) for n in names) if isinstance(x, keras.Variable)]
+    if not weights or len(weights[0].shape) != 1:
+        return None
+    return Cuts({"aligned": Cut(weights[0].shape[0], tuple((weight, 0) for weight in weights))})
+
+
 def _einsum(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     """By the last letter of the output that is new, or the last of the input that is summed."""
     if not _is_one_variable(layer):
@@ -133,17 +180,26 @@ def _of_letter(layer: Any, right: str, letter: str, term: str, rank: int) -> Cut
 
 
 def _embedding(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
-    del inputs
     table = layer.embeddings
     if not isinstance(table, keras.Variable):
         return None
     vector = len(outputs[0]) - 1
+    if len(inputs[0]) == len(outputs[0]):
+        return _reversed_embedding(layer, table, outputs)
     return Cuts(
         {
             "tokens": Cut(table.shape[0], ((table, 0),)),
             "column": Cut(table.shape[1], ((table, 1),), vector),
         }
     )
+
+
+def _reversed_embedding(layer: Any, table: Any, outputs: Shapes) -> Cuts:
+    """Of a tied table, or of the one beside it: logits by columns."""
+    kernel, dim = (table, 0) if layer.tie_weights else (layer.reverse_embeddings, 1)
+    column = Cut(kernel.shape[dim], ((kernel, dim),), len(outputs[0]) - 1)
+    flops = 2 * kernel.shape[1 - dim] * numbers_of(outputs[0])
+    return Cuts({"column": column, "tokens": column}, flops)
 
 
 def _attention(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
@@ -170,6 +226,16 @@ _CUTS: tuple[tuple[Any, Callable], ...] = (
     (layers.Dense, _dense),
     (layers.EinsumDense, _einsum),
     ((layers.Conv1D, layers.Conv2D, layers.Conv3D), _convolution),
+    (
+        (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose),
+        _transposed_convolution,
+    ),
+    ((layers.DepthwiseConv1D, layers.DepthwiseConv2D), _depthwise_convolution),
+    ((layers.SeparableConv1D, layers.SeparableConv2D), _separable_convolution),
+    (
+        (layers.LayerNormalization, layers.RMSNormalization, layers.BatchNormalization),
+        _normalization,
+    ),
     (layers.Embedding, _embedding),
     ((layers.MultiHeadAttention, layers.GroupQueryAttention), _attention),
 )

@@ -1,8 +1,9 @@
 """Variables in parts, as a layout says: how they are made and updated, whatever a replica is."""
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.layer_rules import hook_layer, name_layers_without_rule
 from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.logits import logits_in_parts
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part
 
@@ -135,6 +137,11 @@ class HoldsParts(ReplicatedExtended):
         return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
 
     # ---- how a step runs on replicas -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        with super()._step_of(model), logits_in_parts(model, self):
+            yield
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         self.prepare(step_function.__self__, args)

@@ -96,12 +96,19 @@ def name_layers_without_rule(layer: Any, path: str) -> None:
 def _call(
     extended: Any, layer: Any, rule: Callable, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    if not extended.is_own_context() or in_stateless_scope() or is_in_loop() or is_exporting():
+    if not computes_in_parts(extended):
         return original(*args, **kwargs)
     _hook_around(extended)
     group = Group(extended.own_group())
     result = rule(group, layer, original, *args, **kwargs)
     return original(*args, **kwargs) if result is NotImplemented else result
+
+
+def computes_in_parts(extended: Any) -> bool:
+    """Whether the group of the caller can compute, with gradients that tapes record."""
+    if not extended.is_own_context() or in_stateless_scope():
+        return False
+    return not is_in_loop() and not is_exporting()
 
 
 def _hook_around(extended: Any) -> None:

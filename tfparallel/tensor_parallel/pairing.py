@@ -1,6 +1,6 @@
 """Which layers are cut how: Megatron's pairs, found in the calls of a model's layers. Pure.
 
-Tensors that layers without products pass on (activations, Dropout, additions) belong together: a
+Tensors that layers pass on in parts (activations, Dropout, additions, norms) belong together: a
 *stretch*. Where all layers that lead into a stretch can be cut by columns, and all that take from
 it by rows, it is never gathered:
 
@@ -30,7 +30,7 @@ class Call:
         ways: the layer's ways to be cut, and into at most how many parts.
         dims: for "column" and "row", which dim of output or input is in parts.
         flops: of this call.
-        passes: whether it gives in parts what it gets in parts.
+        passes: whether it gives in parts what it gets in parts; its own weights then are "aligned".
     """
 
     layer: Hashable
@@ -55,6 +55,7 @@ class _Stretch:
     tensors: set = field(default_factory=set)
     into: list[Call] = field(default_factory=list)
     out_of: list[Call] = field(default_factory=list)
+    within: list[Call] = field(default_factory=list)
 
 
 def decisions(
@@ -76,12 +77,13 @@ def decisions(
             continue
         found |= {call.layer: Decision("column", "of a pair") for call in stretch.into}
         found |= {call.layer: Decision("row", "of a pair") for call in stretch.out_of}
+        found |= {c.layer: Decision("aligned", "in a pair") for c in stretch.within if c.ways}
     _alone(calls, parts, found)
     return found
 
 
 def _flops(stretch: _Stretch) -> int:
-    return sum(call.flops for call in (*stretch.into, *stretch.out_of))
+    return sum(call.flops for call in (*stretch.into, *stretch.out_of, *stretch.within))
 
 
 def _heads_and_tokens(calls: Sequence[Call], parts: int, found: dict) -> None:
@@ -120,11 +122,13 @@ def _stretches(calls: Sequence[Call]) -> list[_Stretch]:
     for call in calls:
         for tensor in (*call.inputs, *call.outputs):
             stretches.setdefault(find(tensor), _Stretch()).tensors.add(tensor)
-        if not call.passes:
-            for tensor in call.outputs:
-                stretches[find(tensor)].into.append(call)
-            for tensor in call.inputs:
-                stretches[find(tensor)].out_of.append(call)
+        if call.passes:
+            stretches[find(call.outputs[0])].within.append(call)
+            continue
+        for tensor in call.outputs:
+            stretches[find(tensor)].into.append(call)
+        for tensor in call.inputs:
+            stretches[find(tensor)].out_of.append(call)
     return list(stretches.values())
 
 
@@ -148,7 +152,7 @@ def _alone(calls: Sequence[Call], parts: int, found: dict) -> None:
     flops: dict[Hashable, int] = {}
     ways: dict[Hashable, Mapping[str, int]] = {}
     for call in calls:
-        if call.ways and call.layer not in found:
+        if call.ways and call.layer not in found and not call.passes:
             flops[call.layer] = flops.get(call.layer, 0) + call.flops
             ways[call.layer] = call.ways
     for layer, own in flops.items():

@@ -5,6 +5,7 @@
     row      its output, summed                   the gradient of its input, if that was whole
     heads    its output, summed                   the gradient of each input, summed
     tokens   its output, summed
+    aligned  moments of what it normalises        their gradients
     whole    its input, if that is in parts
 
 The gradient of what the model is called with is not computed, and not counted.
@@ -20,7 +21,10 @@ from tfparallel.tensor_parallel.cuts import Cut, numbers_of
 from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.elementwise_layers import keeps_parts
+from tfparallel.tensor_parallel.rules.normalization import numbers_sent
 from tfparallel.tensor_parallel.split_variable import split_of
+
+_PASSES = ("", "aligned")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class LayerCost:
 
     Attributes:
         layer: of Keras.
-        way: as above; "" for a layer that only passes on what it gets.
+        way: as above; "" for a layer without weights in parts that passes on what it gets.
         flops: for one row of the batch.
         sent: in one step.
     """
@@ -86,17 +90,20 @@ def _rows(cut: Cut) -> Rows | None:
 
 
 def _rows_of_output(call: LayerCall, way: str, known: dict) -> Rows | None:
-    if way == "column":
-        cut = call.cuts.ways["column"]  # type: ignore[union-attr]
-        return Rows(cut.tensor_dim, _rows(cut).sizes)  # type: ignore[union-attr, arg-type]
+    cut = call.cuts.ways[way] if call.cuts and way in ("column", "aligned") else None
+    if cut is not None and cut.tensor_dim is not None:
+        return Rows(cut.tensor_dim, _rows(cut).sizes)  # type: ignore[union-attr]
     given = {known.get(id(x)) for x in call.inputs}
-    return given.pop() if way == "" and len(given) == 1 else None
+    return given.pop() if way in _PASSES and len(given) == 1 else None
 
 
 def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent]:
     has_gradient = [x for x in call.inputs if id(x) not in borders and x.dtype.is_floating]
     in_parts = [x for x in call.inputs if known.get(id(x)) is not None]
-    takes_parts = way == "row" or (way == "" and len(in_parts) == len(call.inputs))
+    are_parts = len(in_parts) == len(call.inputs)
+    takes_parts = way == "row" or (way in _PASSES and are_parts)
+    if are_parts and takes_parts:
+        yield from _moments(call)
     if not takes_parts:
         yield from (Sent("gather", True, _bytes(x)) for x in in_parts)
     if way in ("row", "heads", "tokens"):
@@ -104,9 +111,18 @@ def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent
     if way in ("column", "heads"):
         different = {id(x): x for x in has_gradient}.values()
         yield from (Sent("sum", False, _bytes(x)) for x in different)
-    if way == "row":
+    if way == "row" or (way == "aligned" and not are_parts and call.cuts.flops):  # type: ignore[union-attr]
         whole = [x for x in has_gradient if known.get(id(x)) is None]
         yield from (Sent("gather", False, _bytes(x)) for x in whole)
+
+
+def _moments(call: LayerCall) -> Iterator[Sent]:
+    """What a layer that normalises tells of its features."""
+    count = numbers_sent(call.layer)
+    if count:
+        *positions, _ = call.inputs[0].shape
+        size_bytes = 4 * count * numbers_of(positions)
+        yield from (Sent("sum", is_forward, size_bytes) for is_forward in (True, False))
 
 
 def _bytes(tensor: Any) -> int:

@@ -6,6 +6,14 @@ from tfparallel.tensor_parallel.rules import (
     dense,
     elementwise_layers,
     embedding,
+    normalization,
 )
 
-__all__ = ["attention", "convolution", "dense", "elementwise_layers", "embedding"]
+__all__ = [
+    "attention",
+    "convolution",
+    "dense",
+    "elementwise_layers",
+    "embedding",
+    "normalization",
+]

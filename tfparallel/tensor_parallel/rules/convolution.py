@@ -1,10 +1,15 @@
-"""`Conv1D`, `Conv2D` and `Conv3D` by filters (columns) or input channels (rows)."""
+"""Convolutions by filters (columns) or input channels (rows), transposed and separable ones too.
+
+A depthwise convolution computes each channel for itself: it is in parts as its input is. A
+separable one is that, then one of a single point, by filters or channels.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import layers
 
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
@@ -16,31 +21,143 @@ from tfparallel.tensor_parallel.rules.linear import (
 )
 
 
-@layer_rule(keras.layers.Conv1D)
-@layer_rule(keras.layers.Conv2D)
-@layer_rule(keras.layers.Conv3D)
+@layer_rule(layers.Conv1D)
+@layer_rule(layers.Conv2D)
+@layer_rule(layers.Conv3D)
 def convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     """`BaseConv.call`; kernel `[*window, input channels, filters]`."""
     del original
-    kernel = layer.kernel
-    rows = group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
-    if rows is None:
+    if _rows(group, layer.kernel, inputs) is None:
         return NotImplemented
-    channels = layer.rank + 1 if layer.data_format == "channels_last" else 1
-    is_column = rows.dim == layer.rank + 1
-    linear = Linear(
+    linear = _between_channels(
+        group,
+        layer,
+        layer.kernel,
         lambda x, w: _convolve(layer, x, w),
+        filters=layer.rank + 1,
+        channels=layer.rank,
+    )
+    return _computed(group, inputs, linear, layer.groups == 1)
+
+
+@layer_rule(layers.Conv1DTranspose)
+@layer_rule(layers.Conv2DTranspose)
+@layer_rule(layers.Conv3DTranspose)
+def transposed_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    """`BaseConvTranspose.call`; kernel `[*window, filters, input channels]`."""
+    del original
+    if _rows(group, layer.kernel, inputs) is None:
+        return NotImplemented
+    linear = _between_channels(
+        group,
+        layer,
+        layer.kernel,
+        lambda x, w: keras.ops.conv_transpose(
+            x,
+            w,
+            list(layer.strides),
+            layer.padding,
+            layer.output_padding,
+            layer.data_format,
+            layer.dilation_rate,
+        ),
+        filters=layer.rank,
+        channels=layer.rank + 1,
+    )
+    return _computed(group, inputs, linear)
+
+
+@layer_rule(layers.DepthwiseConv1D)
+@layer_rule(layers.DepthwiseConv2D)
+def depthwise_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    """`BaseDepthwiseConv.call`; kernel `[*window, channels, filters of a channel]`."""
+    del original
+    if _rows(group, layer.kernel, inputs) is None:
+        return NotImplemented
+    bias = layer.bias if layer.use_bias else None
+    linear = _by_channels(layer, layer.kernel, bias, layer.activation)
+    return _computed(group, inputs, linear, group.rows(layer.kernel).dim == layer.rank)  # type: ignore[union-attr]
+
+
+@layer_rule(layers.SeparableConv1D)
+@layer_rule(layers.SeparableConv2D)
+def separable_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+    """`BaseSeparableConv.call`: depthwise, then of a single point."""
+    del original
+    depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
+    own = _rows(group, depthwise, inputs)
+    if own is None and _rows(group, pointwise, inputs) is None:
+        return NotImplemented
+    by_channels = _by_channels(layer, depthwise, None, None)
+    hidden = _computed(group, inputs, by_channels, own is not None and own.dim == layer.rank)
+    linear = _between_channels(
+        group,
+        layer,
+        pointwise,
+        lambda x, w: keras.ops.conv(x, w, 1, "valid", layer.data_format),
+        filters=layer.rank + 1,
+        channels=layer.rank,
+    )
+    return _computed(group, hidden, linear)
+
+
+def _rows(group: Group, kernel: Any, inputs: Any) -> Any:
+    return group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
+
+
+def _computed(
+    group: Group, inputs: tf.Tensor, linear: Linear, is_possible: bool = True
+) -> tf.Tensor:
+    """In parts where the kernel's dim that is in parts allows it, else from the whole."""
+    in_parts = linear.input_dim is not None or linear.output_dim is not None
+    return (compute_linear if in_parts and is_possible else _compute_whole)(group, inputs, linear)
+
+
+def _compute_whole(group: Group, inputs: tf.Tensor, linear: Linear) -> tf.Tensor:
+    del group
+    return compute_whole(inputs, linear)
+
+
+def _between_channels(
+    group: Group, layer: Any, kernel: Any, compute: Callable, filters: int, channels: int
+) -> Linear:
+    """A convolution whose kernel has a dim of filters and one of input channels."""
+    rows, dim = group.rows(kernel), _channels_of(layer)
+    is_column = rows is not None and rows.dim == filters
+    is_row = rows is not None and rows.dim == channels
+    return Linear(
+        compute,
         kernel,
         layer.bias if layer.use_bias else None,
         layer.activation,
-        input_dim=None if is_column else channels,
-        output_dim=channels if is_column else None,
+        input_dim=dim if is_row else None,
+        output_dim=dim if is_column else None,
         bias_dim=0 if is_column else None,
         shaped=lambda bias: _by_channel(layer, bias),
     )
-    if rows.dim < layer.rank or layer.groups != 1:
-        return compute_whole(inputs, linear)
-    return compute_linear(group, inputs, linear)
+
+
+def _by_channels(layer: Any, kernel: Any, bias: Any, activation: Any) -> Linear:
+    """A depthwise convolution."""
+    dim = _channels_of(layer)
+    return Linear(
+        lambda x, w: keras.ops.depthwise_conv(
+            x, w, layer.strides, layer.padding, layer.data_format, layer.dilation_rate
+        ),
+        kernel,
+        bias,
+        activation,
+        input_dim=dim,
+        output_dim=dim,
+        bias_dim=0,
+        shaped=lambda bias: _by_channel(layer, bias),
+        outputs_of_index=layer.depth_multiplier,
+    )
+
+
+def _channels_of(layer: Any) -> int:
+    """The dim of channels of inputs and outputs."""
+    return layer.rank + 1 if layer.data_format == "channels_last" else 1
 
 
 def _convolve(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:

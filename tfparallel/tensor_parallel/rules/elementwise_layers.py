@@ -15,6 +15,7 @@ from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import layer_rule, rule_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
+from tfparallel.tensor_parallel.rules.normalization import keeps_features_in_parts
 
 _ACTIVATIONS = (layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Identity)
 _MERGES = (
@@ -48,7 +49,14 @@ def keeps_parts(layer: Any) -> bool:
     if isinstance(layer, layers.Activation):
         return is_elementwise_function(layer.activation)
     types = (layers.Dropout, *_ACTIVATIONS, *_MERGES, *_BY_CHANNEL, *_GLOBAL)
-    return isinstance(layer, types) and rule_of(layer) is not None
+    keeps = isinstance(layer, types) or keeps_features_in_parts(layer) or _is_depthwise(layer)
+    return keeps and rule_of(layer) is not None
+
+
+def _is_depthwise(layer: Any) -> bool:
+    """Whether a layer convolves each channel for itself, and gives as many."""
+    types = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
+    return isinstance(layer, types) and layer.depth_multiplier == 1
 
 
 @layer_rule(layers.Activation)

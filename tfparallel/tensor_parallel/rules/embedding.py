@@ -15,11 +15,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import record, variable_accessed
+from tfparallel.internals import record, set_keras_mask, variable_accessed
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.known_parts import joined
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
-from tfparallel.tensor_parallel.rules.linear import is_variable
+from tfparallel.tensor_parallel.rules.linear import Linear, compute_linear, is_variable
 from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
 
 
@@ -36,6 +36,53 @@ def embedding(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.T
     if vectors.dtype == layer.compute_dtype:
         return vectors
     return tf.cast(vectors, layer.compute_dtype)
+
+
+@layer_rule(keras.layers.ReversibleEmbedding)
+def reversible_embedding(
+    group: Group, layer: Any, original: Callable, inputs: Any, reverse: bool = False
+) -> tf.Tensor:
+    """`ReversibleEmbedding.call`; table `[vocabulary, vector]`, logits `[..., vocabulary]`."""
+    if reverse:
+        return _logits(group, layer, inputs)
+    vectors = embedding(group, layer, original, inputs)
+    mask = keras.layers.Embedding.compute_mask(layer, inputs)
+    if mask is not None and vectors is not NotImplemented:
+        set_keras_mask(vectors, mask)
+    return vectors
+
+
+def _logits(group: Group, layer: Any, inputs: Any) -> tf.Tensor:
+    kernel = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
+    rows = group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
+    if rows is None:
+        return NotImplemented
+    vocabulary, last = 0 if layer.tie_weights else 1, inputs.shape.rank - 1
+    is_column = rows.dim == vocabulary
+
+    def multiply(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        weight = tf.transpose(weight) if layer.tie_weights else weight
+        if layer.reverse_dtype is not None:
+            x, weight = tf.cast(x, layer.reverse_dtype), tf.cast(weight, layer.reverse_dtype)
+        logits = keras.ops.matmul(x, weight)
+        return _capped(layer, logits) if is_column else logits
+
+    linear = Linear(
+        multiply,
+        kernel,
+        bias=None,
+        activation=None,
+        input_dim=None if is_column else last,
+        output_dim=last if is_column else None,
+        bias_dim=None,
+    )
+    logits = compute_linear(group, inputs, linear)
+    return logits if is_column else _capped(layer, logits)
+
+
+def _capped(layer: Any, logits: tf.Tensor) -> tf.Tensor:
+    cap = layer.logit_soft_cap
+    return logits if cap is None else tf.tanh(logits / cap) * cap
 
 
 def _look_up(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
@@ -63,12 +110,12 @@ def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
             is_own = (ids >= start) & (ids < start + size)
             vectors = tf.gather(part.read_value(), tf.where(is_own, ids - start, 0))
             parts.append(tf.where(is_own[..., None], vectors, tf.zeros_like(vectors)))
-    with tf.control_dependencies([_check(ids, table.shape[0])]):
+    with tf.control_dependencies([index_check(ids, table.shape[0])]):
         return group.summed(parts)
 
 
-def _check(ids: tf.Tensor, count: int) -> tf.Operation:
-    """A token that no device has would be zeros; one device says that it is wrong."""
+def index_check(ids: tf.Tensor, count: int) -> tf.Operation:
+    """What no device has would count as zeros; one device says that it is wrong."""
     is_known = tf.reduce_all((ids >= 0) & (ids < count))
     return tf.debugging.Assert(is_known, [f"Expected indices in [0, {count}). Received:", ids])
 

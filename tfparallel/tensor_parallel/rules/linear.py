@@ -52,6 +52,8 @@ class Linear:
         output_dim: of the output, likewise. Both count from the front.
         bias_dim: of the bias, likewise; None where the bias is the same for all parts.
         shaped: makes a bias, or a part of it, broadcast over the output.
+        outputs_of_index: how many outputs, and numbers of a bias in parts, go with one index of the
+            kernel's dim.
     """
 
     compute: Callable
@@ -62,6 +64,7 @@ class Linear:
     output_dim: int | None
     bias_dim: int | None
     shaped: Callable = tf.identity
+    outputs_of_index: int = 1
 
 
 def is_elementwise_function(activation: Any) -> bool:
@@ -107,7 +110,8 @@ def compute_whole(inputs: tf.Tensor, layer: Linear) -> tf.Tensor:
 def _bias_parts(group: Group, layer: Linear, sizes: tuple) -> Any:
     if layer.bias_dim is None:
         return tf.convert_to_tensor(layer.bias)
-    return group.read_or_slice(layer.bias, Rows(layer.bias_dim, sizes))
+    of_bias = tuple(size * layer.outputs_of_index for size in sizes)
+    return group.read_or_slice(layer.bias, Rows(layer.bias_dim, of_bias))
 
 
 def _finished(layer: Linear, y: tf.Tensor) -> tf.Tensor:
