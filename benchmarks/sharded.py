@@ -11,6 +11,7 @@ Every contestant trains the same model in fresh processes, over the ring, and th
 - sent: bytes that the ring's connection was given in a step, counted, over those of data parallel.
 - in use: the most that TensorFlow has allocated in a step after the first ones, counted by it;
   "above" is what of it is not held. Arrays of the ring are not in it.
+- CPU: time of processors that the process spent in a step; of it a busy machine changes little.
 - peak: resident memory of the process above that before the model was built, of the whole run.
 """
 
@@ -113,13 +114,15 @@ def run_rank(options: argparse.Namespace) -> dict:
     x = rng.normal(size=(32, options.width)).astype("float32")
     y = rng.normal(size=(32, 8)).astype("float32")
     ring = strategy.extended._ring_all_reduce._ring
-    times, sent = [], []
+    times, sent, spent = [], [], []
     for number in range(WARMUP_STEPS + options.steps):
         if number == WARMUP_STEPS:
             tf.config.experimental.reset_memory_stats("CPU:0")
         bytes_before, start = ring.bytes_sent, time.perf_counter()
+        cpu_start = time.process_time()
         loss = model.train_on_batch(x, y)
         times.append(time.perf_counter() - start)
+        spent.append(time.process_time() - cpu_start)
         sent.append(ring.bytes_sent - bytes_before)
     return {
         "held": _bytes_held(model),
@@ -127,6 +130,7 @@ def run_rank(options: argparse.Namespace) -> dict:
         "in_use": _in_use()["peak"] - in_use_before,
         "peak": _peak_bytes() - before,
         "step_s": statistics.median(times[WARMUP_STEPS:]),
+        "cpu_s": statistics.median(spent[WARMUP_STEPS:]),
         "loss": float(loss),
     }
 
@@ -160,7 +164,7 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
     print(f"{options.ranks} ranks, 8 x Dense({options.width}), Adam, {options.rounds} rounds")
     print(
         "contestant     held MB  ideal MB  sent/DP  in use MB  above MB  peak MB  peak/DP  step ms"
-        "  step/DP  loss"
+        "  step/DP  CPU ms  CPU/DP  loss"
     )
     for name, own in medians.items():
         ratios = [
@@ -172,7 +176,8 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
             f" {own['sent'] / base['sent']:8.3f} {own['in_use'] / 1e6:10.0f}"
             f" {(own['in_use'] - own['held']) / 1e6:9.0f} {own['peak'] / 1e6:8.0f}"
             f" {own['peak'] / base['peak']:8.2f}"
-            f" {1e3 * own['step_s']:8.1f} {statistics.median(ratios):8.2f}  {own['loss']:.7f}"
+            f" {1e3 * own['step_s']:8.1f} {statistics.median(ratios):8.2f}"
+            f" {1e3 * own['cpu_s']:7.0f} {own['cpu_s'] / base['cpu_s']:7.2f}  {own['loss']:.7f}"
         )
 
 

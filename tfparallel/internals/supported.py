@@ -80,6 +80,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.eager.record": (
         "could_possibly_record",
         "record_operation",
+        "should_record_backprop",
         "stop_recording",
     ),
     "tensorflow.python.framework.auto_control_deps_utils": (

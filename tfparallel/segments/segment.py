@@ -29,6 +29,7 @@ class Segment:
     Attributes:
         inputs: tensors that the call was given.
         backward_from: how many operations there were when the backward pass began; None before.
+        is_differentiated: whether a tape follows its outputs: not before the first trained weight.
         gate: what is done again waits for these tensors.
         weights: tensors that were put together for the call.
         replaced: by the `id` of a tensor, what later operations take instead of it.
@@ -38,6 +39,7 @@ class Segment:
     def __init__(self, inputs: Sequence[tf.Tensor]):
         self.inputs = list(inputs)
         self.backward_from: int | None = None
+        self.is_differentiated = False
         self.gate: Sequence[tf.Tensor] = ()
         self.weights: Sequence[tf.Tensor] = ()
         self.replaced: dict[int, tf.Tensor] = {}

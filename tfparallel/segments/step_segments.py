@@ -136,6 +136,7 @@ class StepSegments:
             with record.stop_recording():
                 copy = tf.identity(value)
             own = self._own
+            own[number][0].is_differentiated |= record.should_record_backprop([value])
 
             def backward(gradient: Any) -> list:
                 self._begin_backward(own, number, gradient)
@@ -156,7 +157,7 @@ class StepSegments:
         gate = tf.nest.flatten(gradient, expand_composites=True)
         own[number][0].gate = own[number][0].gate or gate
         for segment, weights in own[max(0, number - self._prefetch) : number + 1][::-1]:
-            if segment.backward_from is None:
+            if segment.is_differentiated and segment.backward_from is None:
                 segment.backward_from = len(self._graph.get_operations())
                 if weights is None:
                     continue

@@ -16,7 +16,7 @@ from tfparallel.internals import (
     distribute_utils,
     values_util,
 )
-from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
+from tfparallel.internals.keras_layers import apply_without_replicas, behind, trained_by
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import build_optimizer, gradient_source
@@ -47,6 +47,7 @@ class ShardedExtended(ReplicatedExtended):
     _has_whole_copy = False  # in each worker: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
     _backward: BackwardReduction | None = None  # while a step is traced
+    _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
 
     # ---- the transport: this process is all there is ---------------------------------------------
 
@@ -167,6 +168,7 @@ class ShardedExtended(ReplicatedExtended):
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._trained = frozenset(id(behind(v)) for v in model.trainable_variables)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and self.reduces_early(optimizer, model.trainable_variables):
             self._backward = BackwardReduction(self)
@@ -193,6 +195,14 @@ class ShardedExtended(ReplicatedExtended):
         """The layers of `model` that are units, and whether with all layers in them."""
         again = self._memory.rematerialized(model)
         return layers_of_units(model, self._sharding.patterns, again)
+
+    def _asks_no_gradient(self, variable: ShardedVariable) -> bool:
+        """Whether it is frozen in Keras's own step, which reduces no gradient of it then.
+
+        TensorFlow's variable was created to be trained, so that a tape would ask for one.
+        """
+        step = current_replica_step()
+        return step is not None and step.weights_loss and id(variable) not in self._trained
 
     def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
         """What a tape gets where replica `i` has read the whole of `variable`."""

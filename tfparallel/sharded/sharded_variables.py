@@ -123,9 +123,9 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     def note_read(self, whole: tf.Tensor, i: int) -> None:
         """Tells gradient tapes that replica `i` reads the variable as `whole`."""
-        if not self.trainable:
-            return
         own, extended = self._values[i], self._distribute_strategy.extended
+        if not self.trainable or extended._asks_no_gradient(self):
+            return
         variable_accessed(own)
         record.record_operation(
             "Gather", [whole], [own.handle], lambda g: [extended._gradient_of_read(self, i, g)]
