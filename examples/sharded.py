@@ -35,6 +35,7 @@ def main() -> None:
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2048, 64)).astype("float32")
+    print(strategy.summary(model, x[:128]))
     y = np.argmax(x[:, :10], axis=1)
     model.fit(x, y, batch_size=128, epochs=2, verbose=2)
 

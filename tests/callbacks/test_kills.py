@@ -6,7 +6,9 @@ from benchmarks import kills
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["cnn/one_device", "gan/multi_worker"])
+@pytest.mark.parametrize(
+    "name", ["cnn/one_device", pytest.param("gan/multi_worker", marks=pytest.mark.long)]
+)
 def test_a_life_of_kills_ends_as_the_undisturbed_one(tmp_path, name):
     campaign = kills.run([name], kills=3, seed=3, folder=tmp_path, minutes=4)
     tally = campaign.tallies[name]

@@ -43,7 +43,7 @@ def assert_all_equal(expected, folder):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kill_at", [(0, 6), (7, 7)])
+@pytest.mark.parametrize("kill_at", [(0, 6), pytest.param((7, 7), marks=pytest.mark.long)])
 def test_killed_workers_end_as_the_uninterrupted_ones(zygote, expected, tmp_path, kill_at):
     statuses = train(zygote, tmp_path / "backups", tmp_path, kill_at)
     assert all(statuses) and -9 in statuses
@@ -53,7 +53,7 @@ def test_killed_workers_end_as_the_uninterrupted_ones(zygote, expected, tmp_path
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("sigterm_at", [(0, -6), (-5, -6)])
+@pytest.mark.parametrize("sigterm_at", [pytest.param((0, -6), marks=pytest.mark.long), (-5, -6)])
 def test_sigterm_to_one_worker_saves_on_all_at_one_step(zygote, expected, tmp_path, sigterm_at):
     statuses = train(zygote, tmp_path / "backups", tmp_path, sigterm_at)
     assert statuses == [EXIT_STATUS, EXIT_STATUS], zygote.log()
@@ -77,6 +77,7 @@ def test_workers_with_parts_of_the_weights_save_the_whole_together(zygote, expec
     assert_all_equal(expected, tmp_path)  # what data parallel workers end with
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_workers_go_on_with_what_their_compression_left_out(zygote, expected, tmp_path):
     compressed = "multi_worker_compressed"

@@ -9,6 +9,12 @@ from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_e
 from tfparallel.communication.local_sgd import DiLoCo, LocalSGD, as_meeting
 from tfparallel.compression import PowerSGD
 
+OVER_HOROVOD_IF_LONG = pytest.mark.parametrize(
+    "workers",
+    [cluster_environments, pytest.param(horovod_environments, marks=pytest.mark.long)],
+    indirect=True,
+)
+
 
 @pytest.fixture(scope="module", params=[cluster_environments, horovod_environments])
 def workers(request):
@@ -57,6 +63,7 @@ def by_hand(spec, optimizer: str, batch_norm: bool) -> list[np.ndarray]:
     return anchor
 
 
+@OVER_HOROVOD_IF_LONG
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_workers_average_their_weights(workers, optimizer):
     result = trained(workers, meeting="every_3", optimizer=optimizer)
@@ -91,6 +98,7 @@ def test_epochs_end_with_what_all_workers_saw(workers):
     assert history["val_loss"] == pytest.approx(history["val_loss"])
 
 
+@OVER_HOROVOD_IF_LONG
 def test_a_training_goes_on_in_the_middle_of_a_round(workers, tmp_path):
     """The sixth batch is the second of a round: workers have weights and moments of their own."""
     for meeting in ("every_3", "diloco"):

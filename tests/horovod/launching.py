@@ -18,9 +18,11 @@ def horovodrun(
     path = f"PYTHONPATH={REPOSITORY}"
     program = ["env", path, sys.executable, "-m", f"tests.horovod.{module}"]
     transport = [] if "--mpi" in options else ["--gloo"]  # one built with both would take MPI
+    # Where a test of this process has started Horovod, its size of buckets is in the environment.
+    variables = {k: v for k, v in os.environ.items() if k != "HOROVOD_FUSION_THRESHOLD"}
     finished = subprocess.run(
         [launcher, *transport, "-np", str(num_ranks), *options, *program, *map(str, arguments)],
-        env=os.environ,
+        env=variables,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -31,6 +31,7 @@ def logs(folder):
     return [np.loadtxt(log, int, ndmin=2).tolist() for log in folder.glob("batches-*")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_that_is_started_again_ends_as_the_undisturbed_one(tmp_path, undisturbed):
     status, output = horovodrun("resumable", tmp_path, KILL_AT)

@@ -19,7 +19,12 @@ ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
     [
         (2, signal.SIGKILL, "rank 2 (on host"),
         (0, signal.SIGKILL, "Rank 0, which keeps what the ranks agree on,"),
-        (0, signal.SIGSTOP, "Rank 0, which keeps what the ranks agree on, has not answered"),
+        pytest.param(
+            0,
+            signal.SIGSTOP,
+            "Rank 0, which keeps what the ranks agree on, has not answered",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):

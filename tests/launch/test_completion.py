@@ -1,10 +1,12 @@
 """What a real shell completes."""
 
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
 
@@ -25,20 +27,23 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 @pytest.fixture
-def completed(tmp_path):
-    """What bash offers after a beginning of a command line."""
-    if shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
+def program(tmp_path):
+    """An environment in which `tfparallel` is this checkout's."""
     program = tmp_path / "tfparallel"
     program.write_text(f"#!{sys.executable}\nfrom tfparallel.launch.cli import main\n"
                        "raise SystemExit(main())\n")  # fmt: skip
     program.chmod(0o755)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def completed(tmp_path, program):
+    """What bash offers after a beginning of a command line."""
     (tmp_path / "train.py").touch()
 
     def ask(line: str) -> set[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        command = ["bash", "--norc", "-c", _ASK, "bash", line]
-        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        command = [shell("bash"), "--norc", "-c", _ASK, "bash", line]
+        ran = subprocess.run(command, cwd=tmp_path, env=program, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         return {word.strip() for word in ran.stdout.splitlines()} - {""}
 
@@ -60,13 +65,41 @@ def test_choices_and_files(completed):
     assert "train.py" in completed("tfparallel launch --standalone --workers 2 tr")
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_take_the_code(shell, tmp_path):
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    printed = subprocess.run([sys.executable, "-m", "tfparallel", "completion", shell],
-                             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
-                             capture_output=True, text=True).stdout  # fmt: skip
-    script = Path(tmp_path / "code")
-    script.write_text(printed)
-    subprocess.run([shell, "-n", script], check=True)
+def shell(name: str) -> str:
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def test_fish_completes(program):
+    script = "tfparallel completion fish | source; complete -C 'tfparallel launch --no'"
+    command = [shell("fish"), "--no-config", "-c", script]
+    ran = subprocess.run(command, env=program, capture_output=True, text=True)
+    assert ran.stdout.split("\t")[0] == "--node-rank", ran.stderr
+
+
+def test_zsh_completes(program):
+    start = (
+        'autoload -Uz compinit; compinit -D -u; eval "$(tfparallel completion zsh)"; echo re""ady'
+    )
+    master, terminal = pty.openpty()
+    process = subprocess.Popen([shell("zsh"), "-f", "-i"], env={**program, "TERM": "dumb"},
+                               stdin=terminal, stdout=terminal, stderr=terminal,
+                               start_new_session=True)  # fmt: skip
+    try:
+        for typed, answer in ((f"{start}\n", "ready"), ("tfparallel la\t", "tfparallel launch")):
+            os.write(master, typed.encode())
+            read_until(master, answer)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(terminal)
+
+
+def read_until(terminal: int, answer: str) -> None:
+    shown, deadline = "", time.monotonic() + 40
+    while answer not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([terminal], [], [], 0.2)[0]:
+            shown += os.read(terminal, 4096).decode(errors="replace")

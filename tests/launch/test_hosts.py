@@ -106,14 +106,14 @@ def test_they_meet_again_when_the_job_is_started_again(start):
 
 def test_a_launcher_of_another_job_is_refused_and_one_that_is_missing_is_named(start):
     port = free_port()
-    meeting = ("--nnodes", "2", "--rendezvous", f"localhost:{port}", "--rendezvous-timeout", "30")
+    meeting = ("--nnodes", "2", "--rendezvous", f"localhost:{port}", "--rendezvous-timeout", "12")
     first = start(*meeting, "--node-rank", "0", "show.py")
     other = start(*meeting, "--node-rank", "1", "show.py", "other", "arguments")
     _, err = other.communicate(timeout=60)
     assert (other.returncode, "Received: a refusal. (Node 1 is speaking.)" in err) == (1, True), err
     _, err = first.communicate(timeout=60)
     assert first.returncode == 1
-    assert "Expected nodes [1] to come to the rendezvous within 30 s" in err
+    assert "Expected nodes [1] to come to the rendezvous within 12 s" in err
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def address_of(environment: dict, rank: int) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stopped_worker_is_named_by_all_others_which_end(job, victim):
     environments = cluster_environments(3)
     for rank, environment in enumerate(environments):
@@ -183,7 +183,9 @@ def run(*command: str) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("what", "wrong"), [("bit", 1), ("bit", 0), ("no", 9)])
+@pytest.mark.parametrize(
+    ("what", "wrong"), [("bit", 1), pytest.param("bit", 0, marks=pytest.mark.long), ("no", 9)]
+)
 def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, monkeypatch, what, wrong):
     """After step 6 of 10; weights are compared every 4 steps."""
     monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))

@@ -54,7 +54,7 @@ def _adamw():
     return keras.optimizers.AdamW(0.01, global_clipnorm=0.1)
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_transformer_with_uneven_heads_and_units(parts):
     """Its Embedding is in parts, and the norm that clips is one device's (of rows not merged)."""
     _assert_same(

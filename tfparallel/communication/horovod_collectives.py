@@ -7,6 +7,7 @@ where nothing is summed, as bytes.
 import functools
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,10 +33,12 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "State",
     "all_gather",
+    "all_gather_each",
     "all_reduce_sum",
     "all_to_all",
     "broadcast",
     "hvd",
+    "reduce_scatter",
     "run_elastic",
     "start",
 ]
@@ -112,6 +115,24 @@ def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     sent, shape = _unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
     gathered = hvd.allgather(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
+
+
+def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Tensor]:
+    """Of each `[length]`, as long on every rank, all ranks' one after the other, together."""
+    sent = [_unknown(_as_bytes(part)) for part in parts]
+    gathered = hvd.grouped_allgather(sent, process_set=process_set, **_named())
+    lengths = [part.shape[0] * process_set.size() for part in parts]
+    return [
+        tf.ensure_shape(_from_bytes(each, part.dtype), [length])
+        for each, part, length in zip(gathered, parts, lengths, strict=True)
+    ]
+
+
+def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """This rank's row of the sum of all ranks' `[ranks, length]`."""
+    sent = _unknown(tf.cast(rows, _SUMMED_AS.get(rows.dtype, rows.dtype)))
+    own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
+    return tf.reshape(tf.cast(own, rows.dtype), [rows.shape[1]])
 
 
 def all_to_all(rows: tf.Tensor, process_set: Any) -> tf.Tensor:

@@ -150,12 +150,17 @@ _is_ignored = contextvars.ContextVar("ignores TF_CONFIG", default=False)
 
 @contextlib.contextmanager
 def without_tf_config() -> Iterator[None]:
-    """Within it, `read_tf_config` finds none: what is made takes the devices of this process."""
+    """Within it a job is not seen: what is made takes the devices of this process."""
     token = _is_ignored.set(True)
     try:
         yield
     finally:
         _is_ignored.reset(token)
+
+
+def is_started_by_horovodrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a rank of Horovod, not within `without_tf_config`."""
+    return "HOROVOD_RANK" in environ and not _is_ignored.get()
 
 
 def read_tf_config(environ: Mapping[str, str] = os.environ) -> ClusterConfig | None:

@@ -21,6 +21,7 @@ from tfparallel.communication.horovod_collectives import (
 )
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks
+from tfparallel.coordination.printed_lines import without_lines
 from tfparallel.coordination.stall_watch import StalledError, StallWatch
 from tfparallel.coordination.tcp_store import StoreServer, TcpStore
 from tfparallel.data_parallel.gpu_of_rank import check_no_gpu_is_shared, device_of_rank
@@ -53,7 +54,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     ):
         device = device_of_rank(hvd.local_rank(), hvd.local_size(), has_inner)
         communication = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(strategy, None, communication, devices=(device,))
+        with without_lines("Collective ops is not configured"):  # Horovod reduces instead
+            super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
         with tf.init_scope():
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
@@ -173,7 +175,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         variables = [v.value for v in model.variables]
         optimizer = getattr(model, "optimizer", None) if self._meets_every_step else None
         variables += [v.value for v in optimizer.variables] if optimizer is not None else []
-        variables = list({id(v): v for v in variables}.values())
+        variables = [v for v in {id(v): v for v in variables}.values() if self._is_held_alike(v)]
         checksum = 0
         for variable in variables:
             checksum = zlib.crc32(variable.values[0].numpy().tobytes(), checksum)
@@ -187,6 +189,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             )
         for variable in variables:
             variable.assign(self._broadcast(variable.read_value()))
+
+    def _is_held_alike(self, variable: Any) -> bool:
+        """Whether all ranks have the whole of `variable`."""
+        del variable
+        return True
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

@@ -64,8 +64,10 @@ __all__ = [
     "draw_keys_at_call_time",
     "distribute_lib",
     "distribute_utils",
+    "exchange_rows",
     "first_replica_of_process",
     "gather",
+    "gather_alike",
     "give_to",
     "launchers_of",
     "num_replicas",
@@ -106,6 +108,29 @@ def launchers_of(operations: Any) -> Sequence[Any]:
     They can gather, which TensorFlow does not offer, and decide when a collective's key is drawn.
     """
     return operations._launchers
+
+
+def gather_alike(launcher: Any, part: tf.Tensor) -> tf.Tensor:
+    """All workers' `[length]` one after the other; the public gather first exchanges lengths."""
+    gathered = launcher._all_gather(part, None)
+    return tf.ensure_shape(gathered, [part.shape[0] * launcher._group_size])
+
+
+def exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
+    """`[workers, length]`: row j goes to worker j, row i came from worker i.
+
+    TensorFlow reduce-scatters on GPUs only; this sends as many bytes, and its rows' sum is that.
+    """
+    token = launcher._get_ordering_token()
+    exchanged = tf.raw_ops.CollectiveAllToAllV2(
+        input=rows,
+        group_size=launcher._group_size,
+        group_key=launcher._group_key,
+        instance_key=launcher._next_instance_key(),
+        ordering_token=[] if token is None else [token],
+        timeout_seconds=launcher._options.timeout_seconds or 0,
+    )
+    return tf.ensure_shape(exchanged, rows.shape)
 
 
 def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:

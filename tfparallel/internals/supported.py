@@ -221,6 +221,12 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.distribute.cross_device_ops.ReductionToOneDevice": ("_gather",),
     "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher": (
+        "_all_gather",
+        "_get_ordering_token",
+        "_group_key",
+        "_group_size",
+        "_next_instance_key",
+        "_options",
         "_use_unique_instance_key",
         "all_gather",
     ),

@@ -20,7 +20,8 @@ def add_completion_command(commands: Any) -> None:
     completion = commands.add_parser(
         "completion",
         help="print what makes a shell complete this command line",
-        description='For bash: eval "$(tfparallel completion bash)", there or in ~/.bashrc.',
+        description='bash: eval "$(tfparallel completion bash)", there or in ~/.bashrc; zsh: eval '
+        '"$(tfparallel completion zsh)" after compinit; fish: tfparallel completion fish | source.',
         allow_abbrev=False,
     )
     completion.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))

@@ -33,6 +33,7 @@ from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.convolution_hooks import hook_convolution
+from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.variables import (
@@ -61,7 +62,9 @@ class ParameterServerExtended(CentralExtended):
         super().__init__(container_strategy, [cluster.chief_device])
 
     def _description(self) -> str:
-        return f"num_workers={self._cluster.num_workers}, num_ps={self._cluster.num_ps}"
+        devices = names_of_groups(self._cluster.worker_devices())  # of each worker
+        cluster = f"num_workers={self._cluster.num_workers}, num_ps={self._cluster.num_ps}"
+        return f"{cluster}, devices={devices}"
 
     def _compute_devices(self) -> tuple[str, ...]:
         raise NotImplementedError

@@ -1,10 +1,7 @@
 """How a pipeline runs a Keras step: microbatches as replicas, over variables that exist once."""
 
-import collections
 import contextlib
 import functools
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,67 +9,37 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.joining import add_tensors, tensor_of
-from tfparallel.internals import (
-    BaseOptimizer,
-    TrainerCall,
-    device_util,
-    distribute_lib,
-    distribute_utils,
-    is_stock_step,
-    layer_of_late_variable,
-    surround_epochs,
-    values_util,
-)
+from tfparallel.internals import distribute_lib, distribute_utils, values_util
 from tfparallel.internals.distribute import container_of
-from tfparallel.internals.keras_layers import behind, layers_of
-from tfparallel.measure.shares import Plan
+from tfparallel.internals.keras_layers import layers_of
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from tfparallel.pipeline.divided import DividedModels
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.pipeline_options import PipelineOptions
-from tfparallel.pipeline.plan_of_shares import plan_of_shares
+from tfparallel.pipeline.placed import hosts_of
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
-from tfparallel.pipeline.profile import Cost, slowest
-from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.stage_functions import StageFunctions
-from tfparallel.pipeline.stage_scope import Placement
-from tfparallel.pipeline.stage_variables import (
-    LayerVariable,
-    OptimizerNumber,
-    SeedVariable,
-    SequentialVariable,
-    StageVariable,
-)
+from tfparallel.pipeline.stage_variables import SequentialVariable, StageVariable
 from tfparallel.pipeline.staged_model import staged
-from tfparallel.pipeline.stages import Budget, Stages, divide
-from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
-from tfparallel.replicas.device_names import short_names
-from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.replicas.seed_hooks import seed_of_stream
 from tfparallel.replicas.state_changes import StateChanges, current_inputs
 
 
-class PipelineExtended(LocalExtended):
+class PipelineExtended(DividedModels):
     """Microbatches as replicas, over variables that exist once in each pipeline.
 
     Args:
-        container_strategy: the strategy.
-        devices: of the stages.
-        schedule: of `options`, for so many devices.
-        options: as `PipelineStrategy` explains them.
-        cluster: that the devices are in, if they are in several processes.
-        others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
-            `r % num_microbatches` of pipeline `r // num_microbatches`.
+        container_strategy, devices, schedule, options, cluster, others: as in `DividedModels`.
     """
 
     _gathers = False  # weights of a stage from other devices, when it is called
@@ -87,25 +54,7 @@ class PipelineExtended(LocalExtended):
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
     ):
-        pipelines = [devices, *others]
-        self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
-        self._groups: list[list[Sequence[str]]] = [[(d,) for d in each] for each in self._pipelines]
-        self._stage_devices = self._pipelines[0]
-        super().__init__(container_strategy, devices[:1])  # which is in this process
-        self._default_device = None
-        self._schedule, self._options = schedule, options
-        # Losses and metrics are computed where the last stage is.
-        microbatches = range(schedule.num_microbatches)
-        self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
-        self._input_workers_devices = ((self._host_device, self._devices),)
-        self._budget = stage_budget(schedule, options.memory_limit_bytes)
-        self._placement = Placement(schedule.num_stages)
-        self._cluster = cluster
-        if cluster is not None:
-            cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
-        self._known_stages: Any = weakref.WeakKeyDictionary()
-        self._batches = FirstBatches(self._num_replicas_in_sync)
-        self._creation = threading.local()
+        super().__init__(container_strategy, devices, schedule, options, cluster, others)
         self._executors: Executors | None = None
         self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False
@@ -113,83 +62,6 @@ class PipelineExtended(LocalExtended):
         self._times: dict[Action, tf.Tensor] = {}
         self._reads: dict | None = None  # of `OptimizerNumber`s, while a step is traced
         self._changes: StateChanges | None = None  # of `LayerVariable`s, while a step is traced
-
-    def _description(self) -> str:
-        where = self._stage_devices if self._cluster else short_names(self._stage_devices)
-        schedule = self._schedule
-        return (
-            f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
-            f"devices={where}" + "".join(f" + {short_names(o)}" for o in self._pipelines[1:])
-        )
-
-    def outermost(self) -> tf.distribute.Strategy:
-        """The strategy that trains: of several processes, where the pipeline is inside of one."""
-        return self._container_strategy()
-
-    # ---- several pipelines -----------------------------------------------------------------------
-
-    def pipeline_of(self, replica: int) -> int:
-        """Which pipeline a replica of this process is a microbatch of."""
-        return replica // self._schedule.num_microbatches
-
-    def is_first_of_pipeline(self) -> bool:
-        """Whether the calling replica is its pipeline's first microbatch."""
-        replica = values_util.get_current_replica_id_as_int()
-        return replica % self._schedule.num_microbatches == 0
-
-    # ---- where variables live --------------------------------------------------------------------
-
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        leader = kwargs.get("colocate_with")
-        self._creation.is_slot = isinstance(leader, StageVariable)
-        if not isinstance(leader, StageVariable):
-            self._creation.device = self._home(kwargs)
-            return super()._create_variable(next_creator, **kwargs)
-        self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
-        variable = super()._create_variable(next_creator, **kwargs)
-        leader._followers += (variable,)
-        leader.move_to(leader.places())
-        return variable
-
-    def _home(self, kwargs: Mapping[str, Any]) -> str:
-        """Where a variable lives as long as its stage is not known."""
-        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
-            return self._host_device
-        # Metrics are computed where the last stage is. A GPU adds up no small integers.
-        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
-        return self._stage_devices[-1] if dtype.is_floating else self._hosts()[-1]
-
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            return SequentialVariable
-        if isinstance(owner, BaseOptimizer):
-            return StageVariable if self._creation.is_slot else OptimizerNumber
-        owner = owner or layer_of_late_variable()
-        is_state = isinstance(owner, keras.Layer) and not kwargs.get("trainable")
-        is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM
-        is_average = isinstance(owner, keras.layers.BatchNormalization)
-        is_in_turn = is_state and (is_sum or is_average)
-        if isinstance(owner, keras.random.SeedGenerator):
-            return SeedVariable
-        return SequentialVariable if is_in_turn else LayerVariable
-
-    def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
-        value = super()._initial_value(variable_class, i, device, copies, kwargs)
-        if variable_class is not SeedVariable or i == 0:
-            return value
-        return lambda: seed_of_stream(value() if callable(value) else value, i)
-
-    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
-        return (self._creation.device,) * len(self._pipelines)
-
-    def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
-        if not self.is_first_of_pipeline():
-            return None  # the first microbatch computes the same update, for all
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 
@@ -201,38 +73,8 @@ class PipelineExtended(LocalExtended):
             return len(self._pipelines) * self._num_workers
         return self._num_replicas_in_sync
 
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
-        """Notes the batch, to measure layers with it."""
-        if not is_stock_step(step_function) or not args:
-            return args
-        self._note_batch(step_function.__self__, args[0])
-        return self._batch_for_step(args[0]), *args[1:]
-
-    @property
-    def _host_device(self) -> str:
-        """Where batches are: the CPU of this process, whose device is the first."""
-        return device_util.canonicalize("/device:CPU:0", self._stage_devices[0])
-
     def _reports_lost_stages(self) -> contextlib.AbstractContextManager | None:
         return None if self._cluster is None else self._cluster.reports_lost_stages()
-
-    def _device_of_stage(self, stage: int) -> str:
-        return self._stage_devices[self._schedule.device_of[stage]]
-
-    def _groups_of_stage(self, stage: int) -> list[Sequence[str]]:
-        """In each pipeline the devices of a stage; its functions are called on the first."""
-        return [each[self._schedule.device_of[stage]] for each in self._groups]
-
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
-        if call.model not in self._known_stages:
-            self._batches.note_arrays(call)
-        if self._cluster is not None:
-            surround_epochs(call, self._cluster.reports_lost_stages)
-        return super()._keras_dataset(dataset, call)
-
-    def _note_batch(self, model: keras.Model, data: Any) -> None:
-        if model not in self._known_stages:
-            self._batches.note_shapes(model, data)
 
     @property
     def _gathers_for_layers(self) -> bool:
@@ -245,41 +87,6 @@ class PipelineExtended(LocalExtended):
         first = self._get_replica_id_in_sync_group(0)
         microbatches = range(first, first + len(self._devices))
         return batch_on_hosts(data, self._host_device, self._hosts()[-1], microbatches)
-
-    def _stages_of(self, model: keras.Model) -> Stages:
-        if model not in self._known_stages:
-            check_batch_norm(model)
-            inputs = self._batches.take(model)
-            given = self._options.partition, self._placement, self._budget, inputs
-            stages = divide(model, *given, self._agreed)
-            homes = stages.homes()
-            for variable in model.variables:
-                if isinstance(behind(variable), StageVariable) and id(variable) in homes:
-                    behind(variable).move_to(self._groups_of_stage(homes[id(variable)]))
-            self._known_stages[model] = stages
-        return self._known_stages[model]
-
-    def _agreed(self, costs: list[Cost]) -> list[Cost]:
-        """The same for all workers, whose clocks differ: a stage has the same layers in each."""
-        if self._workers is None:
-            return costs
-        return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
-
-    def _summary_of(self, model: keras.Model) -> Summary:
-        devices = [
-            [device for group in self._groups_of_stage(stage) for device in group]
-            for stage in range(self._schedule.num_stages)
-        ]
-        return summarise(model.name, self._stages_of(model), devices, self._budget.live)
-
-    def _plan_of(self, model: keras.Model) -> Plan:
-        if model not in self._known_stages:
-            return super()._plan_of(model)
-        specs = map(tf.DeviceSpec.from_string, self._stage_devices)
-        where = [f"{each.job}:{each.task}/" if self._cluster else "" for each in specs]
-        short = short_names(self._stage_devices)
-        names = [f"{i} ({job}{name})" for i, (job, name) in enumerate(zip(where, short))]
-        return plan_of_shares(self._schedule, self._known_stages[model], names)
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
@@ -373,7 +180,7 @@ class PipelineExtended(LocalExtended):
         shared = StageFunctions(is_shared=True) if self._shares_functions else None
         each = []
         for i, devices in enumerate(self._pipelines):
-            hosts = _hosts_of(devices) if self._options.offload else None
+            hosts = hosts_of(devices) if self._options.offload else None
             own_copy = functools.partial(copy_in_pipeline, i)
             functions = shared or StageFunctions()
             each.append(
@@ -414,9 +221,6 @@ class PipelineExtended(LocalExtended):
             yield
         finally:
             self._has_clock, self._times = False, {}
-
-    def _hosts(self) -> list[str]:
-        return _hosts_of(self._stage_devices)
 
     def _deferred_layers(self, model: keras.Model) -> list[keras.layers.BatchNormalization]:
         if self._options.batch_norm != "deferred":
@@ -491,20 +295,8 @@ def copy_in_pipeline(index: int, variable: Any) -> Any:
     return container.copy_in(index, variable) if is_of_stage else variable
 
 
-def _hosts_of(devices: Sequence[str]) -> list[str]:
-    return [device_util.canonicalize("/device:CPU:0", device) for device in devices]
-
-
 def _weighted_sum(values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> tf.Tensor:
     """Of values with a weight above zero: without rows they may be NaN."""
     weights = [tf.cast(weight, value.dtype) for value, weight in zip(values, weights, strict=True)]
     pairs = zip(values, weights, strict=True)
     return tf.add_n([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])
-
-
-def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
-    """The stages of a device share its memory evenly."""
-    if memory_limit_bytes is None:
-        return Budget(simulate(schedule).peak_live_per_stage)
-    stages_per_device = max(collections.Counter(schedule.device_of.values()).values())
-    return Budget(simulate(schedule).peak_live_per_stage, memory_limit_bytes / stages_per_device)

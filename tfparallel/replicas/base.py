@@ -12,7 +12,6 @@ The decisions, and the method that takes each:
 import collections
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from tfparallel.internals.distribute import num_replicas
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
+from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.replica_step import current_replica_step
@@ -58,21 +58,12 @@ _KEYS_PER_STRATEGY = 100_000
 _strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertools.count)
 
 
-class KerasStrategy(tf.distribute.Strategy):
+class KerasStrategy(DescribedStrategy):
     """A `tf.distribute.Strategy` that trains an unmodified Keras 3 model as one device would.
 
     Calls that Keras makes (`fit`, `evaluate`, `predict`, `*_on_batch`) get the whole global batch,
     which is split here. Every other call keeps the contract of `tf.distribute`.
     """
-
-    def __init_subclass__(cls) -> None:
-        _, *others = inspect.signature(cls.__init__).parameters.values()
-        cls.__signature__ = inspect.Signature(others)  # help() does not see it behind `__new__`
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "KerasStrategy":
-        """As any object; of an unknown keyword is said what it may have meant."""
-        checks.check_keywords(cls, kwargs)
-        return super().__new__(cls)
 
     def __init__(self, extended: Any, kept_in_step_of: Callable | None = None):
         # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
@@ -81,24 +72,6 @@ class KerasStrategy(tf.distribute.Strategy):
             extended._kept_in_step_of = kept_in_step_of
         tf.distribute.Strategy.__init__(self, extended)
         first_words.say_of(self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extended._description()})"
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among those that train, from 0."""
-        return self.extended._id_in_cluster
-
-    @property
-    def num_workers(self) -> int:
-        """How many processes of the job train; 1 where one process does."""
-        return self.extended._num_workers
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is the process that logs and writes files for the job."""
-        return self.rank == 0
 
     @functools.cached_property
     def _collective_key_base(self) -> int:
@@ -111,9 +84,6 @@ class KerasStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
         build_from_step(trainer_that_builds())
-        checks.check_scopes(self)
-        checks.check_keras_distribution(self)
-        first_words.is_used(self)
         return super().scope()
 
     def run(

@@ -25,6 +25,10 @@ _COPY_IT = (
     "model); copy.set_weights(model.get_weights())`, and the copy compiled there. One of a file is "
     "loaded there: `keras.models.load_model(path)`."
 )
+ONE_SCOPE_AT_A_TIME = (
+    "A model is built, compiled and trained under one strategy: leave the outer scope first, and "
+    "call fit, evaluate and predict outside of any other strategy's scope."
+)
 
 
 def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
@@ -197,7 +201,7 @@ def check_scopes(strategy: tf.distribute.Strategy) -> None:
     if outer is not strategy:
         raise RuntimeError(
             f"Expected one strategy's scope at a time. Received: the scope of {strategy!r} inside "
-            f"of that of {outer!r}. A model trains under one strategy: leave the outer scope first."
+            f"of that of {described(outer)}. {ONE_SCOPE_AT_A_TIME}"
         )
 
 
@@ -267,6 +271,21 @@ def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
     return devices
 
 
+def check_device(device: Any, what: str = "device") -> list[str]:
+    """A list of the name of one device, given in any way that `check_devices` takes; or its number.
+
+    Raises:
+        ValueError: for none or several, or one that does not exist.
+    """
+    names = check_devices([device] if isinstance(device, int) else device, what) or []
+    if len(names) != 1:
+        raise ValueError(
+            f"`{what}` must be one device, such as 'GPU:0'. Received: {device!r}. For several, "
+            "take MirroredStrategy or another strategy."
+        )
+    return names
+
+
 def _parse(device: object, what: str) -> tuple[str, int]:
     try:
         spec = tf.DeviceSpec.from_string(str(device) if "/" in str(device) else f"/device:{device}")
@@ -289,5 +308,17 @@ def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bo
     return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
 
 
+def described(strategy: tf.distribute.Strategy) -> str:
+    """A strategy for a message; TensorFlow's own have no `repr` that says what they are."""
+    if _is_tensorflows(strategy):
+        return f"{_name(strategy)} of {strategy.num_replicas_in_sync} replicas"
+    return repr(strategy)
+
+
 def _name(strategy: tf.distribute.Strategy) -> str:
-    return type(strategy).__name__
+    name = type(strategy).__name__
+    return f"tf.distribute.{name}" if _is_tensorflows(strategy) else name
+
+
+def _is_tensorflows(strategy: tf.distribute.Strategy) -> bool:
+    return type(strategy).__module__.startswith("tensorflow.")

@@ -36,6 +36,11 @@ def short_names(devices: Iterable[str]) -> list[str]:
     return [f"{spec.device_type}:{spec.device_index}" for spec in specs]
 
 
+def names_of_groups(groups: Iterable[Iterable[str]]) -> list[str]:
+    """Devices that compute together, as one name each: `CPU:0+CPU:1`."""
+    return ["+".join(short_names(group)) for group in groups]
+
+
 def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether GPUs are parts of one, between which NCCL does not reduce.
 

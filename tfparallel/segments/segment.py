@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfparallel.internals.graphs import is_stateful, take_instead
 from tfparallel.segments.graph_copy import GraphCopy
 
-_ASKS_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})  # as soon as the tensor is there
+ASKS_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})  # as soon as the tensor is there
 
 
 class Segment:
@@ -116,7 +116,7 @@ def _wanted(
     return [
         (operation, index, tensor)
         for operation in later
-        if operation.type not in _ASKS_SHAPE
+        if operation.type not in ASKS_SHAPE
         for index, tensor in enumerate(operation.inputs)
         if id(tensor) in segment.replaced or segment.recomputes(tensor.op)
     ]

@@ -29,7 +29,7 @@ from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.shard_view import shard_view
 from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
-from tfparallel.sharded.units import units_of
+from tfparallel.sharded.units import layers_of_units, units_of
 from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
 
 
@@ -44,6 +44,7 @@ class ShardedExtended(ReplicatedExtended):
     _memory = MemoryPolicy()
     _reduces_parts = True
     _num_copies = 1  # in this process: hybrid sharding
+    _has_whole_copy = False  # in each worker: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
     _backward: BackwardReduction | None = None  # while a step is traced
 
@@ -69,7 +70,7 @@ class ShardedExtended(ReplicatedExtended):
     @property
     def _num_sharing(self) -> int:
         """How many workers share one copy; those around a mesh of this process have one each."""
-        return self._num_workers if self._workers is None else 1
+        return 1 if self._has_whole_copy or self._workers is not None else self._num_workers
 
     @property
     def _devices_of_copy(self) -> int:
@@ -166,9 +167,8 @@ class ShardedExtended(ReplicatedExtended):
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
-        optimizer, variables = getattr(model, "optimizer", None), model.trainable_variables
-        reduces = self._sharding.shard != "optimizer" and optimizer is not None
-        if reduces and self._updates_parts(optimizer, variables):
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and self.reduces_early(optimizer, model.trainable_variables):
             self._backward = BackwardReduction(self)
         segments = StepSegments(self._sharding.prefetch)
         again = self._memory.rematerialized(model)
@@ -178,6 +178,21 @@ class ShardedExtended(ReplicatedExtended):
                 yield
         finally:
             self._backward = None
+
+    @property
+    def sharding(self) -> Sharding:
+        """What the user said of it."""
+        return self._sharding
+
+    def reduces_early(self, optimizer: BaseOptimizer, variables: Sequence) -> bool:
+        """Whether Keras's own step reduces gradients as soon as they are there."""
+        is_asked = self._sharding.shard != "optimizer"
+        return is_asked and self._updates_parts(optimizer, variables)
+
+    def unit_layers(self, model: keras.Model) -> list[tuple[keras.Layer, bool]]:
+        """The layers of `model` that are units, and whether with all layers in them."""
+        again = self._memory.rematerialized(model)
+        return layers_of_units(model, self._sharding.patterns, again)
 
     def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
         """What a tape gets where replica `i` has read the whole of `variable`."""
@@ -260,7 +275,10 @@ class ShardedExtended(ReplicatedExtended):
     def _over_workers(self, sums: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Sums of this process's shards, and of the same shards of all workers that have a copy."""
         flat = [shard for shards in sums for shard in shards]
-        total = iter(self._sum_gradients_across_workers(flat, None))
+        if self._has_whole_copy:
+            total = iter(self._sum_list_across_workers(flat))
+        else:
+            total = iter(self._sum_gradients_across_workers(flat, None))
         return [[next(total) for _ in shards] for shards in sums]
 
     def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:

@@ -17,6 +17,9 @@ class LocalShardedExtended(ShardedExtended, LocalExtended):
         devices: None takes all. With several copies, those of a copy are next to one another.
         sharding: what is in parts.
         num_copies: among which the devices are divided; each is in parts on its devices.
+
+    Raises:
+        ValueError: if the devices cannot be divided so.
     """
 
     def __init__(
@@ -27,4 +30,9 @@ class LocalShardedExtended(ShardedExtended, LocalExtended):
         num_copies: int = 1,
     ):
         super().__init__(container_strategy, devices)
+        if num_copies < 1 or len(self._devices) % num_copies:
+            raise ValueError(
+                f"{len(self._devices)} devices must be a multiple of the copies that they share. "
+                f"Received: {num_copies} `replicas`."
+            )
         self._sharding, self._num_copies = sharding, num_copies

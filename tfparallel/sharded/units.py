@@ -96,21 +96,34 @@ def units_of(
     Raises:
         ValueError: for a pattern that names no layer.
     """
+    wants = {id(layer): wanted for layer, wanted in rematerialized}
+    return [
+        (
+            layer,
+            functools.partial(_weights_of, layer, with_inner, is_sharded),
+            wants.get(id(layer)),
+        )
+        for layer, with_inner in layers_of_units(model, patterns, rematerialized)
+    ]
+
+
+def layers_of_units(
+    model: keras.Model,
+    patterns: Sequence[str] | None,
+    rematerialized: Sequence[tuple[keras.Layer, Callable]] = (),
+) -> list[tuple[keras.Layer, bool]]:
+    """The layers that are units, and whether with all layers in them; arguments as `units_of`."""
     layers = layers_by_path(model)
     if patterns is None:
         chosen = [(layer, _is_with_inner(layer)) for layer in layers.values()]
     else:
         check_patterns("units", patterns, layers)
         chosen = [(layer, True) for path, layer in layers.items() if is_named(path, patterns)]
-    wants = {id(layer): (layer, wanted) for layer, wanted in rematerialized}
-    known = set(map(id, (layer for layer, _ in chosen)))
-    chosen += [(layer, True) for layer, _ in wants.values() if id(layer) not in known]
+    again = {id(layer): layer for layer, _ in rematerialized}
+    known = {id(layer) for layer, _ in chosen}
+    chosen += [(layer, True) for key, layer in again.items() if key not in known]
     return [
-        (
-            layer,
-            functools.partial(_weights_of, layer, with_inner or id(layer) in wants, is_sharded),
-            wants[id(layer)][1] if id(layer) in wants else None,
-        )
+        (layer, with_inner or id(layer) in again)
         for layer, with_inner in chosen
         if not isinstance(layer, keras.layers.InputLayer)
     ]
@@ -120,13 +133,18 @@ def _is_with_inner(layer: keras.Layer) -> bool:
     return isinstance(layer, (keras.layers.RNN, keras.layers.Wrapper))
 
 
+def unit_variables(layer: keras.Layer, with_inner: bool) -> list[Any]:
+    """TensorFlow's variables of a unit, each once."""
+    own = [x for each in (layers_of(layer) if with_inner else [layer]) for x in own_variables(each)]
+    return list({id(behind(x)): behind(x) for x in own}.values())
+
+
 def _weights_of(
     layer: keras.Layer, with_inner: bool, is_sharded: Callable[[Any], bool]
 ) -> Weights | None:
     """What a call of `layer` gathers; None if that is nothing, or is there in a unit around it."""
-    own = [x for each in (layers_of(layer) if with_inner else [layer]) for x in own_variables(each)]
-    variables = {id(behind(x)): behind(x) for x in own if is_sharded(behind(x))}
-    missing = [x for key, x in variables.items() if given_whole(x) is None]
+    variables = unit_variables(layer, with_inner)
+    missing = [x for x in variables if is_sharded(x) and given_whole(x) is None]
     i = values_util.get_current_replica_id_as_int()
     if not missing or i is None:
         return None

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.checks import check_device
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
@@ -14,15 +14,15 @@ class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     Drop-in for `tf.distribute.OneDeviceStrategy`.
 
     Args:
-        device: device name such as `"GPU:0"`.
+        device: device name such as `"GPU:0"`, or its number.
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`.
 
     Raises:
-        ValueError: if the device does not exist.
+        ValueError: if the device does not exist, or for several.
     """
 
-    def __init__(self, device: str, memory: MemoryPolicy | None = None):
-        extended = MirroredLocalExtended(self, check_devices(device, "device"))
+    def __init__(self, device: str | int, memory: MemoryPolicy | None = None):
+        extended = MirroredLocalExtended(self, check_device(device, "device"))
         super().__init__(extended, (memory or MemoryPolicy()).during)

@@ -1,19 +1,22 @@
 """Data parallel whose replicas share what each would hold alike (ZeRO, FSDP)."""
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import tensorflow as tf
+import keras
 
-from tfparallel.coordination.cluster import read_tf_config
-from tfparallel.coordination.timeouts import WorkerTimeouts
-from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.coordination.cluster import is_started_by_horovodrun, read_tf_config
+from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
-from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
+from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
+
+TRANSPORTS = ("auto", "ring", "collectives", "horovod")
 
 
 class ShardedStrategy(KerasStrategy):
@@ -23,12 +26,13 @@ class ShardedStrategy(KerasStrategy):
     slots and, by default, of the weights, which are gathered where a layer needs them. Gradients
     are reduce-scattered.
 
-    Where `TF_CONFIG` names workers, all of their devices are replicas. Whoever reads a weight there
-    (`get_weights`, `save`), outside of a step, gathers it: all workers have to, in the same order.
+    Where `TF_CONFIG` names workers, all of their devices are replicas; where `horovodrun` has
+    started the process, all ranks are. Whoever reads a weight there (`get_weights`, `save`),
+    outside of a step, gathers it: all workers have to, in the same order.
 
     Args:
         devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical
-            CPUs where there are none. With `TF_CONFIG` it must be None.
+            CPUs where there are none. Over several processes it must be None.
         shard: what is kept in parts: "parameters" (weights, gradients and slots; ZeRO 3),
             "gradients" (ZeRO 2) or "optimizer" (slots only; ZeRO 1).
         min_size: weights of fewer numbers stay whole on each replica.
@@ -44,10 +48,19 @@ class ShardedStrategy(KerasStrategy):
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
+        replicas: how many copies there are of what is in parts: of the devices of one process,
+            neighbours share a copy; of workers each has one, on its devices. Parts are gathered
+            within a copy, and gradients summed across copies (hybrid sharding).
+        transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
+            "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
+            Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
+            names workers, else there is one process.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
-        ValueError: for devices that do not exist or are named twice, and for another `shard`.
+        ImportError: if Horovod is not installed where it is asked for.
+        ValueError: for devices that do not exist or are named twice, for another `shard` or
+            `transport`, and for a number of `replicas` that devices cannot be divided by.
 
     Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
     models", https://arxiv.org/abs/1910.02054
@@ -64,40 +77,75 @@ class ShardedStrategy(KerasStrategy):
         prefetch: int = 1,
         gather_dtype: str | None = None,
         memory: MemoryPolicy | None = None,
+        replicas: int = 1,
+        transport: str = "auto",
     ):
         sharding = Sharding(shard, min_size, units, reshard_after_forward, prefetch, gather_dtype)
-        cluster = read_tf_config()
-        if cluster is None:
-            extended: Any = LocalShardedExtended(self, check_devices(devices), sharding)
-        elif devices is None:
-            extended = WorkersShardedExtended(self, cluster.cluster_resolver(), sharding)
-        else:
-            raise ValueError(
-                "ShardedStrategy takes all devices of the workers of TF_CONFIG. Received: "
-                f"devices={list(devices)}. Leave `devices` out, or TF_CONFIG."
-            )
+        extended = _extended(self, devices, sharding, replicas, transport)
         extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
 
+    def scope(self) -> AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; errors in it name a rank of Horovod that has ended."""
+        names_lost_ranks = getattr(self.extended, "_names_lost_ranks", None)
+        if names_lost_ranks is None or self.extended._num_workers == 1:
+            return super().scope()
+        return ReportingScope(super().scope(), names_lost_ranks())
 
-class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
-    """Shards on the devices of all workers."""
+    def summary(self, model: keras.Model, inputs: Any = None) -> MemoryTable:
+        """What a step of `model` takes of each device of this process, in bytes; `print` it.
 
-    def __init__(
-        self, container_strategy: tf.distribute.Strategy, cluster_resolver: Any, sharding: Sharding
-    ):
-        options = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(container_strategy, cluster_resolver, options, None, WorkerTimeouts())
-        self._sharding = sharding
+        Creates the optimizer's slots, if no step has done so yet. Nothing is gathered or sent.
 
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        with tf.device(self._host_device):
-            if self._ring_all_reduce is not None:
-                return self._ring_all_reduce.gather_each(parts)
-            return [self._gather_rows(part) for part in parts]
+        Args:
+            model: built and compiled under this strategy.
+            inputs: a batch of what it is called with, of all replicas; without it activations are
+                not known.
 
-    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        if self._ring_all_reduce is None:  # all of the sum, of which the rest is thrown away
-            return self._host_sum(rows)[self._id_in_cluster]
-        with tf.device(self._host_device):
-            return self._ring_all_reduce.reduce_scatter(rows)
+        Raises:
+            ValueError: for a model that is not built.
+        """
+        with self.scope():
+            return memory_table(self.extended, model, inputs)
+
+
+def _extended(
+    strategy: KerasStrategy,
+    devices: Sequence[str] | None,
+    sharding: Sharding,
+    replicas: int,
+    transport: str,
+) -> Any:
+    """What decides for the strategy, by what the processes of the job meet over."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"`transport` must be one of {TRANSPORTS}. Received: {transport!r}.")
+    if transport == "horovod" or (transport == "auto" and is_started_by_horovodrun()):
+        _check_takes_all(devices, "the ranks of Horovod")
+        if replicas != 1:
+            raise ValueError(
+                "Ranks of Horovod have one device each, and share one copy: `replicas` is 1. "
+                f"Received: {replicas}. Take HorovodStrategy(inner=lambda: ShardedStrategy())."
+            )
+        from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended  # Horovod's
+
+        return RanksShardedExtended(strategy, sharding)
+    cluster = read_tf_config()
+    if cluster is not None:
+        _check_takes_all(devices, "the workers of TF_CONFIG")
+        uses_ring = transport != "collectives"
+        resolver = cluster.cluster_resolver()
+        return WorkersShardedExtended(strategy, resolver, sharding, uses_ring, replicas)
+    if transport != "auto":
+        raise ValueError(
+            f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "
+            "Start the script with `tfparallel launch`, or leave `transport` out."
+        )
+    return LocalShardedExtended(strategy, check_devices(devices), sharding, replicas)
+
+
+def _check_takes_all(devices: Sequence[str] | None, of: str) -> None:
+    if devices is not None:
+        raise ValueError(
+            f"ShardedStrategy takes all devices of {of}. Received: devices={list(devices)}. Leave "
+            "`devices` out, or make the strategy in a process that is not of a job."
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import is_symbolic_build
+from tfparallel.replicas import first_words
 from tfparallel.tpu.extended import KerasTPUExtended, connect_to_tpu
 from tfparallel.tpu.spmd_step import SpmdKerasSteps
 
@@ -43,6 +44,7 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
             resolver, experimental_device_assignment, experimental_spmd_xla_partitioning
         )
         self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
+        first_words.say_of(self)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests."""

@@ -18,6 +18,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import keep_number
 from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
 from tfparallel.tensor_parallel.holds_parts import HoldsParts
@@ -39,6 +40,10 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
         groups = layouts.groups.groups
         super().__init__(container_strategy, [group[0] for group in groups])
         self._groups = [[device_util.canonicalize(d, self._devices[0]) for d in g] for g in groups]
+
+    def _description(self) -> str:
+        devices = names_of_groups(self._groups)
+        return f"num_replicas={self._num_replicas_in_sync}, devices={devices}"
 
     # ---- groups ----------------------------------------------------------------------------------
 

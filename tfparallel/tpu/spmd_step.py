@@ -28,13 +28,15 @@ from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batch import num_rows, split_rows
+from tfparallel.replicas.described_strategy import DescribedStrategy
+from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
 
 
-class SpmdKerasSteps(tf.distribute.Strategy):
+class SpmdKerasSteps(DescribedStrategy):
     """Mixin, before a `tf.distribute.Strategy`: `run` of a Keras step is right for the whole batch.
 
     Its `extended` needs `SpmdExtended` as a mixin.
@@ -69,6 +71,14 @@ class SpmdKerasSteps(tf.distribute.Strategy):
 
 class SpmdExtended(tf.distribute.StrategyExtended):
     """Mixin of `SpmdKerasSteps`' extended: hooks for what is created in the scope."""
+
+    _id_in_cluster, _num_workers = 0, 1  # one process drives the devices of all hosts
+
+    def _description(self) -> str:
+        """What the strategy is made of, for its `repr`."""
+        return (
+            f"num_replicas={self._num_replicas_in_sync}, devices={short_names(self.worker_devices)}"
+        )
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         owner = owner_of_new_variable()

@@ -1,0 +1,45 @@
+"""Shards on the ranks of Horovod."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
+from tfparallel.communication.horovod_collectives import all_gather_each, hvd, reduce_scatter, start
+from tfparallel.data_parallel.horovod import HorovodExtended
+from tfparallel.sharded.extended import ShardedExtended
+from tfparallel.sharded.options import Sharding
+from tfparallel.sharded.sharded_variables import ShardedVariable
+
+_STALL_TIMEOUT_S = 300.0  # as `HorovodStrategy`'s default
+
+
+class RanksShardedExtended(ShardedExtended, HorovodExtended):
+    """Shards on all ranks, one device each.
+
+    Args:
+        container_strategy: the strategy.
+        sharding: what is in parts.
+    """
+
+    def __init__(self, container_strategy: tf.distribute.Strategy, sharding: Sharding):
+        start(hierarchical=False, bucket_bytes=SENT_BUCKET_BYTES)
+        options = {"predivide": 1.0, "bucket_bytes": SENT_BUCKET_BYTES}
+        super().__init__(container_strategy, hvd.global_process_set, False, False, options)
+        self._sharding = sharding
+        self._watch_for_stalls(_STALL_TIMEOUT_S)
+
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        with self._in_order() as sent:
+            sent += all_gather_each([tf.identity(part) for part in parts], self._process_set)
+        return sent
+
+    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(reduce_scatter(tf.identity(rows), self._process_set))
+        return sent[0]
+
+    def _is_held_alike(self, variable: Any) -> bool:
+        """Whether a rank has the same of `variable` as the others."""
+        return not isinstance(variable, ShardedVariable)

@@ -1,0 +1,113 @@
+"""How a model is divided into the stages of a pipeline, once it is known what it is called with."""
+
+import collections
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import TrainerCall, is_stock_step, surround_epochs
+from tfparallel.internals.keras_layers import behind
+from tfparallel.measure.shares import Plan
+from tfparallel.pipeline.first_batch import FirstBatches
+from tfparallel.pipeline.pipeline_options import PipelineOptions
+from tfparallel.pipeline.placed import PlacedInStages
+from tfparallel.pipeline.plan_of_shares import plan_of_shares
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.simulation import simulate
+from tfparallel.pipeline.profile import Cost, slowest
+from tfparallel.pipeline.refusals import check_batch_norm
+from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.stage_scope import Placement
+from tfparallel.pipeline.stage_variables import StageVariable
+from tfparallel.pipeline.stages import Budget, Stages, divide
+from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.replicas.device_names import short_names
+
+
+class DividedModels(PlacedInStages):
+    """Models in stages: divided when they are first trained, by what was measured of their layers.
+
+    Args:
+        container_strategy, devices, schedule, cluster, others: as in `PlacedInStages`.
+        options: as `PipelineStrategy` explains them.
+    """
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        schedule: Schedule,
+        options: PipelineOptions,
+        cluster: StageCluster | None = None,
+        others: Sequence[Sequence[str]] = (),
+    ):
+        super().__init__(container_strategy, devices, schedule, cluster, others)
+        self._options = options
+        self._budget = stage_budget(schedule, options.memory_limit_bytes)
+        self._placement = Placement(schedule.num_stages)
+        self._known_stages: Any = weakref.WeakKeyDictionary()
+        self._batches = FirstBatches(self._num_replicas_in_sync)
+
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+        """Notes the batch, to measure layers with it."""
+        if not is_stock_step(step_function) or not args:
+            return args
+        self._note_batch(step_function.__self__, args[0])
+        return self._batch_for_step(args[0]), *args[1:]
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        if call.model not in self._known_stages:
+            self._batches.note_arrays(call)
+        if self._cluster is not None:
+            surround_epochs(call, self._cluster.reports_lost_stages)
+        return super()._keras_dataset(dataset, call)
+
+    def _note_batch(self, model: keras.Model, data: Any) -> None:
+        if model not in self._known_stages:
+            self._batches.note_shapes(model, data)
+
+    def _stages_of(self, model: keras.Model) -> Stages:
+        if model not in self._known_stages:
+            check_batch_norm(model)
+            inputs = self._batches.take(model)
+            given = self._options.partition, self._placement, self._budget, inputs
+            stages = divide(model, *given, self._agreed)
+            homes = stages.homes()
+            for variable in model.variables:
+                if isinstance(behind(variable), StageVariable) and id(variable) in homes:
+                    behind(variable).move_to(self._groups_of_stage(homes[id(variable)]))
+            self._known_stages[model] = stages
+        return self._known_stages[model]
+
+    def _agreed(self, costs: list[Cost]) -> list[Cost]:
+        """The same for all workers, whose clocks differ: a stage has the same layers in each."""
+        if self._workers is None:
+            return costs
+        return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
+
+    def _summary_of(self, model: keras.Model) -> Summary:
+        devices = [
+            [device for group in self._groups_of_stage(stage) for device in group]
+            for stage in range(self._schedule.num_stages)
+        ]
+        return summarise(model.name, self._stages_of(model), devices, self._budget.live)
+
+    def _plan_of(self, model: keras.Model) -> Plan:
+        if model not in self._known_stages:
+            return super()._plan_of(model)
+        specs = map(tf.DeviceSpec.from_string, self._stage_devices)
+        where = [f"{each.job}:{each.task}/" if self._cluster else "" for each in specs]
+        short = short_names(self._stage_devices)
+        names = [f"{i} ({job}{name})" for i, (job, name) in enumerate(zip(where, short))]
+        return plan_of_shares(self._schedule, self._known_stages[model], names)
+
+
+def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:
+    """The stages of a device share its memory evenly."""
+    if memory_limit_bytes is None:
+        return Budget(simulate(schedule).peak_live_per_stage)
+    stages_per_device = max(collections.Counter(schedule.device_of.values()).values())
+    return Budget(simulate(schedule).peak_live_per_stage, memory_limit_bytes / stages_per_device)

@@ -1,0 +1,156 @@
+"""Where the variables of a pipeline live: once in each pipeline, on the device of their stage."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import BaseOptimizer, device_util, layer_of_late_variable, values_util
+from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.stage_variables import (
+    LayerVariable,
+    OptimizerNumber,
+    SeedVariable,
+    SequentialVariable,
+    StageVariable,
+)
+from tfparallel.replicas.device_names import names_of_groups
+from tfparallel.replicas.local import LocalExtended
+from tfparallel.replicas.seed_hooks import seed_of_stream
+
+
+class PlacedInStages(LocalExtended):
+    """Variables that exist once in each pipeline, where the stage is that has their layer.
+
+    Args:
+        container_strategy: the strategy.
+        devices: of the stages.
+        schedule: for so many devices.
+        cluster: that the devices are in, if they are in several processes.
+        others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
+            `r % num_microbatches` of pipeline `r // num_microbatches`.
+    """
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        schedule: Schedule,
+        cluster: StageCluster | None,
+        others: Sequence[Sequence[str]],
+    ):
+        pipelines = [devices, *others]
+        self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
+        self._groups: list[list[Sequence[str]]] = [[(d,) for d in each] for each in self._pipelines]
+        self._stage_devices = self._pipelines[0]
+        super().__init__(container_strategy, devices[:1])  # which is in this process
+        self._default_device = None
+        self._schedule, self._cluster = schedule, cluster
+        # Losses and metrics are computed where the last stage is.
+        microbatches = range(schedule.num_microbatches)
+        self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
+        self._input_workers_devices = ((self._host_device, self._devices),)
+        if cluster is not None:
+            cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
+        self._creation = threading.local()
+
+    def _description(self) -> str:
+        schedule = self._schedule
+        if self._cluster:
+            where = str(self._stage_devices)
+        else:
+            where = " + ".join(str(names_of_groups(pipeline)) for pipeline in self._groups)
+        return (
+            f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
+            f"devices={where}"
+        )
+
+    def outermost(self) -> tf.distribute.Strategy:
+        """The strategy that trains: of several processes, where the pipeline is inside of one."""
+        return self._container_strategy()
+
+    def pipeline_of(self, replica: int) -> int:
+        """Which pipeline a replica of this process is a microbatch of."""
+        return replica // self._schedule.num_microbatches
+
+    def is_first_of_pipeline(self) -> bool:
+        """Whether the calling replica is its pipeline's first microbatch."""
+        replica = values_util.get_current_replica_id_as_int()
+        return replica % self._schedule.num_microbatches == 0
+
+    def _device_of_stage(self, stage: int) -> str:
+        return self._stage_devices[self._schedule.device_of[stage]]
+
+    def _groups_of_stage(self, stage: int) -> list[Sequence[str]]:
+        """In each pipeline the devices of a stage; its functions are called on the first."""
+        return [each[self._schedule.device_of[stage]] for each in self._groups]
+
+    @property
+    def _host_device(self) -> str:
+        """Where batches are: the CPU of this process, whose device is the first."""
+        return device_util.canonicalize("/device:CPU:0", self._stage_devices[0])
+
+    def _hosts(self) -> list[str]:
+        return hosts_of(self._stage_devices)
+
+    # ---- where variables are created -------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        leader = kwargs.get("colocate_with")
+        self._creation.is_slot = isinstance(leader, StageVariable)
+        if not isinstance(leader, StageVariable):
+            self._creation.device = self._home(kwargs)
+            return super()._create_variable(next_creator, **kwargs)
+        self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
+        variable = super()._create_variable(next_creator, **kwargs)
+        leader._followers += (variable,)
+        leader.move_to(leader.places())
+        return variable
+
+    def _home(self, kwargs: Mapping[str, Any]) -> str:
+        """Where a variable lives as long as its stage is not known."""
+        if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            return self._host_device
+        # Metrics are computed where the last stage is. A GPU adds up no small integers.
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        return self._stage_devices[-1] if dtype.is_floating else self._hosts()[-1]
+
+    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return SequentialVariable
+        if isinstance(owner, BaseOptimizer):
+            return StageVariable if self._creation.is_slot else OptimizerNumber
+        owner = owner or layer_of_late_variable()
+        is_state = isinstance(owner, keras.Layer) and not kwargs.get("trainable")
+        is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM
+        is_average = isinstance(owner, keras.layers.BatchNormalization)
+        is_in_turn = is_state and (is_sum or is_average)
+        if isinstance(owner, keras.random.SeedGenerator):
+            return SeedVariable
+        return SequentialVariable if is_in_turn else LayerVariable
+
+    def _initial_value(
+        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
+    ) -> Any:
+        value = super()._initial_value(variable_class, i, device, copies, kwargs)
+        if variable_class is not SeedVariable or i == 0:
+            return value
+        return lambda: seed_of_stream(value() if callable(value) else value, i)
+
+    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+        return (self._creation.device,) * len(self._pipelines)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> Any:
+        if not self.is_first_of_pipeline():
+            return None  # the first microbatch computes the same update, for all
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+
+
+def hosts_of(devices: Sequence[str]) -> list[str]:
+    """The CPU of each device's process."""
+    return [device_util.canonicalize("/device:CPU:0", device) for device in devices]
