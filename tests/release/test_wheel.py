@@ -21,6 +21,7 @@ EXAMPLES = [
     ["python", "sharded.py", "--width", "64"],
     ["python", "pipeline_gpt.py", "--quick"],
     ["python", "hybrid_gpt.py", "--quick"],
+    ["python", "tensor_parallel_gpt.py", "--quick"],
     ["python", "contrastive.py", "--strategy", "mirrored"],
     ["python", "backup_and_restore.py"],
     ["python", "preemption.py"],

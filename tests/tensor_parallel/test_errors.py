@@ -104,7 +104,7 @@ def test_a_dim_with_fewer_indices_than_devices_stays_whole():
 def test_says_once_that_a_layer_has_no_rule(caplog):
     strategy = tfparallel.TensorParallelStrategy(layout_map(1, 2, {".*gamma": ("model",)}))
     with strategy.scope():
-        layer = layers.BatchNormalization(name="unruly")
+        layer = layers.GroupNormalization(2, name="unruly")
         layer.build((None, 4))
     layer(np.ones((2, 4)))
     layer(np.ones((2, 4)))

@@ -282,9 +282,11 @@ def test_outputs_and_gradients_are_those_of_one_device(name):
         np.testing.assert_allclose(parts, one_device, rtol=2e-5, atol=2e-5)
 
 
-def test_in_mixed_precision_parts_are_multiplied_in_float16():
-    layouts = {"one/kernel": COLUMN, "two/kernel": ROW}
-    make, data, _ = CASES["column, activation, row"]
+@pytest.mark.parametrize(
+    "name", ["column, activation, row", "layer norm in a pair", "rms norm in a pair"]
+)
+def test_in_mixed_precision_parts_are_multiplied_in_float16(name):
+    make, data, layouts = CASES[name]
     received = _outcome(make, data, _strategy(layouts), "mixed_float16")
     expected = _outcome(make, data, None, "mixed_float16")
     assert received[0].dtype == "float16"
