@@ -60,6 +60,18 @@ def test_what_was_begun_does_not_count_and_is_removed(storage, store):
     assert save(storage) == begun.number
 
 
+def test_a_claim_in_a_folder_is_never_read_half_written_and_never_comes_back(tmp_path):
+    files = Storage(f"file://{tmp_path}/run").files
+    assert files.create_claim(1, b"one")
+    with open(tmp_path / "run" / "lease-00000001", "rb") as before:
+        files.rewrite_claim(1, b"two")
+        assert before.read() == b"two"  # it is one file, which was never empty
+    files.delete_claim(1)
+    with pytest.raises(FileNotFoundError):
+        files.rewrite_claim(1, b"three")
+    assert files.claims() == []
+
+
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_damaged_and_missing_files_are_found(storage, store, name):
     number = save(storage)
