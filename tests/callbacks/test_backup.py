@@ -56,7 +56,7 @@ def interrupted(folder, batches=4, **options):
     return Storage(folder)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_goes_on_without_changing_a_snapshot(jit_compile):
     """A snapshot shares memory with the variables: dense, sparse and compiled updates leave it."""
     model = keras.Sequential([keras.layers.Embedding(9, 4), keras.layers.Dense(3)])

@@ -19,7 +19,7 @@ TRAININGS = [
     ("plain_dataset", [4, 7], 0),
     ("one_device_py_dataset", [7], 0),
     ("mirrored_arrays", [4], 1e-6),
-    ("central_dataset", [3], 1e-6),
+    pytest.param("central_dataset", [3], 1e-6, marks=pytest.mark.long),
     ("pipeline_arrays", [6], 1e-6),
     ("parameter_server", [3, "worker 5", "ps 7"], 1e-6),
     ("parameter_server_async", [5], 1e-6),

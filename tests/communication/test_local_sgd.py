@@ -63,6 +63,7 @@ def by_hand(spec, optimizer: str, batch_norm: bool) -> list[np.ndarray]:
     return anchor
 
 
+@pytest.mark.parametrize("workers", [cluster_environments], indirect=True)
 def test_what_is_made_before_the_strategy_does_not_start_tensorflow(workers):
     """The first of these tests: its workers are new."""
     assert trained(workers, meeting="diloco", epochs=1)["history"]
@@ -86,6 +87,7 @@ def test_an_outer_optimizer_takes_the_mean_change(workers):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
+@OVER_HOROVOD_IF_LONG
 def test_rounds_of_one_step_are_synchronous_training(workers):
     synchronous = trained(workers, meeting="none", optimizer="adam")
     assert (

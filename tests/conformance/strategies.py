@@ -454,7 +454,7 @@ STRATEGIES = [
         lambda: _hybrid({"data": 2, "shard": 2, "model": 2}, shard=library().Sharding(min_size=1)),
         num_replicas=4,
         devices_per_worker=8,
-        few=("models.attention",),
+        few=("optimizers.global_clipnorm",),
         exempt={**_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
     ),
     Row(
@@ -554,7 +554,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -563,7 +563,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -573,7 +573,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         environments=horovod_environments,
-        few=("models.embedding", "optimizers.global_clipnorm", "saving.checkpoint"),
+        few=("optimizers.global_clipnorm", "saving.checkpoint"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(

@@ -115,7 +115,10 @@ def test_a_worker_that_starts_when_the_others_are_done_ends_and_names_them(job):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("says", "told"),
-    [(b"SSH-2.0-OpenSSH_9.6\r\n", "a stranger answers b'SSH-2.0"), (b"", "something listens")],
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "a stranger answers b'SSH-2.0"),
+        pytest.param(b"", "something listens", marks=pytest.mark.long),
+    ],
 )
 def test_a_taken_port_is_named_with_what_answers_by_who_has_it_and_by_who_waits(job, says, told):
     environments = cluster_environments(2)

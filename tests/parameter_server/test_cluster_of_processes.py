@@ -118,6 +118,7 @@ def test_a_mistake_of_the_user_is_reported_as_it_is(run_case):
         assert [value != 0 for value in each["trained"]] == [False, False, False, True, False]
 
 
+@pytest.mark.long
 def test_async_training_is_as_good_as_one_device(run_case):
     """1,000 digits within 2 percent; a table in parts: AUC within 0.01 and loss within 0.02."""
     result = run_case("converges")

@@ -26,6 +26,7 @@ MARGINS = {
 }
 
 
+@pytest.mark.long
 def test_trains_to_nearly_the_same_loss_in_fewer_bytes(run_case):
     results = run_case("compression")
     plain = results["None"]
