@@ -118,6 +118,7 @@ SHUFFLED = {
     "batched": lambda: numbers().shuffle(10).batch(4),
     "prefetched": lambda: numbers().shuffle(23).batch(4).prefetch(2),
     "repeated": lambda: numbers().shuffle(5).repeat(2).batch(7),
+    "repeated, twice": lambda: numbers(15).shuffle(2).repeat(2).shuffle(2).batch(3),
     "of batches": lambda: numbers().batch(4).shuffle(3),
     "same": lambda: numbers().shuffle(8, reshuffle_each_iteration=False).batch(4),
     "mapped": lambda: (

@@ -164,9 +164,11 @@ class InputPosition:
         taken = self._taken[:-1] if self._is_made_early else list(self._taken)
         beginning = self._beginning
         next_batches = self._next_batches(goes_on, checkpoint) if reads_on else None
-        num_to_drop = 0
+        num_to_drop, reads_all_again = 0, False
         if goes_on and checkpoint and self._lacks_seeds(checkpoint):
-            checkpoint, num_to_drop = beginning, taken[-1]
+            # A shuffle behind another one has not begun when its pass begins.
+            reads_all_again = beginning is not None and self._lacks_seeds(beginning)
+            checkpoint, num_to_drop = (None if reads_all_again else beginning), taken[-1]
         return {
             "next_batches": next_batches,
             "taken": taken,
@@ -177,6 +179,7 @@ class InputPosition:
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
             "num_to_drop": num_to_drop,  # batches after the checkpoint
+            "reads_all_again": reads_all_again,  # earlier passes, too
             "is_of_numbers": _position(self._last) is not self._last,
             "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
@@ -255,7 +258,8 @@ class InputPosition:
             self._taken = list(earlier)
         else:
             draws_in_between = repeats_a_shuffle(self._dataset) and not state["goes_on"]
-            all_batches = not state["has_checkpoint"] or draws_in_between
+            is_unknown = not state["has_checkpoint"] or state.get("reads_all_again", False)
+            all_batches = is_unknown or draws_in_between
             self._read_again(earlier, all_batches)
         set_steps_seen(iterator, state["steps_seen"])
         set_steps_of_epoch(iterator, state["num_batches"])

@@ -158,6 +158,7 @@ class _Input(_Checked):
     checkpoint: list[Array] | None
     num_to_drop: Count = 0
     next_batches: list[str] | None = None
+    reads_all_again: bool = False
     random: dict[str, Any]  # empty before the first iterator
 
     @validates_model(mode="after")
