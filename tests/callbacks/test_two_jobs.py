@@ -305,6 +305,19 @@ def test_a_heartbeat_notices_the_loss(storage, monkeypatch):
     thief.release()
 
 
+def test_who_slept_until_the_folder_was_taken_anew_changes_nothing_of_it(tmp_path):
+    storage = Storage(tmp_path / "b")
+    first = taken(storage)
+    of_the_first = storage.files.read_claim(1)
+    first.release(forget=True)
+    second = taken(storage)
+    assert second.fence == 1  # numbers begin anew with the folder
+    with pytest.raises(FileNotFoundError):
+        storage.files.rewrite_claim(1, of_the_first)
+    second.require()
+    second.release()
+
+
 def test_a_lease_ends_with_its_training(storage):
     runs = [True]
     lease = taken(storage, is_needed=lambda: runs[0])

@@ -8,7 +8,7 @@ there and a file in the folder be cut off.
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.simulation.world import Process, World
@@ -137,9 +137,11 @@ class MountedDisk:
         self._changes(path)
         file.synced = file.data
 
-    def rewrite(self, path: Path, data: bytes) -> None:
+    def rewrite(self, path: Path, data: bytes, is_ours: Callable[[bytes], bool]) -> None:
         self._changes(path)
         file = self._file(path)
+        if not is_ours(file.data):
+            raise _error(errno.ENOENT, path)
         file.data = data[: len(data) // 2] + file.data[len(data) // 2 :]
         self._asks()
         file.data = data

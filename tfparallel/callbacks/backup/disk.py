@@ -8,7 +8,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +37,14 @@ class Disk(Protocol):
     def write_new(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
         """Makes a file that must not exist, and syncs it."""
 
-    def rewrite(self, path: Path, data: bytes) -> None:
-        """Changes the bytes of a file that must exist, in place, and syncs it."""
+    def rewrite(self, path: Path, data: bytes, is_ours: Callable[[bytes], bool]) -> None:
+        """Changes the bytes of a file that must exist, in place, and syncs it.
+
+        Args:
+            path: of the file.
+            data: its bytes from now on.
+            is_ours: of its bytes until now; else it is as if there were none.
+        """
 
     def read(self, path: Path, largest_bytes: int) -> bytes:
         """The bytes of a regular file; an error, before any is read, if there are more."""
@@ -93,9 +99,12 @@ class SystemDisk:
             file.flush()
             os.fsync(file.fileno())
 
-    def rewrite(self, path: Path, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_NOFOLLOW
-        with open(os.open(path, flags), "wb", buffering=0) as file:
+    def rewrite(self, path: Path, data: bytes, is_ours: Callable[[bytes], bool]) -> None:
+        flags = os.O_RDWR | os.O_NOFOLLOW
+        with open(os.open(path, flags), "r+b", buffering=0) as file:
+            if not is_ours(file.read()):
+                raise FileNotFoundError(errno.ENOENT, "it is another's by now", str(path))
+            file.seek(0)
             file.write(data)
             file.truncate(len(data))
             os.fsync(file.fileno())

@@ -27,7 +27,7 @@ from tfparallel.callbacks.backup.backup_names import (
     unfinished_claim,
 )
 from tfparallel.callbacks.backup.disk import Disk, SystemDisk
-from tfparallel.callbacks.backup.lease import LARGEST_CLAIM_BYTES
+from tfparallel.callbacks.backup.lease import LARGEST_CLAIM_BYTES, Claim
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS, errno.ENOSYS)
@@ -140,8 +140,17 @@ class LocalFiles:
             self._disk.remove_file(unfinished)
 
     def rewrite_claim(self, fence: int, data: bytes) -> None:
-        """In place, so that a full disk stops no heartbeat."""
-        self._disk.rewrite(self.path(fence, "lease"), data)
+        """In place, so that a full disk stops no heartbeat.
+
+        Who slept while all was deleted and the folder taken anew finds a claim of the same number.
+        """
+        claim = Claim.from_bytes(fence, data)
+
+        def is_ours(before: bytes) -> bool:
+            found = Claim.from_bytes(fence, before)
+            return found is None or claim is None or found.token == claim.token
+
+        self._disk.rewrite(self.path(fence, "lease"), data, is_ours)
 
     def delete_claim(self, fence: int) -> None:
         self._disk.remove_file(self.path(fence, "lease"))
