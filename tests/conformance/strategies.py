@@ -37,6 +37,9 @@ FEW = (
     "saving.checkpoint",
 )
 
+# Of a row that is another in how its weights are in parts, or by what they are sent.
+OF_A_VARIANT = ("optimizers.global_clipnorm", "saving.checkpoint")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -395,7 +398,7 @@ STRATEGIES = [
         "data_shard_optimizer_2x2",
         lambda: _hybrid({"data": 2, "shard": 2}, shard=library().Sharding("optimizer", 1)),
         num_replicas=4,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt=_OF_PARTS,
     ),
     Row(
@@ -536,7 +539,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -545,7 +548,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -554,7 +557,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -563,7 +566,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -573,7 +576,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         environments=horovod_environments,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
@@ -612,7 +615,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         environments=horovod_environments,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP},
     ),
     Row(
@@ -622,7 +625,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         environments=horovod_environments,
-        few=("optimizers.global_clipnorm", "saving.checkpoint"),
+        few=OF_A_VARIANT,
         exempt={**_INSIDE_OF_WORKERS, **_OF_PARTS},
     ),
     Row(

@@ -1,5 +1,8 @@
 """The chief or a parameter server dies with `kill -9`: who ends, and how the job goes on."""
 
+import time
+from pathlib import Path
+
 
 def test_servers_of_a_dead_chief_end_and_say_why(make_servers, start_chief):
     servers = make_servers(TEST_CHIEF_S="2")
@@ -10,6 +13,18 @@ def test_servers_of_a_dead_chief_end_and_say_why(make_servers, start_chief):
     assert set(statuses.values()) == {1}, statuses
     assert f"the chief ({servers.cluster['chief'][0]})" in servers.log("worker", 1)
     assert "it died. (ps 0 is speaking.)" in servers.log("ps", 0)
+
+
+def test_a_chief_that_was_there_between_two_looks_for_it_has_been_there(make_servers):
+    """It has said so; nobody ever listens at its address when the server looks."""
+    servers = make_servers(num_workers=1, num_ps=0, TEST_CHIEF_S="1")
+    mailbox = Path(f"/proc/{servers.processes['worker', 0].pid}/fd/200")
+    deadline_s = time.monotonic() + 30
+    while not mailbox.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    mailbox.write_bytes(b"here")
+    assert servers.statuses(timeout_s=20) == {("worker", 0): 1}
+    assert "it died. (worker 0 is speaking.)" in servers.log("worker", 0)
 
 
 def test_servers_serve_a_chief_that_is_started_again(make_servers, start_chief):
