@@ -66,6 +66,11 @@ _SECTIONS = (
         ("replicas.loss_kinds", "replicas.row_chunks"),
     ),
     Section(
+        "Pretrained weights",
+        "[Read tensor by tensor](strategies/sharded.md#pretrained-weights), into shards too.",
+        ("replicas.pretrained",),
+    ),
+    Section(
         "Callbacks",
         "[Backup and restore](backup.md) and [where the time goes](measure.md).",
         namespaces=("callbacks",),

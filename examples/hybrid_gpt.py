@@ -23,13 +23,14 @@ A look at it in seconds:
 
 The losses are those of one device, `python examples/pipeline_gpt.py --stages 1`, whatever the mesh.
 It prints what is on which stage, the loss, and how busy the first pipeline was in one step. Model
-and text are those of `pipeline_gpt.py`.
+and text are in `small_gpt.py`, options of the pipeline in `pipeline_gpt.py`.
 """
 
 import keras
-import pipeline_gpt as gpt
+import pipeline_gpt  # noqa: F401 (its flags)
 import tensorflow as tf
 from absl import app, flags
+from small_gpt import compiled_gpt, open_cpus, training_data
 
 import tfparallel
 
@@ -44,17 +45,11 @@ flags.FLAGS.set_default("microbatches", 4)
 def main(_: list[str]) -> None:
     """Trains, and prints what is described above."""
     keras.utils.set_random_seed(0)
-    width, num_blocks = (32, 2) if FLAGS.quick else (96, 4)
-    steps = 20 if FLAGS.quick else FLAGS.steps
     strategy = make_strategy()
     on_mesh = strategy.inner if FLAGS.processes else strategy
     with strategy.scope():
-        model = gpt.build_gpt(width, num_blocks)
-        model.compile(
-            optimizer=keras.optimizers.AdamW(1e-3),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-    x, y = gpt.windows(gpt.standard_library(), steps * FLAGS.batch_size)
+        model = compiled_gpt()
+    x, y = training_data()
     history = model.fit(x, y, batch_size=FLAGS.batch_size, shuffle=False, verbose=0)
     print(on_mesh.summary(model))
     print(on_mesh.profile(model, (x[: FLAGS.batch_size], y[: FLAGS.batch_size])))
@@ -63,11 +58,7 @@ def main(_: list[str]) -> None:
 
 def make_strategy() -> tf.distribute.Strategy:
     """A mesh of `--pipelines` x `--stages` x `--parts` devices, in each process that trains."""
-    if not tf.config.list_physical_devices("GPU"):
-        num_devices = FLAGS.pipelines * FLAGS.stages * FLAGS.parts
-        logical = [tf.config.LogicalDeviceConfiguration()] * num_devices
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, logical)
+    open_cpus(FLAGS.pipelines * FLAGS.stages * FLAGS.parts)
     return tfparallel.HorovodStrategy(inner=make_mesh) if FLAGS.processes else make_mesh()
 
 

@@ -1,5 +1,6 @@
 """Every test sees four logical CPU devices and a fixed seed."""
 
+import gc
 import os
 
 # With TensorFlow's default of two inter-op threads, in-process collectives can starve and hang.
@@ -45,6 +46,12 @@ def pytest_report_header():
         f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, load {os.getloadavg()[0]}",
         f"slice of the conformance pairs: {slices.VARIABLE}={slices.slice_of_this_run()}",
     ]
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # spare the collector what lives on: TensorFlow, Keras, the tests
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,8 @@ TRAININGS = [
     ("pipeline_arrays", [6], 1e-6),
     ("parameter_server", [3, "worker 5", "ps 7"], 1e-6),
     ("parameter_server_async", [5], 1e-6),
+    pytest.param("parameter_server_dataset", [3, 6], 1e-6, marks=pytest.mark.long),
+    pytest.param("parameter_server_async_dataset", [5, 4], 1e-6, marks=pytest.mark.long),
     ("plain_generator", [6], 0),
     ("mirrored_resumable_generator", [6], 1e-6),
     ("plain_gan", [3], 0),
@@ -47,6 +49,24 @@ def test_killed_run_ends_as_the_uninterrupted_one(zygote, tmp_path, training, ki
     assert zygote.run(training, backups, tmp_path / "received.npz", 0) == 0, zygote.log()
     assert_equal_results(tmp_path / "expected.npz", tmp_path / "received.npz", atol)
     assert not backups.exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "hash_of_next"),
+    [
+        ("parameter_server", "[0-9a-f]{16}"),
+        ("parameter_server_async_dataset", "[0-9a-f]{16}@2"),
+        pytest.param("parameter_server_async", "[0-9a-f]{16}", marks=pytest.mark.long),
+        pytest.param("parameter_server_dataset", "[0-9a-f]{16}@2", marks=pytest.mark.long),
+    ],
+)
+def test_other_data_than_those_of_the_backup_are_found(zygote, tmp_path, training, hash_of_next):
+    backups, results = tmp_path / "backups", tmp_path / "results.npz"
+    assert zygote.run(training, backups, results, 7) == -9, zygote.log()
+    assert zygote.run(f"{training}_other", backups, results, 0) == 1, zygote.log()
+    expected = rf"BackupError: .*Expected: next a batch with hash {hash_of_next}\. Received: "
+    assert re.search(expected, zygote.log())
+    assert zygote.run(training, backups, results, 0) == 0, zygote.log()
 
 
 @pytest.mark.timeout(200)

@@ -144,3 +144,49 @@ def test_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ImportError, match="pip install fsspec"):
         BackupAndRestore("gs://bucket/run")
+
+
+class Unreliable:
+    """A store of which so many requests that change nothing fail."""
+
+    def __init__(self, store, failures, error=None):
+        self._store, self.failures = store, failures
+        self._error = error or OSError("no answer")
+
+    def __getattr__(self, name):
+        request = getattr(self._store, name)
+        if name not in ("ls", "cat_file", "size"):
+            return request
+
+        def asked(*arguments, **options):
+            if self.failures:
+                self.failures -= 1
+                raise self._error
+            return request(*arguments, **options)
+
+        return asked
+
+
+@pytest.mark.parametrize("failures", [1, 4])
+def test_a_store_that_does_not_answer_is_asked_again(url, store, storage, failures):
+    older, newer = save(storage, b"abc"), save(storage, b"def")
+    pauses_s = []
+    seen = Storage(url, store=Unreliable(store, failures), sleep=pauses_s.append)
+    assert seen.numbers() == [older, newer]
+    assert sum(pauses_s) == pytest.approx(0.1 * (2**failures - 1))
+    assert seen.read(newer) == dict.fromkeys(FILES, b"def")
+
+
+def test_a_store_that_never_answers_is_an_error_and_no_empty_folder(url, store, storage):
+    save(storage)
+    seen = Storage(url, store=Unreliable(store, 5), sleep=lambda s: None)
+    with pytest.raises(OSError, match="no answer"):
+        seen.numbers()
+
+
+def test_what_a_store_answers_is_not_asked_again(url, store, storage):
+    save(storage)
+    unreliable = Unreliable(store, 2, PermissionError("not yours"))
+    with pytest.raises(PermissionError):
+        Storage(url, store=unreliable).numbers()
+    assert unreliable.failures == 1

@@ -80,10 +80,10 @@ def test_refuses_symbolic_links(storage, tmp_path):
 
 
 def test_refuses_a_backup_of_another_format(storage, monkeypatch):
-    monkeypatch.setattr("tfparallel.callbacks.backup.storage.FORMAT", 2)
+    monkeypatch.setattr("tfparallel.callbacks.backup.storage.FORMAT", 3)
     number = save(storage)
     monkeypatch.undo()
-    with pytest.raises(InvalidBackupError, match="must have format 1. Received: format 2"):
+    with pytest.raises(InvalidBackupError, match="must have format 1 or 2. Received: format 3"):
         storage.read(number)
 
 

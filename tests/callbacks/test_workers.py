@@ -62,6 +62,20 @@ def test_sigterm_to_one_worker_saves_on_all_at_one_step(zygote, expected, tmp_pa
 
 
 @pytest.mark.timeout(200)
+def test_data_of_unknown_length_go_on_and_other_data_are_found(zygote, tmp_path):
+    training, backups = "multi_worker_of_unknown_length", tmp_path / "backups"
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    assert train(zygote, "", uninterrupted, training=training) == [0, 0], zygote.log()
+    train(zygote, backups, tmp_path, (7, 7), training)
+    assert train(zygote, backups, tmp_path, training=f"{training}_other") == [1, 1]
+    assert "BackupError: A training goes on with the data of its backup" in zygote.log()
+    assert train(zygote, backups, tmp_path, training=training) == [0, 0], zygote.log()
+    assert "read again" not in zygote.log()
+    assert_all_equal(uninterrupted, tmp_path)
+
+
+@pytest.mark.timeout(200)
 def test_workers_save_together_by_the_chiefs_clock(zygote, expected, tmp_path):
     timed = "multi_worker_by_the_clock"
     train(zygote, tmp_path / "backups", tmp_path, (9, 9), timed)

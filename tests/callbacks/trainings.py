@@ -244,11 +244,15 @@ def mirrored_resumable_generator(*arguments):
     _train(strategy, arguments, data=data, steps_per_epoch=4)
 
 
-def parameter_server(backup_dir, results, kill_at, mode="sync", num_workers=2):
+def parameter_server(
+    backup_dir, results, kill_at, mode="sync", num_workers=2, as_dataset=False, is_other=False
+):
     """A chief with workers and a parameter server of its own, which die with it.
 
     Args:
         kill_at: "ps 5" kills the parameter server after five batches, "5" the chief.
+        as_dataset: of `tf.data`, rebuilt on the workers, instead of arrays.
+        is_other: with other data than the trainings of this name without it.
     """
     from tests.parameter_server.cluster import SERVERS, ServerProcesses
     from tests.parameter_server.spawner import Spawner
@@ -265,12 +269,41 @@ def parameter_server(backup_dir, results, kill_at, mode="sync", num_workers=2):
         callbacks = [After(int(kill_at), lambda: servers.kill(whose, 0))]
         kill_at = "0"
     arguments = (backup_dir, results, kill_at)
-    _train(strategy, arguments, callbacks=callbacks, x=x, y=y, batch_size=BATCH)
+    x = x + 1 if is_other else x
+    if as_dataset:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20, seed=3).batch(BATCH)
+        _train(strategy, arguments, callbacks=callbacks, data=lambda: dataset)
+    else:
+        _train(strategy, arguments, callbacks=callbacks, x=x, y=y, batch_size=BATCH)
+
+
+def parameter_server_other(*arguments):
+    parameter_server(*arguments, is_other=True)
+
+
+def parameter_server_dataset(*arguments):
+    parameter_server(*arguments, as_dataset=True)
+
+
+def parameter_server_dataset_other(*arguments):
+    parameter_server(*arguments, as_dataset=True, is_other=True)
 
 
 def parameter_server_async(*arguments):
     """One worker, so that the order of its steps is always the same."""
     parameter_server(*arguments, mode="async", num_workers=1)
+
+
+def parameter_server_async_other(*arguments):
+    parameter_server(*arguments, mode="async", num_workers=1, is_other=True)
+
+
+def parameter_server_async_dataset(*arguments):
+    parameter_server(*arguments, mode="async", num_workers=1, as_dataset=True)
+
+
+def parameter_server_async_dataset_other(*arguments):
+    parameter_server(*arguments, mode="async", num_workers=1, as_dataset=True, is_other=True)
 
 
 def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compression=None):
@@ -283,13 +316,43 @@ def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compressi
     _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=save_freq)
 
 
-def sharded_workers(backup_dir, results, kill_at, tf_config):
-    """Two workers, each with half of every weight and slot."""
+def multi_worker_of_unknown_length(backup_dir, results, kill_at, tf_config, is_other=False):
+    """A filtered dataset: workers agree on each batch, as nobody knows how many there are."""
+    os.environ["TF_CONFIG"] = tf_config
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    x, y = tiny_data(ROWS)
+    rows = tf.data.Dataset.from_tensor_slices((x + 1 if is_other else x, y))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # a buffer of batches would come back with them
+    data = rows.filter(lambda x, y: x[0] > -9).batch(BATCH).with_options(options)
+    _train(strategy, (backup_dir, results, kill_at), data=lambda: data)
+
+
+def multi_worker_of_unknown_length_other(*arguments):
+    multi_worker_of_unknown_length(*arguments, is_other=True)
+
+
+def sharded_workers(backup_dir, results, kill_at, tf_config, **options):
+    """Workers that share every weight and slot; without any, the devices of a process do."""
     os.environ["TF_CONFIG"] = tf_config
     x, y = tiny_data(ROWS)
     arguments = (backup_dir, results, kill_at)
     strategy = tfparallel.ShardedStrategy(min_size=1)
-    _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=1)
+    _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=1, **options)
+
+
+def sharded_workers_without_noise(*arguments):
+    """The same of a model that draws nothing, so that any number of workers trains alike."""
+
+    def make_model(options):
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        layers = [keras.layers.Dense(7, "tanh"), norm, keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **options)
+        return model
+
+    sharded_workers(*arguments, make_model=make_model)
 
 
 def multi_worker_compressed(*arguments):

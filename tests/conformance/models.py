@@ -159,6 +159,25 @@ def embedding():
     )
 
 
+class _Positions(layers.Layer):
+    """Adds a vector for each position, the same for every row."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.positions = layers.Embedding(5, 4)
+
+    def call(self, x):
+        return x + self.positions(keras.ops.arange(keras.ops.shape(x)[1]))
+
+
+@model(_tokens, _class_options)
+def positions():
+    tokens = keras.Input((None,), dtype="int32")
+    x = _Positions()(layers.Embedding(20, 4)(tokens))
+    x = layers.Dense(6, activation="tanh")(x)
+    return keras.Model(tokens, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+
 @model(helpers.tiny_data, _class_options)
 def adapted():
     """A Normalization layer that has looked at the data first."""

@@ -352,6 +352,18 @@ STRATEGIES = [
         exempt={**_OF_STAGES, **_OF_TWO_LAYERS},
     ),
     Row(
+        "multi_worker_2_of_pipeline_model_2x2",
+        lambda: library().MultiWorkerMirroredStrategy(
+            inner=lambda: _hybrid(
+                {"pipeline": 2, "model": 2}, pipeline=library().PipelineOptions(2)
+            )
+        ),
+        num_replicas=4,
+        num_workers=2,
+        few=("nested.transfer_learning",),  # a long one: none by default, of eight devices
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
+    ),
+    Row(
         "pipeline_zero_bubble",
         lambda: library().PipelineStrategy(_cpus(2), 3, "zero_bubble"),
         num_replicas=3,
@@ -692,6 +704,7 @@ ROWS_OF = {
         "multi_worker_2_of_pipelines",
         "multi_worker_2_of_sharded_2",
         "multi_worker_2_of_tensor_2",
+        "multi_worker_2_of_pipeline_model_2x2",
     ],
     "ShardedStrategy": [
         "sharded_3",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.jobs import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 EXAMPLE = """
 import json, sys
@@ -46,7 +46,7 @@ def losses(folder, workers: int) -> list[list[float]]:
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
     command = [sys.executable, "example.py", str(folder), str(workers)]
-    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=560)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = [json.loads((folder / f"{workers}-{rank}.json").read_text()) for rank in range(workers)]
     assert {count for count, _ in found} == {workers}

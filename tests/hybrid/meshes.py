@@ -14,17 +14,25 @@ SIZES = [
 ]
 
 
-def hybrid(sizes: dict[str, int], **options) -> tfparallel.HybridStrategy:
+def hybrid(
+    sizes: dict[str, int],
+    memory: tfparallel.MemoryPolicy | None = None,
+    seed_by: str = "replica",
+    what: str = "parameters",
+    **options,
+) -> tfparallel.HybridStrategy:
     """On a mesh of these axes; whatever can be in parts is.
 
     Args:
         sizes: of the axes.
+        memory, seed_by: of the strategy.
+        what: is in parts along an axis of shards.
         options: of `PipelineOptions`; without an axis "pipeline" they say nothing.
     """
     mesh: keras.distribution.DeviceMesh = cpu_mesh_of(**sizes)
-    arguments: dict = {}
+    arguments: dict = {"memory": memory, "seed_by": seed_by}
     if "shard" in sizes:
-        arguments["shard"] = tfparallel.Sharding(min_size=1)
+        arguments["shard"] = tfparallel.Sharding(what, min_size=1)
     if "model" in sizes:
         arguments["layout_map"] = LayoutOfAnything(mesh)
     if "pipeline" in sizes:

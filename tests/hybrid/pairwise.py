@@ -1,5 +1,6 @@
 """Few combinations in which any two values of different factors come together."""
 
+import collections
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -10,7 +11,8 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[Cell]:
     """Cells, a value of each factor, by which every pair of values is covered; always the same.
 
     The greedy algorithm of Cohen et al. 1997, "The AETG system": each cell begins with a pair that
-    is missing, and takes of each other factor the value that covers the most.
+    is missing, and takes of each other factor the value that covers the most, of several the one
+    that was taken least: so that triples differ too.
     """
     values = list(factors.values())
     positions = itertools.combinations(range(len(values)), 2)
@@ -18,12 +20,18 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[Cell]:
         (i, a, j, b): None for i, j in positions for a in values[i] for b in values[j]
     }  # in order
     cells = []
+    uses: collections.Counter = collections.Counter()
+
+    def rank(k: int, value: Hashable, chosen: Mapping[int, Hashable]) -> tuple[int, int]:
+        return _new_pairs(k, value, chosen, missing), -uses[k, value]
+
     while missing:
         i, a, j, b = next(iter(missing))
         chosen: dict[int, Hashable] = {i: a, j: b}
         for k in range(len(values)):
             if k not in chosen:
-                chosen[k] = max(values[k], key=lambda v, k=k: _new_pairs(k, v, chosen, missing))
+                chosen[k] = max(values[k], key=lambda v, k=k: rank(k, v, chosen))
+        uses.update(chosen.items())
         cell = tuple(chosen[k] for k in range(len(values)))
         for pair in _pairs(cell):
             missing.pop(pair, None)

@@ -24,6 +24,10 @@ def test_all_that_is_constructed_is_told_and_nothing_else():
     assert all(isinstance(each, keras.Operation) for each in told) and len(told) == 3
 
 
+@pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15),
+    reason="Keras before 3.15 asks for open scopes in the constructor of layers only",
+)
 def test_operations_of_a_functional_model_are_told():
     told = []
     x = keras.Input((2,))

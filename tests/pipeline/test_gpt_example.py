@@ -33,7 +33,8 @@ def test_the_quick_example_trains_and_writes():
 
 
 def test_its_model_trains_as_on_one_device():
-    spec = importlib.util.spec_from_file_location("pipeline_gpt", EXAMPLE)
+    shared = EXAMPLE.with_name("small_gpt.py")
+    spec = importlib.util.spec_from_file_location("small_gpt", shared)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     text = np.frombuffer(EXAMPLE.read_bytes(), np.uint8)

@@ -19,6 +19,7 @@ EXAMPLES = [
     ["python", "mnist.py", "--strategy", "mirrored", "--set", "training.epochs=1"],
     ["python", "mnist.py", "--config", "../configs/pipeline.yaml", "--set", "training.epochs=1"],
     ["python", "sharded.py", "--width", "64"],
+    ["python", "sharded_gpt.py", "--quick"],
     ["python", "pipeline_gpt.py", "--quick"],
     ["python", "hybrid_gpt.py", "--quick"],
     ["python", "tensor_parallel_gpt.py", "--quick"],
@@ -33,7 +34,8 @@ EXAMPLES = [
 
 
 def run(command: list, **options) -> str:
-    ran = subprocess.run(command, capture_output=True, text=True, **options)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = subprocess.run(command, capture_output=True, text=True, **{"env": env, **options})
     assert ran.returncode == 0, f"{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
     return ran.stdout
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model, train
+from tfparallel.sharded.copies import SharesCopies
 from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
 
 
@@ -151,3 +152,34 @@ def test_files_say_nothing_of_the_number_of_shards(tmp_path, loads_under):
         )
         for expected, received in pairs:
             np.testing.assert_array_equal(expected.numpy(), received.numpy())
+
+
+def test_an_update_leaves_a_copy_that_is_read_in_place_and_nothing_beside_it():
+    strategy = sharded(2, shard="optimizer")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(np.ones((4, 3), "float32"), np.ones((4, 2), "float32"))
+    for weight in model.trainable_variables:
+        for i, copy in enumerate(weight.value.values):
+            first, second = np.asarray(copy.read_value()), np.asarray(copy.read_value())
+            assert first.ctypes.data == second.ctypes.data
+            assert weight.value.component(i)._own.read_value().shape == [0]
+
+
+def test_updated_weights_of_several_processes_are_gathered_together(monkeypatch):
+    gathers = []
+
+    def gather(self, parts):  # as if the other one had the same
+        gathers.append(len(parts))
+        return [tf.concat([part, part], 0) for part in parts]
+
+    monkeypatch.setattr(SharesCopies, "_num_workers", 2)
+    monkeypatch.setattr(SharesCopies, "_host_gather_parts", gather)
+    monkeypatch.setattr(SharesCopies, "_host_reduce_scatter", lambda self, rows: rows[0])
+    with sharded(1, shard="optimizer").scope():
+        layers = [keras.layers.Dense(16) for _ in range(8)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(np.zeros((4, 16), "float32"), np.zeros((4, 16), "float32"))
+    assert gathers == [16]  # kernels and biases, in one collective

@@ -26,6 +26,7 @@ from tfparallel.callbacks.backup.callback import BackupAndRestore
 from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.part import BackupPart
 from tfparallel.callbacks.backup.schema import Owner
+from tfparallel.callbacks.backup.search import FoundBackup
 from tfparallel.callbacks.backup.snapshot import TrainingProgress
 from tfparallel.callbacks.backup.storage import InvalidBackupError, LeaseError, Storage
 from tfparallel.coordination.agreement import Agreement
@@ -286,9 +287,10 @@ class _Call:
 class _Restoration:
     """What `snapshot.Restoration` is to the callback."""
 
-    def __init__(self, call: _Call, parts: Any, workers: Any):
-        self.progress = TrainingProgress(**parts["shared"]["progress"])
-        call.num_steps, call.hash = (a.item() for a in parts["shared"]["model"]["arrays"])
+    def __init__(self, call: _Call, found: FoundBackup, workers: Any):
+        shared = found.parts["shared"]
+        self.progress = TrainingProgress(**shared["progress"])
+        call.num_steps, call.hash = (a.item() for a in shared["model"]["arrays"])
         done = self.progress.epoch * STEPS_PER_EPOCH + self.progress.batch
         assert done == call.num_steps, (done, call.num_steps)
 
@@ -372,6 +374,7 @@ def played_keras() -> Iterator[None]:
         "FitCall": SimpleNamespace(of_caller=call_of),
         "InputPosition": lambda iterator, num_workers, checks: iterator,
         "Restoration": _Restoration,
+        "ranges_here": lambda model: lambda position, size: (0, size),  # the whole
         "take_snapshot": _snapshot,
         "writer_for": lambda root: root.writer,
     }

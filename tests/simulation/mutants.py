@@ -116,6 +116,13 @@ MUTANTS = [
         "keeps_mark=False",
     ),
     Mutant(
+        "what a store did not answer is asked again, and no backup taken for damaged",
+        "stores",
+        "callbacks/backup/remote_files.py",
+        "_ATTEMPTS = 5",
+        "_ATTEMPTS = 1",
+    ),
+    Mutant(
         "a signal that comes twice, or after another, hurries nobody (3dfbdab)",
         "launcher",
         "launch/job_life.py",

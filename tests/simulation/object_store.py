@@ -22,13 +22,20 @@ class SimulatedStore:
         world: where it is.
         error_chance: that a request fails, or that it is done and its answer lost.
         late_chance: that a request that changes something is done late.
+        silence_chance: that one that changes nothing has no answer.
         is_strict: whether removing what is not there fails, as in Google's store and in memory.
     """
 
     def __init__(
-        self, world: World, error_chance: float = 0.0, late_chance: float = 0.0, *, is_strict: bool
+        self,
+        world: World,
+        error_chance: float = 0.0,
+        late_chance: float = 0.0,
+        silence_chance: float = 0.0,
+        *,
+        is_strict: bool,
     ):
-        self.world, self.is_strict = world, is_strict
+        self.world, self.is_strict, self.silence_chance = world, is_strict, silence_chance
         self.error_chance, self.late_chance = error_chance, late_chance
         self.objects: dict[str, bytes] = {}
         self.changed: Callable[[str], None] = lambda path: None
@@ -114,12 +121,11 @@ class StoreClient:
         return self._store.objects[path]
 
     def _ask(self) -> None:
-        """Clients ask again where no answer comes, until one does."""
         if self._process is not None:
             self._world.request()
+            self._fails(self._store.silence_chance)
 
-    def _fails(self) -> None:
-        chance = self._store.error_chance
+    def _fails(self, chance: float) -> None:
         if chance and self._world.choices.rarely(chance):
             self._world.note("store: an error")
             raise OSError(errno.EIO, "the store does not answer")
@@ -130,13 +136,13 @@ class StoreClient:
         self._world.request()
         if self._world.is_told:
             self._world.note(f"store: {text} {path}")
-        self._fails()
+        self._fails(self._store.error_chance)
         chance = self._store.late_chance
         if chance and self._world.choices.rarely(chance):
             self._send_late(path, action, text)
         else:
             self._store.change(path, action)
-        self._fails()  # it is done, and its answer lost
+        self._fails(self._store.error_chance)  # it is done, and its answer lost
 
     def _send_late(self, path: str, action: Callable[[], None], text: str) -> None:
         """It is on its way, whatever becomes of who has sent it."""

@@ -26,6 +26,7 @@ def run(choices: Choices) -> World:
         world,
         error_chance=(0.0, 0.0, 0.005)[choices.below(3)],
         late_chance=(0.0, 0.02, 0.1)[choices.below(3)],
+        silence_chance=(0.0, 0.02)[choices.below(2)],
         is_strict=bool(choices.below(2)),
     )
     truth = StoreTruth(world, store)
@@ -49,7 +50,7 @@ class StoreTruth(Truth):
         store.changed = self._look
 
     def storage_of(self, process: Process) -> Storage:
-        return Storage(URL, store=StoreClient(self.store, process))
+        return Storage(URL, store=StoreClient(self.store, process), sleep=self.world.sleep)
 
     def numbers(self) -> list[int]:
         return self._seen_storage().numbers()

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.simulation.choices import Choices, shrunk
-from tests.simulation.fit import played_keras
+from tests.simulation.fit import Truth, played_keras
 from tests.simulation.schedules import SCENARIOS, failure_of, shortest, told
+from tests.simulation.world import Violation, World
 
 SCHEDULES, PARTS = 2000, 20
 
@@ -35,3 +36,24 @@ def test_a_schedule_is_determined_by_its_seed_and_by_its_numbers(scenario):
 def test_shrinking_leaves_what_the_failure_needs():
     numbers = [0, 3, 0, 7, 1, 1, 0, 2, 5, 9, 0, 4]
     assert shrunk(numbers, lambda given: 7 in given and 9 in given) == [7, 9]
+
+
+@pytest.mark.parametrize("scenario", ["backups", "stores", "workers"])
+def test_trainings_really_go_on_from_backups(scenario, monkeypatch):
+    """What is played may have fallen behind what the package's code asks for."""
+    seen, resumed = [], Truth.resumed
+
+    def noted(truth, num_steps, *arguments):
+        seen.append(num_steps)
+        resumed(truth, num_steps, *arguments)
+
+    monkeypatch.setattr(Truth, "resumed", noted)
+    assert all(failure_of(scenario, seed) is None for seed in range(5))
+    assert 0 in seen and max(seen) > 0
+
+
+def test_a_mistake_in_what_is_played_is_a_violation():
+    world = World(Choices(0))
+    world.process("player", lambda process: process.no_such_name, "host")
+    with pytest.raises(Violation, match="player is played wrongly"):
+        world.run()

@@ -28,6 +28,10 @@ class Killed(BaseException):
     """This process does not exist any more."""
 
 
+# What is played is not what the package's code asks for any more: no process ends so.
+MISTAKES = (AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError)
+
+
 class Violation(AssertionError):
     """Something happened that must never happen."""
 
@@ -105,6 +109,8 @@ class World:
         def run() -> None:
             try:
                 main(process)
+            except MISTAKES as error:
+                self.fail(Violation(f"{name} is played wrongly: {error!r}"))
             except Exception as error:
                 process.error = error
             except SystemExit as error:

@@ -11,7 +11,7 @@ from keras import layers
 from tensorflow.python.eager import context as eager  # records what each device runs
 
 import tfparallel
-from tests.tensor_parallel.layouts import layout_map
+from tests.tensor_parallel.layouts import cpu_mesh, layout_map
 
 MEGATRON = {
     ".*up/kernel": (None, "model"),
@@ -37,7 +37,12 @@ def _attention():
 
 def _operations_that_run(layouts, make, shape, parts=2, **options) -> dict:
     """How many operations of each type one step runs on each device."""
-    strategy = tfparallel.TensorParallelStrategy(layout_map(1, parts, layouts))
+    if isinstance(layouts, tf.distribute.Strategy):
+        strategy = layouts
+    elif layouts == "branches":
+        strategy = tfparallel.TensorParallelStrategy(layouts, device_mesh=cpu_mesh(1, parts))
+    else:
+        strategy = tfparallel.TensorParallelStrategy(layout_map(1, parts, layouts))
     with strategy.scope():
         model = make()
         model.compile(keras.optimizers.Adam(0.01, **options), "mse")

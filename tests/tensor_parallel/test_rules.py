@@ -228,10 +228,10 @@ CASES = {
         (9, 3),
         {"one/(pointwise|depthwise)_kernel": CHANNELS[1:]},
     ),
-    "an unknown layer": (
-        lambda: [layers.LSTM(4, name="one")],
-        (5, 3),
-        {"one/lstm_cell/kernel": COLUMN, "one/lstm_cell/recurrent_kernel": COLUMN},
+    "an unknown layer, with a loop": (
+        lambda: [layers.ConvLSTM1D(4, 2, name="one")],
+        (5, 6, 3),
+        {"one/.*kernel": (None, None, "model")},
     ),
 }
 

@@ -24,7 +24,7 @@ def test_says_parts_bytes_and_reasons():
             ],
             name="model",
         )
-    lines = [" ".join(line.split()) for line in strategy.summary(model).splitlines()]
+    lines = [" ".join(line.split()) for line in str(strategy.summary(model)).splitlines()]
     assert lines[: lines.index("")] == [
         "weight shape parts largest bytes computed",
         "model/up/kernel (6, 8) dim 1: 3 + 3 + 2 72 in parts",

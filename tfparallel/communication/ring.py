@@ -18,7 +18,6 @@ JPDC 2009; Gibiansky, "Bringing HPC techniques to deep learning", 2017.
 """
 
 import math
-import mmap
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,13 +26,15 @@ import numpy as np
 
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.neighbours import Neighbours
+from tfparallel.communication.page_pool import PagePool
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
 # Up to here an array fits into the sockets' buffers: it is sent at once, no thread has to wake up.
 _SENT_AT_ONCE_BYTES = 1 << 14
 _NUM_ROWS = struct.Struct("<Q")
 _ALIGNMENT = 64  # of TensorFlow's tensors, in bytes
-_OWN_PAGES_BYTES = 1 << 20
+_OWN_PAGES_BYTES = 1 << 18
+_pages = PagePool()
 
 
 class Ring:
@@ -75,7 +76,7 @@ class Ring:
             CollectiveMismatchError: if the previous worker is in another collective. Likewise.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
-        total = np.empty_like(flat)
+        total = aligned_empty(flat.shape, flat.dtype)
         with self._lock, self._neighbours.closed_on_error():
             send = self._neighbours.put
             if flat.nbytes <= _SENT_AT_ONCE_BYTES:
@@ -204,12 +205,12 @@ class Ring:
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """As `np.empty`, at an address at which TensorFlow takes an array without a copy.
 
-    Large ones are the system's own pages, which it has back when they are freed. The C library
-    keeps those of `np.empty` in the heap of each thread that has freed such an array before.
+    Large ones are in pages of a pool, which has them back when nobody holds the array any more,
+    TensorFlow neither.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes >= _OWN_PAGES_BYTES:
-        memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+        memory = _pages.empty(size_bytes)
     else:
         memory = np.empty(size_bytes + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT

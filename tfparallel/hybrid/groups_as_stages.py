@@ -21,6 +21,7 @@ from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts
 from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.rows import Rows
 
 
 class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
@@ -67,9 +68,9 @@ class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
         """Where variables live: on all devices."""
         return tuple(self._group_of)
 
-    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+    def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
         copies = len(self._pipelines) // shards
-        return (self._creation.device,) * (count * shards * copies)
+        return (self._creation.device,) * (len(rows.sizes) * shards * copies)
 
     @property
     def _shares_functions(self) -> bool:

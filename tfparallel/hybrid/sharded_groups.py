@@ -15,7 +15,9 @@ from tfparallel.internals import distribute_lib, distribute_utils
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
@@ -59,12 +61,12 @@ class ShardedGroupsExtended(HoldsShards, TensorParallelExtended):
         self.sharding, self.num_shards = sharding, num_shards
         super().__init__(container_strategy, layouts)
 
-    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+    def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
         starts = range(0, len(self._groups), shards)
         return tuple(
             group[k]
             for start in starts
-            for k in range(count)
+            for k in range(len(rows.sizes))
             for group in self._groups[start : start + shards]
         )
 
@@ -126,11 +128,12 @@ class ShardedGroupsExtended(HoldsShards, TensorParallelExtended):
 def _sums_of_pieces(variable: SplitVariable, part: int, gradients: tuple) -> list[tf.Tensor]:
     """The sums over replicas of the pieces of part number `part`, on their devices."""
     start = part * variable.shards
-    sizes = list(variable.stored.sizes[start : start + variable.shards])
+    own = variable.stored.sizes[start : start + variable.shards]
+    rows = Rows(variable.rows.dim, own, variable.rows.blocks)
     split = []
     for gradient in gradients:
         with tf.device(gradient.device):
-            split.append(tf.split(gradient, sizes, variable.rows.dim))
+            split.append(cut_apart(gradient, rows))
     sums = []
     for j, own in enumerate(zip(*split, strict=True)):
         with tf.device(variable.parts[0][start + j].device):

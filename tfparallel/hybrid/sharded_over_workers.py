@@ -43,7 +43,7 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
                 f"`replicas` is 1 or {self._num_workers}. Received: {num_copies}. (Rank "
                 f"{self._id_in_cluster} is speaking.)"
             )
-        self._sharding, self._has_whole_copy = sharding, num_copies > 1
+        self._sharding, self._num_copies = sharding, num_copies
         self._parts_ring = self._ring_all_reduce if uses_ring else None
 
     def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:

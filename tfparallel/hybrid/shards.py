@@ -61,7 +61,7 @@ class HoldsShards(HoldsParts):
     def _shards_of(self, rows: Rows, leader: Any) -> int:
         if isinstance(leader, SplitVariable):
             return leader.shards
-        return self.num_shards if min(rows.sizes) >= self.num_shards else 1
+        return self.num_shards if min(rows.sizes) // rows.blocks >= self.num_shards else 1
 
 
 def _dim_of_pieces(shape: Sequence[int], count: int) -> int | None:

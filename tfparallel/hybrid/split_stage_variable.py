@@ -122,7 +122,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         for part, gradient in zip(self.own_parts(), gradients, strict=True):
             with tf.device(part.device):
                 pieces.append(tf.identity(tf.convert_to_tensor(gradient)))
-        return joined(pieces, self.rows.dim)
+        return joined(pieces, self.rows.dim, self.rows.blocks)
 
 
 def _rows_of_whole(rows: Rows, gradients: Sequence, shape: Sequence[int]) -> tf.IndexedSlices:

@@ -52,7 +52,9 @@ def shadowed(
         _put_back(attributes, name, before)
 
 
-def hook_once(instance: Any, name: str, replacement: Callable, *, why: str) -> None:
+def hook_once(
+    instance: Any, name: str, replacement: Callable, *, why: str, mark: str = _MARK
+) -> None:
     """Gives `instance` the method `replacement` for good; twice changes nothing.
 
     Args:
@@ -60,16 +62,17 @@ def hook_once(instance: Any, name: str, replacement: Callable, *, why: str) -> N
         name: of the method.
         replacement: such as `wrapped` gives.
         why: for the table of hooks; a literal.
+        mark: by which the hook is known, where a method may have several.
     """
     del why
-    if not is_hooked(instance, name):
-        setattr(replacement, _MARK, True)
+    if not is_hooked(instance, name, mark):
+        setattr(replacement, mark, True)
         vars(instance)[name] = replacement
 
 
-def is_hooked(instance: Any, name: str) -> bool:
+def is_hooked(instance: Any, name: str, mark: str = _MARK) -> bool:
     """Whether `hook_once` has been here, also where something is before its hook by now."""
-    return getattr(vars(instance).get(name), _MARK, False)
+    return getattr(vars(instance).get(name), mark, False)
 
 
 def hook_next_call(instance: Any, name: str, replacement: Callable, *, why: str) -> None:

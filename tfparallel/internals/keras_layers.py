@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import keras
 
+# The cells of recurrent layers that draw masks.
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
+
 # `Mean.update_state` and `Sum.update_state`: the metrics a train step feeds with scalar losses; and
 # that of metrics of functions, which may be of a whole batch.
 from keras.src.metrics import reduction_metrics
@@ -16,14 +19,19 @@ from keras.src.models.functional import Functional
 # The class of every optimizer, also of those that are not `keras.optimizers.Optimizer`.
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+# The method by which they draw masks `[rows, features]`.
+MASKS_OF_CELL = "_create_dropout_mask"
+
 Mean, Sum = reduction_metrics.Mean, reduction_metrics.Sum
 MeanMetricWrapper = reduction_metrics.MeanMetricWrapper
 
 __all__ = [
     "BaseOptimizer",
+    "DropoutRNNCell",
     "Functional",
     "Mean",
     "MeanMetricWrapper",
+    "MASKS_OF_CELL",
     "RematMode",
     "Sum",
     "add_loss_again",

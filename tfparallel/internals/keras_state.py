@@ -28,7 +28,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.layers.layer import Layer
 
 # The seed generator of `keras.random.normal(shape)`, which Keras keeps for each thread.
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
@@ -45,6 +45,8 @@ __all__ = [
     "shape_of_new",
     "variable_under_creation",
 ]
+
+GLOBAL_SEED_GENERATOR = "global_seed_generator"  # its name there; a constant since Keras 3.13
 
 _SYMBOLIC_BUILD = keras_trainer.TensorFlowTrainer._symbolic_build.__code__
 _INITIALIZE = keras_core.Variable._initialize.__code__

@@ -4,6 +4,9 @@
 Keras keeps those in a list for each thread; a list of ours in its place is asked, and sees by whom.
 
     Operation.__init__ -> get_current_remat_mode -> `if not remat_scope_stack`
+
+Before Keras 3.15 it was `Layer.__init__` that asked: there, operations that are no layers are not
+told.
 """
 
 import contextlib
@@ -12,10 +15,15 @@ from collections.abc import Callable, Iterator
 
 import keras
 from keras.src.backend.common import global_state, remat
+from keras.src.layers.layer import Layer
 
 STACK = "remat_scope_stack"  # its name in Keras's global state
 _ASKS = remat.get_current_remat_mode.__code__
-_CONSTRUCTS = keras.Operation.__init__.__code__
+_CONSTRUCTS = [
+    kind.__init__.__code__
+    for kind in (keras.Operation, Layer)
+    if _ASKS.co_name in kind.__init__.__code__.co_names
+]
 
 
 @contextlib.contextmanager
@@ -58,6 +66,6 @@ def _constructed_by(depth: int) -> keras.Operation | None:
     """The operation whose constructor asks for open scopes, so many frames from here."""
     frame = sys._getframe(depth)
     caller = frame.f_back
-    if frame.f_code is not _ASKS or caller is None or caller.f_code is not _CONSTRUCTS:
+    if frame.f_code is not _ASKS or caller is None or caller.f_code not in _CONSTRUCTS:
         return None
     return caller.f_locals["self"]

@@ -28,11 +28,12 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),
     "keras.src.distribution.distribution_lib": ("GLOBAL_ATTRIBUTE_NAME", "global_state"),
     "keras.src.layers.layer": ("Layer",),
+    "keras.src.layers.rnn.dropout_rnn_cell": ("DropoutRNNCell",),
     "keras.src.losses.loss": ("scale_loss_for_distribution", "unscale_loss_for_distribution"),
     "keras.src.metrics.reduction_metrics": ("Mean", "MeanMetricWrapper", "Sum"),
     "keras.src.models.functional": ("Functional",),
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer",),
-    "keras.src.random.seed_generator": ("GLOBAL_SEED_GENERATOR", "global_seed_generator"),
+    "keras.src.random.seed_generator": ("global_seed_generator",),
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
@@ -164,6 +165,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_moments",
         "_reduction_axes",
     ),
+    "keras.src.layers.rnn.dropout_rnn_cell.DropoutRNNCell": ("_create_dropout_mask",),
     "keras.src.losses.losses.LossFunctionWrapper": ("_fn_kwargs", "fn"),
     "keras.src.metrics.reduction_metrics.MeanMetricWrapper": ("_fn", "_fn_kwargs"),
     "keras.src.models.functional.Functional": (
@@ -296,13 +298,17 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Names of local variables and of what a function asks for, which are read on the stack.
+# Names of local variables and of what a function asks for, which are read on the stack. Of
+# functions with "|" between them, one has them.
 NAMED_IN: Mapping[str, tuple[str, ...]] = {
     _KERAS_TRAINER + ".TensorFlowTrainer.fit": ("callbacks", "epoch_iterator", "epochs", "self"),
     _KERAS_TRAINER + ".TensorFlowTrainer._symbolic_build": ("self",),
     _KERAS_TRAINER + ".TFEpochIterator.__init__": ("self",),
     "keras.src.backend.common.remat.get_current_remat_mode": ("remat_scope_stack",),
-    "keras.src.ops.operation.Operation.__init__": ("get_current_remat_mode", "self"),
+    "keras.src.ops.operation.Operation.__init__|keras.src.layers.layer.Layer.__init__": (
+        "get_current_remat_mode",
+        "self",
+    ),
     "tensorflow.python.eager.backprop.GradientTape.gradient": (
         "_handle_or_self",
         "flat_targets",
@@ -338,9 +344,9 @@ def _missing() -> Iterator[str]:
     for path, names in ATTRIBUTES.items():
         kind = _found(path)
         yield from (f"{path}.{name}" for name in names if not _has(kind, name))
-    for path, names in NAMED_IN.items():
-        known = _names_in(_found(path))
-        yield from (f"{name} in {path}" for name in names if name not in known)
+    for paths, names in NAMED_IN.items():
+        known = [_names_in(_found(path)) for path in paths.split("|")]
+        yield from (f"{name} in {paths}" for name in names if all(name not in k for k in known))
 
 
 def _found(path: str) -> Any:

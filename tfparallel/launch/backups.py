@@ -111,12 +111,16 @@ def _verified(storage: "Storage", number: int) -> "Manifest":
 
 
 def part_names(manifest: "Manifest") -> list[str]:
-    """The parts that a backup has: the shared one, and one of each worker."""
-    return ["shared", *(f"worker-{rank}" for rank in range(manifest.about["num_workers"]))]
+    """The parts that a backup has: the shared one, one of each worker, and its shards."""
+    ranks = range(manifest.about["num_workers"])
+    has_shards = any(name.startswith("shards-") for name in manifest.files)
+    shards = [f"shards-{rank}" for rank in ranks] if has_shards else []
+    return ["shared", *(f"worker-{rank}" for rank in ranks), *shards]
 
 
 def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> int:
     from tfparallel.callbacks.backup.part import read_part
+    from tfparallel.callbacks.backup.saved_shards import shapes_of
     from tfparallel.callbacks.backup.storage import InvalidBackupError
 
     numbers = storage.numbers()
@@ -139,8 +143,8 @@ def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> i
         files.add_row(name, f"{record.size_bytes:,}", record.sha256)
     model = parts["shared"]["model"]
     variables = _table("variable", "dtype", "shape")
-    for path, array in zip(model["paths"], model["arrays"], strict=True):
-        variables.add_row(path, array.dtype.name, str(list(array.shape)))
+    for path, (shape, dtype) in zip(model["paths"], shapes_of(model), strict=True):
+        variables.add_row(path, dtype, str(list(shape)))
     callbacks = _table("callback", "state")
     for name, state in parts["shared"]["callbacks"].items():
         callbacks.add_row(name, _shortened(state))
@@ -152,7 +156,7 @@ def _show(args: argparse.Namespace, storage: "Storage", console: "Console") -> i
 def _positions(parts: dict[str, Any]) -> "Table":
     table = _table("part", "batches read, by iterator", "how its position in the data is saved")
     for name, part in parts.items():
-        if name != "shared":
+        if name.startswith("worker-"):
             data = part["input"]
             table.add_row(name, str(data["taken"]), _how_saved(data))
     return table

@@ -120,5 +120,7 @@ def has_noise(records: Sequence[Mapping[str, Any]]) -> bool:
 def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    if x == "epoch":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -61,6 +61,9 @@ class BatchArguments(Protocol):
     def tensors(self, hosts: Hosts) -> Any:
         """A nest of tensors, on `hosts` or here; called again where the step is done again."""
 
+    def here(self) -> Any:
+        """The batch, or what tells it from others, on the chief: a nest of tensors."""
+
 
 class ReadByChief:
     """A batch that the chief has read: TensorFlow sends each worker its rows with the step.
@@ -85,6 +88,10 @@ class ReadByChief:
     def tensors(self, hosts: Hosts) -> Any:
         """The batch."""
         del hosts
+        return self._batch
+
+    def here(self) -> Any:
+        """The batch."""
         return self._batch
 
     @staticmethod

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.parameter_server.batch_arguments import BatchArguments, ReadByChief
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.worker_pool import QueuedStep, WorkerPool
+from tfparallel.replicas.peeked_iterator import PeekedIterator
 
 MakeStep = Callable[[Callable, BatchArguments], RemoteStep]
 
@@ -24,10 +25,10 @@ class FedByChief:
     """The batches of a dataset, read here."""
 
     def __init__(self, dataset: Iterable):
-        self._dataset = dataset
+        self.read_dataset = dataset
 
     def __iter__(self) -> Iterator[BatchArguments]:
-        return map(ReadByChief.of_any_rows, self._dataset)
+        return map(ReadByChief.of_any_rows, self.read_dataset)
 
 
 class Batches:
@@ -38,6 +39,9 @@ class Batches:
         num_batches: after how many an epoch ends; None is at the end of `source`.
         submit: called ahead with each of the arguments, where results are wanted in order.
         num_ahead: how many are submitted before the first is asked for.
+
+    Attributes:
+        read_dataset: what the chief reads; None where workers do.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Batches:
     ):
         self._source, self.num_batches = source, num_batches
         self._submit, self._num_ahead = submit, num_ahead
+        self.read_dataset = getattr(source, "read_dataset", None)
 
     def __iter__(self) -> Iterator:
         source = iter(self._source)
@@ -65,8 +70,7 @@ class BatchIterator:
     """
 
     def __init__(self, source: Iterator, num_batches: int | None):
-        self._source, self._num_batches = source, num_batches
-        self._next: Any = None
+        self._source, self._num_batches = PeekedIterator(source), num_batches
         self._num_read = 0
         self.is_at_end = False
 
@@ -74,15 +78,16 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
-        batch = self._next if self._num_read else next(self._source, None)
-        if batch is None:
-            raise StopIteration
+        batch = next(self._source)
         self._num_read += 1
-        self._next = next(self._source, None)
-        self.is_at_end = self._next is None or (
+        self.is_at_end = not self._source.peek(1) or (
             self._num_batches is not None and self._num_read % self._num_batches == 0
         )
         return batch
+
+    def peek(self, most: int) -> list:
+        """What tells the next batches from others, as far as there are so many."""
+        return [batch.here() for batch in self._source.peek(most)]
 
 
 def _submitted_ahead(

@@ -27,6 +27,7 @@ from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.remote_calls import remote_calls
 from tfparallel.parameter_server.worker_data import ArrayRows, ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.replicas.batch import OnHost, OnHosts, split_rows
+from tfparallel.replicas.peeked_iterator import PeekedIterator
 
 Generation = Callable[[int], int]  # of a worker: how often it has been lost, with all that it kept
 
@@ -61,13 +62,17 @@ class NumberedBatches:
     """
 
     def __init__(self, numbers: Iterator, batch: Callable[[tf.Tensor], Any], position: Any):
-        self._numbers, self._batch, self.position = numbers, batch, position
+        self._batches, self.position = PeekedIterator(map(batch, numbers)), position
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
-        return self._batch(next(self._numbers))
+        return next(self._batches)
+
+    def peek(self, most: int) -> list:
+        """What tells the next batches from others, as far as there are so many."""
+        return [batch.here() for batch in self._batches.peek(most)]
 
 
 # ---- arrays --------------------------------------------------------------------------------------
@@ -80,6 +85,8 @@ class SharedArrays:
         adapter: Keras's view of them.
         batch_rows: how many rows every batch has; None where the last has fewer.
     """
+
+    read_dataset = None  # the chief reads nothing
 
     def __init__(
         self,
@@ -103,6 +110,10 @@ class SharedArrays:
     def __iter__(self) -> NumberedBatches:
         numbers = iter(self._arrays.row_numbers)
         return NumberedBatches(numbers, lambda rows: SharedRows(self, rows.numpy()), numbers)
+
+    def rows(self, row_numbers: np.ndarray) -> Any:
+        """As `ArraysOnWorkers.rows`."""
+        return self._arrays.rows(row_numbers)
 
     def tensors(self, row_numbers: np.ndarray) -> tuple:
         """For a batch of these rows: how many they are; then for each worker the places of its own
@@ -138,6 +149,10 @@ class SharedRows:
         """As `SharedArrays.tensors`; `hosts` are those of the arrays."""
         del hosts
         return self.arrays.tensors(self.row_numbers)
+
+    def here(self) -> Any:
+        """The rows."""
+        return self.arrays.rows(self.row_numbers)
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,8 @@ def _num_rows(total: int, hosts: Hosts, replicas: range) -> int:
 class SharedDataset:
     """A `tf.data.Dataset` of which every worker reads every batch, for its own rows."""
 
+    read_dataset = None  # the chief reads nothing
+
     def __init__(
         self, dataset: tf.data.Dataset, graph: DatasetGraph, hosts: Hosts, generation: Generation
     ):
@@ -210,6 +227,10 @@ class SharedDataset:
             return SharedBatch(self, epoch, int(number))
 
         return NumberedBatches(numbers, batch, numbers if self._graph.is_left_unread else None)
+
+    def here(self, number: int) -> Any:
+        """As `DatasetOnWorkers.here`."""
+        return self._dataset.here(number)
 
     def iterators_at(self, epoch: int, number: int) -> tuple:
         """For each worker an iterator there, whose next batch is the one asked for."""
@@ -242,6 +263,10 @@ class SharedBatch:
         """As `SharedDataset.iterators_at`; `hosts` are those of the dataset."""
         del hosts
         return self.dataset.iterators_at(self.epoch, self.number)
+
+    def here(self) -> Any:
+        """As `DatasetOnWorkers.here`."""
+        return self.dataset.here(self.number)
 
 
 @dataclass(frozen=True)

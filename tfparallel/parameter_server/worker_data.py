@@ -24,7 +24,9 @@ from tfparallel.internals.datasets import arrays_of
 from tfparallel.parameter_server.batch_arguments import Hosts, specs_of_any_rows
 from tfparallel.parameter_server.dataset_graph import DatasetGraph
 from tfparallel.parameter_server.dataset_reader import DatasetReader
+from tfparallel.replicas.peeked_iterator import BatchOfNumber
 
+_HERE = "/device:CPU:0"
 _LARGEST_ARRAY_BYTES = 1 << 30  # a gRPC message ends at 2 GiB
 
 
@@ -39,6 +41,10 @@ class ArrayRows:
         """The arrays, which stay where they are, and the row numbers."""
         (host,) = hosts
         return self._arrays.on(host.worker, host.device), tf.constant(self._indices)
+
+    def here(self) -> Any:
+        """The rows."""
+        return self._arrays.rows(self._indices)
 
     @staticmethod
     def recipe(arrays_and_indices: tuple) -> Any:
@@ -101,6 +107,10 @@ class ArraysOnWorkers:
             self._shipped[worker] = known = (generation, shipped)
         return known[1]
 
+    def rows(self, numbers: np.ndarray) -> Any:
+        """Those rows of the arrays, on the chief; a nest as Keras makes a batch of them."""
+        return keras.tree.map_structure(lambda a: None if a is None else a[numbers], self._arrays)
+
     def __iter__(self) -> Iterator[ArrayRows]:
         return (ArrayRows(self, rows.numpy()) for rows in self.row_numbers)
 
@@ -141,6 +151,10 @@ class Numbered:
         (host,) = hosts
         return self._dataset.reader(host.worker, host.device).read(self._epoch, self._number)
 
+    def here(self) -> Any:
+        """As `DatasetOnWorkers.here`."""
+        return self._dataset.here(self._number)
+
     @staticmethod
     def recipe(batch: Any) -> Any:
         """The batch itself."""
@@ -160,6 +174,7 @@ class DatasetOnWorkers:
         self._graph, self._generation = graph, generation
         self.specs = tf.nest.map_structure(lambda spec: spec, dataset.element_spec)
         self._readers: dict[int, tuple[int, DatasetReader]] = {}
+        self._first_batch: Any = None
         # `fit`, called again, goes on with the next order of a dataset that shuffles, as on one
         # device; unless every worker would have to read all earlier epochs for it.
         self._num_taken = _num_taken.setdefault(dataset, []) if graph.is_left_unread else []
@@ -173,6 +188,12 @@ class DatasetOnWorkers:
         """The batch of that number."""
         self._num_taken[epoch] = max(self._num_taken[epoch], number + 1)
         return Numbered(self, epoch, number)
+
+    def here(self, number: int) -> BatchOfNumber:
+        """Stands for batch `number`, through which the chief would have to read for nothing."""
+        if self._first_batch is None:
+            self._first_batch = DatasetReader(self._graph, self.specs, _HERE, [0]).read(0, 0)
+        return BatchOfNumber(self._first_batch, number)
 
     def __iter__(self) -> Iterator[Numbered]:
         epoch, length = self.begin_epoch(), self._graph.num_batches

@@ -20,6 +20,7 @@ from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.profile import Cost, slowest
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.replicated import first_with_copy
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import StageVariable
 from tfparallel.pipeline.stages import Budget, Stages, divide
@@ -46,10 +47,19 @@ class DividedModels(PlacedInStages):
     ):
         super().__init__(container_strategy, devices, schedule, cluster, others)
         self._options = options
-        self._budget = stage_budget(schedule, options.memory_limit_bytes)
+        self._budget = self._budget_of_stages(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
         self._known_stages: Any = weakref.WeakKeyDictionary()
         self._batches = FirstBatches(self._num_replicas_in_sync)
+
+    def _budget_of_stages(self, schedule: Schedule, limit: int | None) -> Budget:
+        budget = stage_budget(schedule, limit)
+        if not self._has_stages_of_several:
+            return budget
+        counts = [len(self._devices_of(schedule.device_of[i])) for i in range(schedule.num_stages)]
+        sharing = [len(self._pipelines) // count for count in counts]
+        live = [own * pipelines for own, pipelines in zip(budget.live, sharing, strict=True)]
+        return Budget(live, budget.limit, counts)
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         """Notes the batch, to measure layers with it."""
@@ -78,7 +88,11 @@ class DividedModels(PlacedInStages):
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
-                    behind(variable).move_to(self._groups_of_stage(homes[id(variable)]))
+                    groups = self._groups_of_stage(homes[id(variable)])
+                    behind(variable).move_to(groups)
+                    if self._has_stages_of_several:
+                        firsts = first_with_copy([group[0] for group in groups])
+                        behind(variable).share_copies(firsts)
             self._known_stages[model] = stages
         return self._known_stages[model]
 
@@ -90,7 +104,7 @@ class DividedModels(PlacedInStages):
 
     def _summary_of(self, model: keras.Model) -> Summary:
         devices = [
-            [device for group in self._groups_of_stage(stage) for device in group]
+            list(dict.fromkeys(d for group in self._groups_of_stage(stage) for d in group))
             for stage in range(self._schedule.num_stages)
         ]
         return summarise(model.name, self._stages_of(model), devices, self._budget.live)

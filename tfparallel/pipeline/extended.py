@@ -25,6 +25,7 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.row_seeds_of_stages import RowSeedsOfStages
 from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.pipeline.stage_variables import SequentialVariable, StageVariable
 from tfparallel.pipeline.staged_model import staged
@@ -70,7 +71,8 @@ class PipelineExtended(DividedModels):
         """A pipeline is one replica; in a custom loop's `run`, its microbatches are."""
         context = distribute_lib.get_replica_context()
         if context is None or context.strategy is not self._container_strategy():
-            return len(self._pipelines) * self._num_workers
+            count = 1 if self._has_stages_of_several else len(self._pipelines)
+            return count * self._num_workers
         return self._num_replicas_in_sync
 
     def _reports_lost_stages(self) -> contextlib.AbstractContextManager | None:
@@ -87,6 +89,9 @@ class PipelineExtended(DividedModels):
         first = self._get_replica_id_in_sync_group(0)
         microbatches = range(first, first + len(self._devices))
         return batch_on_hosts(data, self._host_device, self._hosts()[-1], microbatches)
+
+    def _draw_by_row(self) -> None:
+        self._row_seeds = RowSeedsOfStages(self._container_strategy)
 
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
@@ -109,6 +114,8 @@ class PipelineExtended(DividedModels):
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
         with contextlib.ExitStack() as around:
             around.enter_context(super()._step_of(model))
+            if isinstance(self._row_seeds, RowSeedsOfStages):
+                around.enter_context(self._row_seeds.counted(model))
             strategy, found = self._container_strategy(), self._found_of_layers
             around.enter_context(left_for_all_rows(model, strategy, changes, found))
             if not tf.executing_eagerly():
@@ -160,7 +167,14 @@ class PipelineExtended(DividedModels):
         try:
             self._reads = {}
             with staged(
-                model, stages, executors, current_microbatch, deferred, changes, rematerialization
+                model,
+                stages,
+                executors,
+                current_microbatch,
+                deferred,
+                changes,
+                rematerialization,
+                self._row_seeds,
             ):
                 yield
             deferred.assign()
@@ -235,6 +249,19 @@ class PipelineExtended(DividedModels):
                 f"the step reads. Received: {received}. Leave that out, or use 'per_microbatch'."
             )
         return found
+
+    def _behind(self, part: Any) -> contextlib.AbstractContextManager:
+        """Nothing of a step is done before there is a batch.
+
+        At the end of data of unknown length there is none, and TensorFlow ends the step while it
+        runs: whether what needs no data was done by then (`iterations`, weight decay) would depend
+        on which of the stages' devices was faster.
+        """
+        leaves = tf.nest.flatten(part, expand_composites=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        if tf.executing_eagerly() or not tensors:
+            return super()._behind(part)
+        return tf.control_dependencies(tensors[:1])
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

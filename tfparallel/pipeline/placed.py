@@ -59,14 +59,25 @@ class PlacedInStages(LocalExtended):
 
     def _description(self) -> str:
         schedule = self._schedule
+        count = schedule.num_microbatches
         if self._cluster:
             where = str(self._stage_devices)
+        elif self._has_stages_of_several:
+            count *= len(self._pipelines)
+            where = str(names_of_groups([self._devices_of(i) for i in range(len(self._groups[0]))]))
         else:
             where = " + ".join(str(names_of_groups(pipeline)) for pipeline in self._groups)
-        return (
-            f"num_stages={schedule.num_stages}, num_microbatches={schedule.num_microbatches}, "
-            f"devices={where}"
-        )
+        return f"num_stages={schedule.num_stages}, num_microbatches={count}, devices={where}"
+
+    @property
+    def _has_stages_of_several(self) -> bool:
+        """Whether pipelines have devices in common."""
+        every = [device for pipeline in self._pipelines for device in pipeline]
+        return len(set(every)) < len(every)
+
+    def _devices_of(self, place: int) -> list[str]:
+        """All devices in one place of the pipelines, each once."""
+        return list(dict.fromkeys(pipeline[place] for pipeline in self._pipelines))
 
     def outermost(self) -> tf.distribute.Strategy:
         """The strategy that trains: of several processes, where the pipeline is inside of one."""
@@ -77,8 +88,13 @@ class PlacedInStages(LocalExtended):
         return replica // self._schedule.num_microbatches
 
     def is_first_of_pipeline(self) -> bool:
-        """Whether the calling replica is its pipeline's first microbatch."""
+        """Whether the calling replica is its pipeline's first microbatch.
+
+        Of pipelines that have devices in common only the first one updates, for all.
+        """
         replica = values_util.get_current_replica_id_as_int()
+        if self._has_stages_of_several:
+            return replica == 0
         return replica % self._schedule.num_microbatches == 0
 
     def _device_of_stage(self, stage: int) -> str:
@@ -103,11 +119,16 @@ class PlacedInStages(LocalExtended):
         self._creation.is_slot = isinstance(leader, StageVariable)
         if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
-            return super()._create_variable(next_creator, **kwargs)
+            variable = super()._create_variable(next_creator, **kwargs)
+            if self._has_stages_of_several and isinstance(variable, OptimizerNumber):
+                variable.share_copies((0,) * len(self._pipelines))
+            return variable
         self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
         leader.move_to(leader.places())
+        if leader._firsts is not None:
+            variable.share_copies((0,) * len(leader._firsts))
         return variable
 
     def _home(self, kwargs: Mapping[str, Any]) -> str:
@@ -148,7 +169,21 @@ class PlacedInStages(LocalExtended):
     ) -> Any:
         if not self.is_first_of_pipeline():
             return None  # the first microbatch computes the same update, for all
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        result = super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if isinstance(var, StageVariable):
+            var.tell_copies()
+        return result
+
+    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+        """Outside of replicas: each copy once, also where several pipelines have it."""
+        done: dict[int, Any] = {}
+
+        def once(copy: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(copy) not in done:
+                done[id(copy)] = fn(copy, *args, **kwargs)
+            return done[id(copy)]
+
+        return super()._update(var, once, args, kwargs, group)
 
 
 def hosts_of(devices: Sequence[str]) -> list[str]:

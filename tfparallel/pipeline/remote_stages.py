@@ -135,6 +135,8 @@ class StageCluster:
     def _described(self, task: tuple[str, int]) -> str:
         """A task as messages name it: "stage 1 (worker 1, 10.0.0.2:2222)"."""
         stages = self._stages_of.get(task, [])
+        if not stages:  # a place of layers in parts
+            return f"{task[0]} {task[1]} ({self._address(task)})"
         what = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         return f"{what} ({task[0]} {task[1]}, {self._address(task)})"
 

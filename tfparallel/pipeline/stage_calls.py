@@ -18,6 +18,7 @@ from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
+from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.state_changes import StateChanges
 
 
@@ -31,8 +32,10 @@ class StageCalls:
         deferred: DeferredBatchNorm,
         changes: StateChanges,
         rematerialization: Rematerialization,
+        row_seeds: RowSeeds | None = None,
     ):
         self._executor, self._current_microbatch = executor, current_microbatch
+        self._row_seeds = row_seeds
         self._deferred, self._changes = deferred, changes
         self._rematerialization = rematerialization
         self.last_stage = executor.num_stages - 1
@@ -94,13 +97,15 @@ class StageCalls:
         arguments = [*flat_inputs, *present(masks)]
 
         def flat_function(*flat: tf.Tensor) -> list:
-            flat, state = flat[: len(arguments)], flat[len(arguments) :]
+            flat, rest = flat[: len(arguments)], flat[len(arguments) :]
+            state, own_place = split_at(list(rest), len(given))
             own_inputs, own_masks = filled(inputs, flat), flat[len(flat_inputs) :]
             set_masks(own_inputs, masks, own_masks)
             self._thread.is_in_part = True
             apart = self._changes.in_function(flat, given, state)
             try:
-                with self._deferred.collected() as statistics, apart as noted:
+                draws = self._draws(own_place, key[:2])
+                with draws, self._deferred.collected() as statistics, apart as noted:
                     outputs, losses = losses_apart(function, layers, own_inputs)
             finally:
                 self._thread.is_in_part = False
@@ -115,7 +120,8 @@ class StageCalls:
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self._current_microbatch()
-        given_tensors = [*arguments, *(change.value for change in given)]
+        place = None if self._row_seeds is None else self._row_seeds.place()
+        given_tensors = [*arguments, *(change.value for change in given), *present([place])]
         stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
         flat = self._executor.call(stage, microbatch, key, flat_function, given_tensors, **options)
         result = self._results[key]
@@ -127,6 +133,12 @@ class StageCalls:
         flat, values = split_at(flat, len(flat) - len(result.statistics))
         self._deferred.add(microbatch, result.statistics, values)
         return result.filled(flat)
+
+    def _draws(self, place: Sequence, part: tuple) -> contextlib.AbstractContextManager:
+        """In a part that is traced: where random numbers are those of rows."""
+        if self._row_seeds is None or not place:
+            return contextlib.nullcontext()
+        return self._row_seeds.placed(place[0], part)
 
     @contextlib.contextmanager
     def traced(self, stage: int, name: str) -> Iterator[None]:

@@ -23,6 +23,8 @@ class StageVariable(CentralVariable):
     """A variable that lives once in a pipeline, whose first microbatch assigns it for all."""
 
     _followers: tuple = ()
+    _firsts: tuple[int, ...] | None = None  # pipelines whose copies all take, if some share one
+    _is_copied_once_a_device = True
     _values: Any
 
     def is_own_context(self) -> bool:
@@ -63,8 +65,21 @@ class StageVariable(CentralVariable):
         return self._assigned_by_first(update_fn, value, **kwargs)
 
     def _assigned_by_first(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        is_assigned = self._is_assigned_here()
-        return update_fn(self._primary, value, **kwargs) if is_assigned else self._primary
+        if not self._is_assigned_here():
+            return self._primary
+        result = update_fn(self._primary, value, **kwargs)
+        self.tell_copies()
+        return result
+
+    def tell_copies(self) -> None:
+        """Where one pipeline assigns for all: gives other devices' copies its value."""
+        others = {id(copy): copy for copy in self._values if copy is not self._primary}
+        if self._firsts is None or not others:
+            return
+        value = self._primary.read_value()
+        for copy in others.values():
+            with tf.device(copy.device):
+                copy.assign(value)
 
     def copy_in(self, pipeline: int, like: Any) -> Any:
         """What pipeline number `pipeline` has in the place of `like`, another pipeline's."""
@@ -84,8 +99,21 @@ class StageVariable(CentralVariable):
         for variable in (self, *self._followers):
             variable._move_to(places)
 
+    def share_copies(self, firsts: tuple[int, ...]) -> None:
+        """Has pipelines take the copies of others; all take the optimizer slots of the first.
+
+        Args:
+            firsts: for each pipeline, that whose copy it takes.
+        """
+        for variable in (self, *self._followers):
+            if variable._is_copied_once_a_device:
+                variable._firsts = firsts if variable is self else (0,) * len(firsts)
+                variable._values = tuple(variable._values[i] for i in variable._firsts)
+
     def _move_to(self, places: Sequence[Sequence[str]]) -> None:
         for i, devices in enumerate(places):
+            if self._firsts is not None and self._firsts[i] != i:
+                continue
             old = self.values[i]
             new = moved(old, devices[0])
             if new is not old:
@@ -149,6 +177,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
     the end of a step, and seeds are equal.
     """
 
+    _is_copied_once_a_device = False  # each pipeline assigns its own
     deferred_to: Callable | None = None  # takes BatchNorm's averages; see `DeferredBatchNorm`
 
     @property

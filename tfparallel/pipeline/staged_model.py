@@ -24,6 +24,7 @@ from tfparallel.pipeline.stage_calls import StageCalls
 from tfparallel.pipeline.staged_graph import StagedGraph
 from tfparallel.pipeline.staged_losses import staged_losses
 from tfparallel.pipeline.stages import Stages
+from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.state_changes import StateChanges
 
 
@@ -36,6 +37,7 @@ def staged(
     deferred: DeferredBatchNorm,
     changes: StateChanges,
     rematerialization: Rematerialization,
+    row_seeds: RowSeeds | None = None,
 ) -> Iterator[None]:
     """Within it, `model` computes through `executor`.
 
@@ -46,9 +48,12 @@ def staged(
         deferred: layers whose moving averages are assigned when all microbatches have passed.
         changes: what other layers assign.
         rematerialization: the executor's; is told which layer is being traced.
+        row_seeds: where layers draw random numbers by row.
     """
     places = Places(stages)
-    calls = StageCalls(executor, current_microbatch, deferred, changes, rematerialization)
+    calls = StageCalls(
+        executor, current_microbatch, deferred, changes, rematerialization, row_seeds
+    )
 
     def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
         options = {"is_shared": False, "is_result": True}

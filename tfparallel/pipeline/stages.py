@@ -58,10 +58,12 @@ class Budget:
     Attributes:
         live: how many microbatches each stage holds at once.
         limit: bytes of a stage; None is no limit.
+        num_devices: of each stage, which take microbatches in turn; None for one each.
     """
 
     live: Sequence[int]
     limit: float | None = None
+    num_devices: Sequence[int] | None = None
 
 
 def divide(
@@ -132,6 +134,7 @@ def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> S
         memory=memory,
         memory_limit=budget.limit,
         layer_names=[part.name for part in parts],
+        num_devices=budget.num_devices,
     )
     total = sum(cost.time for cost in costs)
     return Stages(

@@ -5,7 +5,6 @@ done with them.
 """
 
 import contextlib
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from tfparallel.internals import (
 from tfparallel.internals.keras_trainer import surround_epochs
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.replicas.peeked_iterator import PeekedIterator
 from tfparallel.replicas.weights_check import WeightsCheck
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
 
@@ -234,31 +234,51 @@ class WorkersExtended(ReplicatedExtended):
 class AgreedBatches:
     """Batches of a dataset whose length is not known, or differs by worker, checked batch by batch.
 
-    Iterates in Python: one announcement a batch is the price of an error instead of a hang.
+    Attributes:
+        read_dataset: where they come from.
     """
 
     def __init__(self, dataset: Iterable, agreement: Agreement, convert: Callable):
-        self._dataset, self._agreement, self._convert = dataset, agreement, convert
+        self.read_dataset, self._agreement, self._convert = dataset, agreement, convert
+
+    def __iter__(self) -> "AgreedIterator":
+        return AgreedIterator(iter(self.read_dataset), self._agreement, self._convert)
+
+
+class AgreedIterator:
+    """Iterates in Python: one announcement a batch is the price of an error instead of a hang.
+
+    Attributes:
+        position: the iterator of `tf.data` whose checkpoint is all that is needed to go on, or
+            None.
+    """
+
+    def __init__(self, iterator: Iterator, agreement: Agreement, convert: Callable):
+        self._batches, self._number = PeekedIterator(iterator), 0
+        self.position = iterator if isinstance(iterator, tf.data.Iterator) else None
+        self._agreement, self._convert = agreement, convert
 
     def __iter__(self) -> Iterator:
-        end = object()
-        iterator = iter(self._dataset)
-        for number in itertools.count():
-            batch = next(iterator, end)
-            shapes = None if batch is end else _shapes(batch)
-            announced = self._agreement.exchange("read a batch", shapes)
-            if announced == [None] * len(announced):
-                # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
-                raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
-            if any(other != announced[0] for other in announced):
-                raise DisagreementError(
-                    "All workers must have the same number of batches, of as many rows at each "
-                    f"step. Received: batch {number} is {announced} by rank (None: the data ended "
-                    "before it). Use drop_remainder=True, or let every worker "
-                    f"read all data (no auto_shard_policy). (Rank {self._agreement.rank} is "
-                    "speaking.)"
-                )
-            yield self._convert(batch)
+        return self
+
+    def __next__(self) -> Any:
+        batch, self._number = next(self._batches, None), self._number + 1
+        announced = self._agreement.exchange("read a batch", _shapes(batch))
+        if announced == [None] * len(announced):
+            # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
+            raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
+        if any(other != announced[0] for other in announced):
+            raise DisagreementError(
+                "All workers must have the same number of batches, of as many rows at each "
+                f"step. Received: batch {self._number - 1} is {announced} by rank (None: the data "
+                "ended before it). Use drop_remainder=True, or let every worker "
+                f"read all data (no auto_shard_policy). (Rank {self._agreement.rank} is speaking.)"
+            )
+        return self._convert(batch)
+
+    def peek(self, most: int) -> list:
+        """The next batches that this worker reads, as far as there are so many."""
+        return self._batches.peek(most)
 
 
 def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
@@ -288,8 +308,10 @@ def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> Any:
     )
 
 
-def _shapes(batch: Any) -> list[list[int | None]]:
-    """The shape of every tensor of a batch on this worker, replica by replica."""
+def _shapes(batch: Any) -> list[list[int | None]] | None:
+    """The shape of every tensor of a batch on this worker, replica by replica; None of None."""
+    if batch is None:
+        return None
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     parts = [x.values if isinstance(x, PerReplica) else (x,) for x in leaves]
     return [part.shape.as_list() for leaf in parts for part in leaf]

@@ -39,6 +39,7 @@ from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.row_seeds import drawn_by_row
 from tfparallel.replicas.variables import (
     mark_statistics,
 )
@@ -107,7 +108,9 @@ class KerasStrategy(DescribedStrategy):
         model = fn.__self__ if is_step else model_of_predict_step(fn)
         if self.extended._divides_data:
             checks.check_states_of_rows(self, model)
-        with self.extended._step_of(model), self.extended._kept_in_step_of(model):
+        extended = self.extended
+        draws = drawn_by_row(extended._row_seeds, model)
+        with draws, extended._step_of(model), extended._kept_in_step_of(model):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
             if is_step:

@@ -1,5 +1,6 @@
 """Misuse that would train wrongly or crash far away is refused here, in the user's words."""
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -179,8 +180,15 @@ def check_keywords(strategy_class: type, keywords: Mapping[str, object]) -> None
     parameters = inspect.signature(strategy_class).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
+    groups = getattr(strategy_class, "_groups_of_options", {})
     for keyword in keywords:
         if keyword not in parameters:
+            for name, group in groups.items():
+                if keyword in {field.name for field in dataclasses.fields(group)}:
+                    raise TypeError(
+                        f"{strategy_class.__name__} has no argument '{keyword}'. It is one of "
+                        f"{name}=tfparallel.{group.__name__}({keyword}={keywords[keyword]!r})."
+                    )
             alike = difflib.get_close_matches(keyword, parameters, n=1, cutoff=0.5)
             hint = f"Did you mean '{alike[0]}'? " if alike else ""
             raise TypeError(

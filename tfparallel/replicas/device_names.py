@@ -37,8 +37,16 @@ def short_names(devices: Iterable[str]) -> list[str]:
 
 
 def names_of_groups(groups: Iterable[Iterable[str]]) -> list[str]:
-    """Devices that compute together, as one name each: `CPU:0+CPU:1`."""
-    return ["+".join(short_names(group)) for group in groups]
+    """Devices that compute together, as one name each: `CPU:0+CPU:1`, or `chief 0 CPU:0+...`."""
+    return ["+".join(_names_with_tasks(list(group))) for group in groups]
+
+
+def _names_with_tasks(devices: Sequence[str]) -> list[str]:
+    specs: list[Any] = [tf.DeviceSpec.from_string(device) for device in devices]
+    names = short_names(devices)
+    if len({(spec.job, spec.task) for spec in specs}) < 2:
+        return names
+    return [f"{spec.job} {spec.task} {name}" for spec, name in zip(specs, names, strict=True)]
 
 
 def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:

@@ -37,6 +37,7 @@ from tfparallel.replicas.noise_probe import NoiseProbe, replica_number
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
 from tfparallel.replicas.variables import (
     MetricVariable,
@@ -54,6 +55,7 @@ class ReplicatedExtended(MirroredExtended):
     _num_workers = 1
     _id_in_cluster = 0
     _reduces_parts = False  # of gradients, not wholes
+    _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
     _workers: AxisOfProcesses | None = (
         None  # around a process whose devices are a mesh of their own
@@ -200,6 +202,11 @@ class ReplicatedExtended(MirroredExtended):
             reduced = [tf.stop_gradient(t) for t in reduced]
         return tf.nest.pack_sequence_as(value, reduced)
 
+    def _behind(self, part: Any) -> contextlib.AbstractContextManager:
+        """Within it, a replica computes its step of `part`, its rows."""
+        del part
+        return contextlib.nullcontext()
+
     def _weigh_and_reduce(self, gradients: list) -> list:
         """Gradients of all rows, from those of this replica's; called in a replica context."""
         step = current_replica_step()
@@ -290,6 +297,10 @@ class ReplicatedExtended(MirroredExtended):
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         return dataset if self._workers is None else self._workers._keras_dataset(dataset, call)
+
+    def _draw_by_row(self) -> None:
+        """Has rows draw random numbers; before anything is built."""
+        self._row_seeds = RowSeeds(self._container_strategy)
 
     def _step_of(self, model: keras.Model) -> contextlib.AbstractContextManager:
         """Around each Keras step of `model`, also where one replica runs it."""

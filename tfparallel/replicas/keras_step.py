@@ -45,7 +45,7 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
         step = ReplicaStep(
             batch.rows[i], batch.weights[i], weights_loss, statistics, part, batch.first_rows[i]
         )
-        with step.active():
+        with step.active(), extended._behind(part):
             return step_function(part)
 
     with model_hooks.hooked(model, extended, global_results):
@@ -64,9 +64,12 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any, model: ke
 
     def replica_function() -> Any:
         i = _local_replica_id()
-        step = ReplicaStep(batch.rows[i], batch.weights[i], False, statistics, batch.parts[i])
+        part = batch.parts[i]
+        step = ReplicaStep(
+            batch.rows[i], batch.weights[i], False, statistics, part, batch.first_rows[i]
+        )
         with step.active():
-            return predict_step(batch.parts[i])
+            return predict_step(part)
 
     with model_hooks.gathering_layers(model, extended):
         outputs = strategy._run_on_replicas(replica_function)

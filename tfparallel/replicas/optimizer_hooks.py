@@ -18,6 +18,7 @@ from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
 from tfparallel.replicas.checks import check_trained
+from tfparallel.replicas.repeated_rows import added_up
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
@@ -127,9 +128,10 @@ def _reduce_then_apply(
     present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
     _thread.source = GradientSource(optimizer, present_variables)
     try:
-        reduced = iter(strategy.extended._weigh_and_reduce(present))
+        totals = strategy.extended._weigh_and_reduce(present)
     finally:
         _thread.source = None
+    reduced = map(added_up, present, totals)
     grads = [None if g is None else next(reduced) for g in grads]
     _thread.is_reduced = True
     try:

@@ -3,6 +3,7 @@
 Keras keeps a seed generator's state `[seed, counter]` in a variable that is equal on all replicas,
 so that one copy is saved and any number of replicas can restore it. Equal seeds give equal Dropout
 masks; so replica r draws `[seed + r * stride, counter]`. Replica 0 draws what one device draws.
+Where rows draw (`row_seeds.py`), all replicas draw `[seed, counter]`, each for its rows.
 
 Keras's global generator (`keras.random.normal(shape)` without a seed) is a global of each thread.
 Replicas run in threads of their own and are given that of the thread that runs them.
@@ -38,18 +39,24 @@ def hook_seed_generator(
     hook_once(
         generator,
         "next",
-        wrapped(generator, "next", functools.partial(_next_of_replica, strategy)),
+        wrapped(generator, "next", functools.partial(_next_of_replica, strategy, generator)),
         why="Each replica draws random numbers of its own, from the one seed that is stored.",
     )
 
 
 def _next_of_replica(
-    strategy: tf.distribute.Strategy, next_seed: Callable, ordered: bool = True
+    strategy: tf.distribute.Strategy,
+    generator: keras.random.SeedGenerator,
+    next_seed: Callable,
+    ordered: bool = True,
 ) -> tf.Tensor:
-    seed = next_seed(ordered=ordered)
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy:
-        return seed
+        return next_seed(ordered=ordered)
+    row_seeds = getattr(strategy.extended, "_row_seeds", None)  # not of cores of a TPU
+    if row_seeds is not None:
+        return row_seeds.seed_of(generator, lambda: next_seed(ordered=ordered))
+    seed = next_seed(ordered=ordered)
     return seed_of_stream(seed, context.replica_id_in_sync_group)
 
 

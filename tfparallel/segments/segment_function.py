@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import is_stateful
+from tfparallel.replicas.repeated_rows import is_of_no_row
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
@@ -236,7 +237,7 @@ class _Gradients:
     """
 
     def __init__(self, graph: FuncGraph, ys: Sequence, xs: Sequence):
-        self._graph = FuncGraph("gradients")
+        self._graph, self._of_ys = FuncGraph("gradients"), graph
         with self._graph.as_default():
             self._dys = [_placeholder_like(y) for y in ys]
             self._gradients = gradients_in_graph(ys, xs, self._dys, graph)
@@ -248,6 +249,9 @@ class _Gradients:
         self._inner_elsewhere = [inner for is_inside, (_, inner) in pairs if not is_inside]
         leaves = tf.nest.flatten(self._gradients, expand_composites=True)
         self._leaves = leaves
+        slices = [each for each in self._gradients if isinstance(each, tf.IndexedSlices)]
+        outer = dict(zip(map(id, self._inner), self.needed, strict=True))
+        self._of_no_row = [each.indices for each in slices if is_of_no_row(each.indices, outer)]
 
     def leaves(self, positions: Iterable[int]) -> list[tf.Tensor]:
         """The different tensors that the gradients of the `xs` at `positions` are made of."""
@@ -280,9 +284,24 @@ class _Gradients:
         return GraphCopy(self._graph, {**given, **known})
 
     def filled(self, values: Mapping[int, tf.Tensor]) -> list:
-        """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`."""
+        """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`.
+
+        Indices that no row of the batch decides on are made where they are used: whoever adds up
+        sees that they are alike.
+        """
+        if self._of_no_row:
+            values = {**values, **self._made_here(self._of_no_row)}
         leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._gradients, leaves, expand_composites=True)
+
+    def _made_here(self, tensors: Sequence) -> dict[int, tf.Tensor]:
+        """Copies, in the graph under construction, of what needs no arguments; by `id`."""
+        asked = set(depended_on(tensors, lambda _: False))
+        pairs = zip(self._inner, self.needed, strict=True)
+        given = {id(inner): outer for inner, outer in pairs if inner.op in asked}
+        copies = GraphCopy(self._of_ys, {}).tensors(given.values())
+        copy = GraphCopy(self._graph, dict(zip(given, copies, strict=True)))
+        return dict(zip(map(id, tensors), copy.tensors(tensors), strict=True))
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:

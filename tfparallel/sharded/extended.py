@@ -11,15 +11,11 @@ import tensorflow as tf
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES, plan_buckets
 from tfparallel.internals import (
     BaseOptimizer,
-    ReduceOp,
     distribute_lib,
     distribute_utils,
-    values_util,
 )
-from tfparallel.internals.keras_layers import apply_without_replicas, behind, trained_by
-from tfparallel.replicas.elementwise import is_elementwise
-from tfparallel.replicas.extended import ReplicatedExtended
-from tfparallel.replicas.optimizer_hooks import build_optimizer, gradient_source
+from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.segments.memory_policy import MemoryPolicy
@@ -27,37 +23,24 @@ from tfparallel.segments.step_segments import StepSegments
 from tfparallel.sharded.backward import BackwardReduction, is_part
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.options import Sharding
-from tfparallel.sharded.shard_view import shard_view
-from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
+from tfparallel.sharded.part_updates import PartUpdates
+from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable, is_sharded
 from tfparallel.sharded.units import layers_of_units, units_of
-from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
 
 
-class ShardedExtended(ReplicatedExtended):
+class ShardedExtended(PartUpdates):
     """Data parallel replicas that hold a part each of weights, or of their optimizer's slots.
 
     Mixed into the extended of a process, or of several. Those of several processes give the two
-    methods of the section "the transport".
+    methods of `SharesCopies`, "the transport".
     """
 
     _sharding: Sharding
     _memory = MemoryPolicy()
     _reduces_parts = True
-    _num_copies = 1  # in this process: hybrid sharding
-    _has_whole_copy = False  # in each worker: hybrid sharding
     _whole_of_new: tf.Tensor | None = None
     _backward: BackwardReduction | None = None  # while a step is traced
     _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
-
-    # ---- the transport: this process is all there is ---------------------------------------------
-
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of each `[length]` the workers', one after the other."""
-        return list(parts)
-
-    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        """This worker's row of the sum of all workers' `[num_workers, length]`."""
-        return rows[0]
 
     # ---- what XLA compiles -----------------------------------------------------------------------
 
@@ -68,28 +51,9 @@ class ShardedExtended(ReplicatedExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    @property
-    def _num_sharing(self) -> int:
-        """How many workers share one copy; those around a mesh of this process have one each."""
-        return 1 if self._has_whole_copy or self._workers is not None else self._num_workers
-
-    @property
-    def _devices_of_copy(self) -> int:
-        """How many devices of this process share one copy, one behind the other."""
-        return len(self._devices) // self._num_copies
-
-    @property
-    def _num_shards(self) -> int:
-        return self._num_sharing * self._devices_of_copy
-
-    def _shard_of(self, i: int) -> int:
-        """The shard that replica `i` of this process updates."""
-        count = self._devices_of_copy
-        return (self._id_in_cluster % self._num_sharing) * count + i % count
-
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
-        if self._num_shards == 1 or not (kwargs.get("trainable") or _is_sharded(leader)):
+        if self._num_shards == 1 or not (kwargs.get("trainable") or is_sharded(leader)):
             return super()._create_variable(next_creator, **kwargs)
         kwargs = self._begun_alike(kwargs)
         whole = _evaluated(kwargs["initial_value"], kwargs.get("dtype"))
@@ -111,7 +75,7 @@ class ShardedExtended(ReplicatedExtended):
         if not whole.dtype.is_floating or not whole.shape.is_fully_defined():
             return False
         if leader is not None:
-            return _is_sharded(leader) and whole.shape == leader.shape
+            return is_sharded(leader) and whole.shape == leader.shape
         smallest = max(self._sharding.min_size, self._num_shards)
         return whole.shape.rank > 0 and whole.shape.num_elements() >= smallest
 
@@ -134,11 +98,6 @@ class ShardedExtended(ReplicatedExtended):
             self._whole_of_new = tf.convert_to_tensor(agreed() if callable(agreed) else agreed)
         shards = variable_class.keywords["shards"]
         return variable_class.func.stored(shards, self._whole_of_new, self._shard_of(i))
-
-    def _sharing_with(self, i: int) -> range:
-        """The replicas of this process that share a copy with replica `i`."""
-        count = self._devices_of_copy
-        return range(i // count * count, (i // count + 1) * count)
 
     def _wholes(
         self,
@@ -223,7 +182,7 @@ class ShardedExtended(ReplicatedExtended):
             return super()._reduce_gradients(gradients)
         variables = [getattr(variable, "value", variable) for variable in source.variables]
         pairs = list(zip(gradients, variables, strict=True))
-        is_done = [_is_sharded(v) and is_part(g, v) for g, v in pairs]
+        is_done = [is_sharded(v) and is_part(g, v) for g, v in pairs]
         own = step.zero_without_rows(
             [g for g, done in zip(gradients, is_done, strict=True) if not done]
         )
@@ -242,7 +201,7 @@ class ShardedExtended(ReplicatedExtended):
         cut = [
             k
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if _is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
+            if is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
         ]
         results: dict = {k: gradients[k] for k in cut if is_part(gradients[k], variables[k])}
         others = [k for k in range(len(gradients)) if k not in cut]
@@ -285,7 +244,7 @@ class ShardedExtended(ReplicatedExtended):
     def _over_workers(self, sums: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Sums of this process's shards, and of the same shards of all workers that have a copy."""
         flat = [shard for shards in sums for shard in shards]
-        if self._has_whole_copy:
+        if self._own_workers > 1:
             total = iter(self._sum_list_across_workers(flat))
         else:
             total = iter(self._sum_gradients_across_workers(flat, None))
@@ -307,102 +266,6 @@ class ShardedExtended(ReplicatedExtended):
                 every.append(tf.identity(shards[i % len(shards)]))
         return every
 
-    # ---- how a variable is updated ---------------------------------------------------------------
-
-    def _updates_parts(self, optimizer: BaseOptimizer, variables: Sequence) -> bool:
-        """Whether each replica updates its parts alone; else the whole is gathered for it.
-
-        An optimizer that looks at whole tensors (Lamb, Muon, Adafactor, or one of the user's), or a
-        constraint, needs the whole.
-        """
-        unconstrained = all(getattr(each, "constraint", None) is None for each in variables)
-        return is_elementwise(optimizer) and unconstrained
-
-    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
-        return hooks_of(optimizer)
-
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        optimizer = apply.__self__  # type: ignore[attr-defined]
-        own = list(trained_by(optimizer) if variables is None else variables)
-        present = [v for g, v in zip(gradients, own, strict=True) if g is not None]
-        if not any(_is_sharded(getattr(v, "value", v)) for v in present):
-            return super()._apply_reduced(apply, gradients, variables)
-        build_optimizer(optimizer, own)
-        if not self._updates_parts(optimizer, present):
-            return self._apply_to_wholes(optimizer, apply, gradients, variables)
-        i = values_util.get_current_replica_id_as_int()
-        reduced = ReducedGradients(gradients, own, self._shard_of(i))
-        with shard_view(global_numbers(optimizer, reduced, self._sum_over_shards)):
-            super()._apply_reduced(apply, reduced.parts, variables)
-        self._publish(reduced.values)
-        return None
-
-    def _sum_over_shards(self, value: Any) -> Any:
-        """The sum of what the replicas have that share one copy; called in a replica context."""
-        if self._num_shards == self._num_replicas_in_sync:
-            return self._replica_ctx_all_reduce(ReduceOp.SUM, value)
-
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
-            parts = [self._local_results(tensor) for tensor in tensors]
-            return [tf.add_n(each[: self._devices_of_copy]) for each in parts]
-
-        flat = tf.nest.flatten(value)
-        total = distribute_lib.get_replica_context().merge_call(merge, args=flat)
-        return tf.nest.pack_sequence_as(value, total)
-
-    def _apply_to_wholes(
-        self, optimizer: BaseOptimizer, apply: Callable, gradients: list, variables: Any
-    ) -> None:
-        """One update for all replicas of this process: gathers, computes, keeps the parts."""
-
-        def merge(_: tf.distribute.Strategy, gradients: list) -> None:
-            whole = [None if g is None else self._local_results(g)[0] for g in gradients]
-            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                apply_without_replicas(optimizer, whole, variables)
-            else:
-                apply(whole, variables)
-
-        distribute_lib.get_replica_context().merge_call(merge, args=(gradients,))
-
-    def _publish(self, variables: Sequence) -> None:
-        """Ends an update: nobody reads a variable before all replicas have updated their parts."""
-        kept = [variable for variable in variables if isinstance(variable, KeptWholeVariable)]
-
-        def merge(_: tf.distribute.Strategy) -> None:
-            for variable in kept:
-                variable.publish(self._updated_parts(variable))
-
-        distribute_lib.get_replica_context().merge_call(merge)
-
-    def _updated_parts(self, variable: KeptWholeVariable) -> tf.Tensor:
-        local = range(self._devices_of_copy)
-        joined = tf.concat([variable.component(i).read_value() for i in local], 0)
-        if self._num_sharing == 1:
-            return joined
-        (whole,) = self._host_gather_parts([joined])
-        return tf.ensure_shape(whole, [self._num_shards * variable.shards.length])
-
-    def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
-        if not _is_sharded(var):
-            return super()._replica_ctx_update(var, fn, args, kwargs, group)
-        part = var.component_of_caller()
-        with tf.device(part.device):
-            return fn(part, *args, **kwargs)
-
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
-        """Outside of replicas one device updates the whole, which each replica cuts for itself."""
-        if not _is_sharded(var):
-            return super()._update(var, fn, args, kwargs, group)
-        args, kwargs = distribute_utils.select_replica(0, (args, kwargs))
-        with tf.device(var.values[0].device):
-            return fn(var, *args, **kwargs)
-
-
-def _is_sharded(variable: Any) -> bool:
-    return isinstance(variable, ShardedVariable)
-
 
 def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
     with tf.device(part.device):
@@ -410,7 +273,7 @@ def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
 
 
 def _is_gathered(variable: Any) -> bool:
-    return _is_sharded(variable) and not isinstance(variable, KeptWholeVariable)
+    return is_sharded(variable) and not isinstance(variable, KeptWholeVariable)
 
 
 def _evaluated(value: Any, dtype: Any) -> tf.Tensor:

@@ -4,9 +4,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals import ResourceVariable
+
 
 class PartOfCopy:
     """The numbers from `begin` on, `length` of them, of a flat variable; acts as a variable.
+
+    It is there during an update only, in memory of its own (`take`), until the parts of all
+    replicas have become the new copy (`leave`). To write into the copy in place would be dear:
+    from then on TensorFlow copies it whenever it is read.
 
     Args:
         copy: `[...]`, one dim.
@@ -18,6 +24,9 @@ class PartOfCopy:
         self._copy, self._container = copy, container
         self._begin, self._end = begin, begin + length
         self.shape = tf.TensorShape([length])
+        with tf.init_scope(), tf.device(copy.device):
+            nothing = tf.zeros([0], copy.dtype)
+            self._own = ResourceVariable(nothing, trainable=False, shape=tf.TensorShape([None]))
 
     dtype = property(lambda self: self._copy.dtype)
     device = property(lambda self: self._copy.device)
@@ -26,9 +35,19 @@ class PartOfCopy:
     def _distributed_container(self) -> tf.Variable:
         return self._container
 
+    def take(self) -> None:
+        """Begins an update: the part is what it is in the copy."""
+        with tf.device(self.device):
+            self._own.assign(self._copy.read_value()[self._begin : self._end])
+
+    def leave(self) -> None:
+        """Ends an update: the part is in the copy, and takes no memory of its own."""
+        with tf.device(self.device):
+            self._own.assign(tf.zeros([0], self.dtype))
+
     def read_value(self) -> tf.Tensor:
         """`[length]`."""
-        return self._copy.read_value()[self._begin : self._end]
+        return tf.ensure_shape(self._own.read_value(), self.shape)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.read_value(), dtype, name=name)
@@ -40,8 +59,8 @@ class PartOfCopy:
         return self.read_value() + other
 
     def assign(self, value: Any) -> "PartOfCopy":
-        """Writes the part; the rest of the copy stays."""
-        self._copy[self._begin : self._end].assign(tf.convert_to_tensor(value, self.dtype))
+        """Writes the part."""
+        self._own.assign(tf.convert_to_tensor(value, self.dtype))
         return self
 
     def assign_add(self, delta: Any) -> "PartOfCopy":

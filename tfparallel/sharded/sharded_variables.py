@@ -256,6 +256,39 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         indices = tf.convert_to_tensor(rows.indices)[..., tf.newaxis]
         return self.assign(scatter(self.value(), indices, self._like(rows.values)))
 
+    # ---- what this process has -------------------------------------------------------------------
+
+    @property
+    def worker_bounds(self) -> tuple[int, ...] | None:
+        """Where in the flat whole that of each worker begins, and the end; None if each has all."""
+        extended = self._distribute_strategy.extended
+        if extended._num_sharing == 1:
+            return None
+        length = extended._devices_of_copy * self.shards.length
+        workers = range(extended._num_sharing + 1)
+        return tuple(min(worker * length, self.shards.size) for worker in workers)
+
+    def numbers_here(self) -> tf.Tensor:
+        """What of the flat whole is this worker's, `[length]` without padding; nothing is sent."""
+        begin, end = self.range_here
+        return tf.concat(self.read_parts(0), 0)[: end - begin]
+
+    @property
+    def range_here(self) -> tuple[int, int]:
+        """What of `worker_bounds` is this worker's."""
+        bounds, worker = self.worker_bounds, self._distribute_strategy.extended._id_in_cluster
+        assert bounds is not None
+        return bounds[worker], bounds[worker + 1]
+
+    def assign_here(self, numbers: Any) -> None:
+        """Assigns what `numbers_here` returns."""
+        numbers = self._like(numbers)
+        missing = len(self._values) * self.shards.length - numbers.shape[0]
+        pieces = tf.split(tf.pad(numbers, [[0, missing]]), len(self._values))
+        for own, piece in zip(self._values, pieces, strict=True):
+            with tf.device(own.device):
+                own.assign(tf.raw_ops.DeepCopy(x=piece))  # a piece is a view, which keeps all alive
+
     # ---- files -----------------------------------------------------------------------------------
 
     def _serialize_to_tensors(self) -> dict[str, SaveSpec]:
@@ -273,7 +306,29 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
 
 class KeptWholeVariable(ShardedVariable):
-    """A whole flat copy on each replica, of which it updates its part (ZeRO 1 and 2)."""
+    """A whole flat copy on each replica, of which it updates its part (ZeRO 1 and 2).
+
+    Args:
+        as `ShardedVariable`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence,
+        aggregation: Any,
+        var_policy: Any = None,
+        *,
+        shards: FlatShards,
+    ):
+        super().__init__(strategy, values, aggregation, var_policy, shards=shards)
+        begins = [strategy.extended._shard_of(i) * shards.length for i in range(len(values))]
+        self._parts_of_copies = [
+            PartOfCopy(copy, self, begin, shards.length)
+            for copy, begin in zip(values, begins, strict=True)
+        ]
+
+    worker_bounds = None
 
     @staticmethod
     def stored(shards: FlatShards, whole: tf.Tensor, index: int) -> tf.Tensor:
@@ -282,9 +337,8 @@ class KeptWholeVariable(ShardedVariable):
         return shards.padded(whole)
 
     def component(self, i: int) -> PartOfCopy:
-        length = self.shards.length
-        begin = self._distribute_strategy.extended._shard_of(i) * length
-        return PartOfCopy(self._values[i], self, begin, length)
+        """There between `PartOfCopy.take` and `publish`."""
+        return self._parts_of_copies[i]
 
     def _joined(self, i: int) -> tf.Tensor:
         with tf.device(self._values[i].device):
@@ -292,6 +346,12 @@ class KeptWholeVariable(ShardedVariable):
 
     def publish(self, padded: tf.Tensor) -> None:
         """Every replica of this process stores the parts of all."""
-        for copy in self._values:
+        for copy, part in zip(self._values, self._parts_of_copies, strict=True):
             with tf.device(copy.device):
                 copy.assign(padded)
+            part.leave()
+
+
+def is_sharded(variable: Any) -> bool:
+    """Whether a variable of TensorFlow is one that replicas update in parts."""
+    return isinstance(variable, ShardedVariable)

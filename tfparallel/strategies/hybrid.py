@@ -1,7 +1,8 @@
 """Hybrid parallel: a mesh of devices whose axes divide rows, state, layers and matrices."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -15,14 +16,17 @@ from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
+from tfparallel.pipeline.plans.counts import check_choice
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.layout_table import LayoutSummary
 from tfparallel.tensor_parallel.layout_table import summary as summary_of_layout
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups
@@ -56,14 +60,30 @@ class HybridStrategy(KerasStrategy):
         pipeline: `tfparallel.PipelineOptions`, of each pipeline.
         layout_map: a `keras.distribution.LayoutMap`, whose axis "model" (as the mesh calls it)
             divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`. In a pipeline it is the options' `rematerialize`.
+        seed_by: "replica" (default): replicas draw random numbers from streams of their own. "row":
+            each row of a batch draws what one device draws for it, so that a batch and a seed give
+            the same training on every mesh, and on one device. It is for the layers that Keras has
+            against overfitting (Dropout and its kin, in attention and recurrent layers too); others
+            that draw are refused.
 
     Raises:
         NotImplementedError: for other shards than those of parameters beside a pipeline or an axis
             of the model.
-        TypeError: for another mesh, or another layout.
+        TypeError: for another mesh, another layout, or an argument that there is not, saying where
+            it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
-            devices that do not exist, and for options of an axis that the mesh does not have.
+            devices that do not exist, for options of an axis that the mesh does not have, and for
+            `memory` beside a pipeline's own `rematerialize`.
     """
+
+    _groups_of_options: ClassVar[Mapping[str, type]] = {
+        "pipeline": PipelineOptions,
+        "shard": Sharding,
+        "memory": MemoryPolicy,
+    }
 
     def __init__(
         self,
@@ -72,11 +92,23 @@ class HybridStrategy(KerasStrategy):
         shard: Sharding | None = None,
         pipeline: PipelineOptions | None = None,
         layout_map: Any = None,
+        memory: MemoryPolicy | None = None,
+        seed_by: str = "replica",
     ):
         self._mesh = _mesh(mesh)
         shard = _sharding(self._mesh, shard)
         _check_options(self._mesh, shard, pipeline, layout_map)
-        super().__init__(self._new_extended(shard, pipeline or PipelineOptions(), layout_map))
+        check_choice("seed_by", seed_by, ("replica", "row"))
+        pipeline = _remembering(pipeline or PipelineOptions(), memory)
+        extended = self._new_extended(shard, pipeline, layout_map)
+        kept = None
+        if "pipeline" not in self._mesh.names:
+            kept = (memory or MemoryPolicy()).during
+        if isinstance(extended, LocalShardedExtended):  # a layer computed again is a unit there
+            extended._memory, kept = memory or MemoryPolicy(), None
+        if seed_by == "row":
+            extended._draw_by_row()
+        super().__init__(extended, kept)
 
     def _new_extended(
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
@@ -125,7 +157,7 @@ class HybridStrategy(KerasStrategy):
             return measure_step(self, model, batch)
         return super().profile(model, batch)
 
-    def summary(self, model: keras.Model) -> Summary | str:
+    def summary(self, model: keras.Model) -> Summary | LayoutSummary | str:
         """A table of the stages of `model`, of its weights in parts, or both; `print` it.
 
         Raises:
@@ -181,6 +213,19 @@ def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
             f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
             f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
         )
+
+
+def _remembering(pipeline: PipelineOptions, memory: MemoryPolicy | None) -> PipelineOptions:
+    """The options of a pipeline that keeps what `memory` says."""
+    if memory is None:
+        return pipeline
+    if pipeline.rematerialize != "none":
+        raise ValueError(
+            "What is computed again is said once. Received: "
+            f"memory={memory} and PipelineOptions(rematerialize={pipeline.rematerialize!r}). Leave "
+            "one of them out."
+        )
+    return dataclasses.replace(pipeline, rematerialize=memory.rematerialize)
 
 
 def _full_name(name: Any) -> str:

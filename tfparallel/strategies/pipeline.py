@@ -19,6 +19,13 @@ from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Choice
+from tfparallel.pipeline.replicated import (
+    Stage,
+    flat,
+    has_groups,
+    microbatches_of_each,
+    pipelines_of,
+)
 from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.pipeline.swimlane import Swimlane
@@ -33,9 +40,13 @@ class PipelineStrategy(KerasStrategy):
     into microbatches inside the step, of which every row counts once.
 
     Args:
-        devices: names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical CPUs.
+        devices: names such as `["GPU:0", "GPU:1"]`, one for each stage; None takes all GPUs, or all
+            logical CPUs. A stage that is slower than the others may have several devices, which
+            take microbatches in turn: `["GPU:0", ["GPU:1", "GPU:2"], "GPU:3"]`. Each has a copy of
+            the stage's weights. `tfparallel.pipeline.plans.replication.replicated_stages` tells
+            which layers and how many devices a stage should have.
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
-            for less than a fifth of the time.
+            for less than a fifth of the time. Numbers of devices of a stage must divide it.
         schedule: "1f1b" (default), "gpipe", "interleaved_1f1b" or "zero_bubble", or a
             `tfparallel.pipeline.plans.schedule.Schedule` of your own.
         partition: "balanced" (default) measures the layers and makes the slowest stage as fast as
@@ -76,7 +87,7 @@ class PipelineStrategy(KerasStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[Stage] | None = None,
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         partition: Partition = "balanced",
@@ -90,11 +101,13 @@ class PipelineStrategy(KerasStrategy):
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
     ):
-        devices, cluster = stage_devices(
-            devices, cluster_resolver, insecure_network, timeouts or Timeouts()
+        names, cluster = stage_devices(
+            flat(devices), cluster_resolver, insecure_network, timeouts or Timeouts()
         )
+        stages = devices if devices is not None and has_groups(devices) else names
+        first, *others = pipelines_of(stages)
         options = PipelineOptions(
-            num_microbatches,
+            microbatches_of_each(num_microbatches, stages, 1 + len(others)),
             schedule,
             partition,
             chunks_per_device,
@@ -103,8 +116,8 @@ class PipelineStrategy(KerasStrategy):
             rematerialize,
             offload,
         )
-        schedule = options.schedule_for(len(devices))
-        super().__init__(PipelineExtended(self, devices, schedule, options, cluster))
+        schedule = options.schedule_for(len(first))
+        super().__init__(PipelineExtended(self, first, schedule, options, cluster, others))
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
@@ -113,7 +126,7 @@ class PipelineStrategy(KerasStrategy):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of passes on each device."""
+        """The order of passes on each device; of several for a stage, those of the first."""
         return self.extended._schedule
 
     def stages(self, model: keras.Model) -> Stages:

@@ -1,17 +1,24 @@
 """Tensor parallel: the matrices of a layer are cut, and several devices compute one layer."""
 
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals import is_keras_step, is_predict_step, model_of_predict_step
 from tfparallel.internals.keras_layers import layout_map_of
+from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
+from tfparallel.tensor_parallel.branch_layouts import FoundBranches, given_branches
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
-from tfparallel.tensor_parallel.layout_table import summary
+from tfparallel.tensor_parallel.layout_table import LayoutSummary, summary
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import mesh_groups
 
@@ -31,38 +38,80 @@ class TensorParallelStrategy(KerasStrategy):
     other one a group of devices computes each replica. A layout never changes a result.
 
     Args:
-        layout: "auto", for the layout that is found in each model; or a
-            `keras.distribution.LayoutMap`; or a `keras.distribution.ModelParallel`, whose layouts
-            and name of the batch's axis are taken.
+        layout: "auto", for the layout that is found in each model; "branches", where each device
+            computes whole branches of a model, or a dict from patterns of layers' paths to numbers
+            of devices, for the same; or a `keras.distribution.LayoutMap`; or a
+            `keras.distribution.ModelParallel`, whose layouts and name of the batch's axis are
+            taken.
         batch_dim_name: the mesh's axis of replicas; by default the one called "batch" or "data",
             else the first of two.
-        device_mesh: of `layout="auto"`; by default one group of all GPUs, or of all CPUs.
+        device_mesh: of "auto", "branches" and a dict; by default one group of all GPUs, or of all
+            CPUs.
+        sequence_parallel: whether LayerNorm, Dropout and sums of `[rows, positions, features]`
+            between a layer by rows and one by columns are computed in parts along positions, too:
+            each device keeps its share of these activations. As many bytes are sent.
+        cluster_resolver: of processes whose devices compute together; the script runs in the first,
+            the others serve it. Then number 1 of a mesh, `cpu:1`, is that of the second process,
+            or the second of all GPUs. `TF_CONFIG` counts only as a `TFConfigClusterResolver`.
+        insecure_network: says that strangers cannot reach the network between the processes. Needed
+            for addresses other than loopback: TensorFlow's servers know no authentication.
+        timeouts: how long processes wait for one another.
 
     Raises:
+        StageLost: from training, naming a process that is gone or does not answer.
+        TimeoutError: naming the processes that never came.
         TypeError: for another layout.
         ValueError: for axes that the mesh does not have, and devices that do not exist.
     """
 
-    def __init__(self, layout: Any, batch_dim_name: str | None = None, *, device_mesh: Any = None):
-        if isinstance(layout, str) and layout == "auto":
-            groups = mesh_groups(device_mesh or _all_devices(), batch_dim_name)
-            super().__init__(TensorParallelExtended(self, FoundLayouts(None, groups)))
+    def __init__(
+        self,
+        layout: Any,
+        batch_dim_name: str | None = None,
+        *,
+        device_mesh: Any = None,
+        sequence_parallel: bool = False,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        insecure_network: bool = False,
+        timeouts: Timeouts | None = None,
+    ):
+        cluster, of_cluster = None, None
+        if cluster_resolver is not None:
+            timeouts = timeouts or Timeouts()
+            found, cluster = stage_devices(None, cluster_resolver, insecure_network, timeouts)
+            of_cluster = None if cluster is None else found
+        reports = None if cluster is None else cluster.reports_lost_stages
+        make_layouts = _made_without_mesh(layout)
+        if make_layouts is not None:
+            mesh = device_mesh or _all_devices(of_cluster)
+            groups = mesh_groups(mesh, batch_dim_name, of_cluster)
+            self._begin(make_layouts(groups), sequence_parallel, reports)
             return
         if device_mesh is not None:
             raise ValueError(
-                "device_mesh is for layout='auto'; a LayoutMap has its own. Received: "
-                f"device_mesh={device_mesh!r} with {layout!r}."
+                "device_mesh is for 'auto', 'branches' and a dict; a LayoutMap has its own. "
+                f"Received: device_mesh={device_mesh!r} with {layout!r}."
             )
         if isinstance(layout, keras.distribution.ModelParallel):
             batch_dim_name = batch_dim_name or layout.batch_dim_name
             layout = layout_map_of(layout)
         if not isinstance(layout, keras.distribution.LayoutMap):
             raise TypeError(
-                "Expected 'auto', a keras.distribution.LayoutMap or ModelParallel. Received: "
-                f"{layout!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
+                "Expected 'auto', 'branches', a dict of patterns, a keras.distribution.LayoutMap "
+                f"or ModelParallel. Received: {layout!r}. Make one with "
+                "keras.distribution.LayoutMap(device_mesh)."
             )
-        groups = mesh_groups(layout.device_mesh, batch_dim_name)
-        super().__init__(TensorParallelExtended(self, Layouts(layout, groups)))
+        groups = mesh_groups(layout.device_mesh, batch_dim_name, of_cluster)
+        self._begin(Layouts(layout, groups), sequence_parallel, reports)
+
+    def _begin(self, layouts: Layouts, sequence_parallel: bool, reports: Callable | None) -> None:
+        layouts.cuts_sequences = sequence_parallel
+        super().__init__(TensorParallelExtended(self, layouts, reports))
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; errors within it name a process that is lost."""
+        reports = self.extended.reports_lost_processes
+        return super().scope() if reports is None else ReportingScope(super().scope(), reports())
 
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
@@ -74,7 +123,7 @@ class TensorParallelStrategy(KerasStrategy):
             self.extended.layouts.warn_of_custom_step()
         return super().run(fn, args, kwargs, options)
 
-    def summary(self, model: keras.Model, inputs: Any = None) -> str:
+    def summary(self, model: keras.Model, inputs: Any = None) -> LayoutSummary:
         """A table of what the layout made of `model`'s weights; `print` it.
 
         Under `layout="auto"` it puts the weights in parts, if no step has done so yet.
@@ -96,8 +145,20 @@ class TensorParallelStrategy(KerasStrategy):
         return summary(model, self.extended.layouts, inputs)
 
 
-def _all_devices() -> Any:
-    """One group of all GPUs, or of all CPUs."""
+def _made_without_mesh(layout: Any) -> Callable | None:
+    """What makes the layouts of a group's devices, for a `layout` that names none."""
+    if isinstance(layout, dict):
+        return functools.partial(given_branches, layout)
+    by_name: dict = {"auto": FoundLayouts, "branches": FoundBranches}
+    kind = by_name.get(layout) if isinstance(layout, str) else None
+    return None if kind is None else functools.partial(kind, None)
+
+
+def _all_devices(of_cluster: Sequence[str] | None) -> Any:
+    """One group of all GPUs, or of all CPUs; of the processes of a cluster, if there is one."""
+    if of_cluster is not None:
+        numbers = [f"cpu:{i}" for i in range(len(of_cluster))]
+        return keras.distribution.DeviceMesh((1, len(numbers)), ("batch", "model"), numbers)
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [f"{d.device_type}:{d.name.rpartition(':')[2]}".lower() for d in devices]
     return keras.distribution.DeviceMesh((1, len(names)), ("batch", "model"), names)

@@ -16,6 +16,7 @@ import keras
 from keras import layers
 
 from tfparallel.internals.keras_layers import projections_of
+from tfparallel.tensor_parallel.rules.recurrent import has_units
 
 Shapes = Sequence[Sequence[int | None]]  # of the tensors of a call, `[batch, ...]` each
 
@@ -202,6 +203,18 @@ def _reversed_embedding(layer: Any, table: Any, outputs: Shapes) -> Cuts:
     return Cuts({"column": column, "tokens": column}, flops)
 
 
+def _recurrent(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+    """By units; states that are returned, too, are of another rank than outputs."""
+    if not has_units(layer) or not _is_one_variable(layer.cell) or len(inputs[0]) != 3:
+        return None
+    cell = layer.cell
+    weights = [cell.kernel, cell.recurrent_kernel, *([] if cell.bias is None else [cell.bias])]
+    dims = tuple((weight, len(weight.shape) - 1) for weight in weights)
+    dim = len(outputs[0]) - 1 if len(outputs) == 1 else None
+    products = math.prod(cell.kernel.shape) + math.prod(cell.recurrent_kernel.shape)
+    return Cuts({"column": Cut(cell.units, dims, dim)}, 2 * products * (inputs[0][1] or 1))
+
+
 def _attention(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     *to_heads, from_heads = projections_of(layer)
     if not all(_is_one_variable(each) for each in (*to_heads, from_heads)):
@@ -238,4 +251,5 @@ _CUTS: tuple[tuple[Any, Callable], ...] = (
     ),
     (layers.Embedding, _embedding),
     ((layers.MultiHeadAttention, layers.GroupQueryAttention), _attention),
+    (layers.RNN, _recurrent),
 )

@@ -6,18 +6,21 @@ else on its first. How rows are split, and how a step runs, stay as under `Mirro
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
+    TrainerCall,
     device_util,
     distribute_lib,
     values_util,
 )
 from tfparallel.internals.distribute import keep_number
 from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.keras_trainer import surround_epochs
 from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
@@ -32,18 +35,35 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
     Args:
         container_strategy: the strategy.
         layouts: with the groups of devices.
+        reports_lost_processes: makes the context of training in which errors name a process that is
+            lost; None where all devices are of this one.
+
+    Raises:
+        ValueError: if the first device of a group is of another process than the first of all.
     """
 
-    def __init__(self, container_strategy: tf.distribute.Strategy, layouts: Layouts):
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        layouts: Layouts,
+        reports_lost_processes: Callable | None = None,
+    ):
         self._user_cross_device_ops = None
+        self.reports_lost_processes = reports_lost_processes
         self.layouts = layouts
         groups = layouts.groups.groups
+        _check_first_devices(groups)
         super().__init__(container_strategy, [group[0] for group in groups])
         self._groups = [[device_util.canonicalize(d, self._devices[0]) for d in g] for g in groups]
 
     def _description(self) -> str:
         devices = names_of_groups(self._groups)
         return f"num_replicas={self._num_replicas_in_sync}, devices={devices}"
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+        if self.reports_lost_processes is not None:
+            surround_epochs(call, self.reports_lost_processes)
+        return super()._keras_dataset(dataset, call)
 
     # ---- groups ----------------------------------------------------------------------------------
 
@@ -61,9 +81,10 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
+    def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
         del shards
-        return tuple(device for group in self._groups for device in group[:count])
+        own = slice(rows.first, rows.first + len(rows.sizes))
+        return tuple(device for group in self._groups for device in group[own])
 
     def in_parts(self, variable: keras.Variable, rows: Rows) -> tf.Variable:
         """What keeps the value of `variable` in parts; called outside of replicas."""
@@ -94,11 +115,23 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
 
     def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
         """The sums over replicas of gradients of `variables`, each in parts, as they are stored."""
-        del variables
-        return sum_parts(parts, self._groups, self._over_workers())
+        firsts = [variable.rows.first for variable in variables]
+        return sum_parts(parts, firsts, self._groups, self._over_workers())
 
     def _over_workers(self) -> Callable[[list], list] | None:
         """Adds up parts over workers. As parts, they are not compressed there."""
         if self._workers is None:
             return None
         return functools.partial(self._sum_gradients_across_workers, source=None)
+
+
+def _check_first_devices(groups: Sequence[Sequence[str]]) -> None:
+    """A replica's step is that of a device of this process."""
+    firsts = [group[0] for group in groups]
+    specs: list[Any] = [tf.DeviceSpec.from_string(device) for device in firsts]
+    if len({(spec.job, spec.task) for spec in specs}) > 1:
+        raise ValueError(
+            "The first device of each replica must be one of the first process. Received: "
+            f"{firsts}. Let the mesh's axis of the model go over processes, not that of the batch: "
+            "for data parallel outside take MultiWorkerMirroredStrategy(inner=...)."
+        )

@@ -7,8 +7,9 @@ made again in parts.
 
 import logging
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -22,15 +23,17 @@ from tfparallel.internals.keras_layers import (
     set_behind,
 )
 from tfparallel.replicas.variables import ReplicatedVariable
-from tfparallel.tensor_parallel.layer_calls import LayerCall, calls_of
+from tfparallel.tensor_parallel.blocks import blocks_of
+from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls, calls_of
 from tfparallel.tensor_parallel.layer_rules import hook_layer
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
 from tfparallel.tensor_parallel.pairing import Call, Decision, decisions
-from tfparallel.tensor_parallel.rows import Rows, even_sizes
+from tfparallel.tensor_parallel.rows import Rows, even_rows
 from tfparallel.tensor_parallel.rules.elementwise_layers import keeps_parts
 from tfparallel.tensor_parallel.split_variable import split_of
 
 _log = logging.getLogger("tfparallel")
+Found: TypeAlias = Rows | str  # how a weight is in parts, or why it is whole
 _NOT_YET = "its model has not been used yet"
 
 
@@ -47,9 +50,24 @@ class FoundLayouts(Layouts):
     slots: list[tuple[weakref.ref, weakref.ref]] = field(default_factory=list)
     _warned: bool = False
 
-    def _rows(self, path: str, shape: tuple, trainable: bool) -> tuple[Rows | None, str]:
-        del path, shape
+    def _rows(
+        self, path: str, shape: tuple, trainable: bool, blocks: int
+    ) -> tuple[Rows | None, str]:
+        del path, shape, blocks
         return None, _NOT_YET if trainable else "it is not trainable: each replica assigns it"
+
+    def find(self, extended: Any, model: keras.Model, calls: ModelCalls) -> dict[int, Found]:
+        """How the weights of `model` are to be kept, by `id`; what is not in it stays whole."""
+        del extended, model
+        parts = self.groups.parts
+        borders = [id(x) for x in calls.borders]
+        by_layer = decisions([as_call(call) for call in calls.calls], borders, parts)
+        found: dict[int, Found] = {}
+        for call in calls.calls:
+            decision = by_layer.get(call.layer)
+            if decision is not None:
+                found |= _rows_of(call, decision, parts)
+        return found
 
     def check_patterns(self, model: keras.Model) -> None:
         """There are none."""
@@ -94,6 +112,7 @@ def lay_out(strategy: Any, model: keras.Model, inputs: Any = None) -> None:
         for each in _models_that_are_called(model):
             _build(strategy, each, inputs)
             _place(strategy.extended, each, None if inputs_structure(each) is not None else inputs)
+            layouts.hook(each, strategy.extended)
     layouts.looked_at.add(model)
 
 
@@ -117,20 +136,14 @@ def _symbolic(tensor: Any) -> keras.KerasTensor:
 
 
 def _place(extended: Any, model: keras.Model, inputs: Any) -> None:
-    found = calls_of(model, inputs)
-    parts = extended.layouts.groups.parts
-    by_layer = decisions([_as_call(c) for c in found.calls], [id(x) for x in found.borders], parts)
-    dims: dict[int, tuple[int | None, str]] = {}
-    for call in found.calls:
-        decision = by_layer.get(call.layer)
-        if decision is not None:
-            dims |= _dims_of(call, decision)
+    found = extended.layouts.find(extended, model, calls_of(model, inputs))
     for layer in layers_of(model):
         for variable in own_variables(layer):
-            _place_variable(extended, layer, variable, dims)
+            _place_variable(extended, layer, variable, found)
 
 
-def _as_call(call: LayerCall) -> Call:
+def as_call(call: LayerCall) -> Call:
+    """A call as what decides sees it: tensors are numbers."""
     cuts = call.cuts
     ways = {} if cuts is None else cuts.ways
     return Call(
@@ -144,27 +157,32 @@ def _as_call(call: LayerCall) -> Call:
     )
 
 
-def _dims_of(call: LayerCall, decision: Decision) -> dict[int, tuple[int | None, str]]:
-    """The dim that is cut of each weight of a layer, by `id`, and why none is."""
+def _rows_of(call: LayerCall, decision: Decision, parts: int) -> dict[int, Found]:
+    """How each weight of a layer is kept, by `id`."""
     ways = call.cuts.ways  # type: ignore[union-attr]
-    if decision.way:
-        return {id(weight): (dim, "") for weight, dim in ways[decision.way].dims}
-    return {id(weight): (None, decision.reason) for cut in ways.values() for weight, _ in cut.dims}
+    if not decision.way:
+        return {id(weight): decision.reason for cut in ways.values() for weight, _ in cut.dims}
+    holders = {id(w): layer for layer in layers_of(call.layer) for w in own_variables(layer)}
+    rows: dict[int, Found] = {}
+    for weight, dim in ways[decision.way].dims:
+        is_last = dim == len(weight.shape) - 1
+        blocks = blocks_of(holders[id(weight)]) if is_last else 1
+        rows[id(weight)] = even_rows(dim, weight.shape[dim], parts, blocks)
+    return rows
 
 
-def _place_variable(extended: Any, layer: Any, variable: Any, dims: Any) -> None:
+def _place_variable(extended: Any, layer: Any, variable: Any, found: Mapping[int, Found]) -> None:
     layouts: FoundLayouts = extended.layouts
     if split_of(variable) is not None or not isinstance(behind(variable), ReplicatedVariable):
         return
     known = layouts.placements.get(variable.path)
     shape = tuple(variable.shape)
-    dim, reason = dims.get(id(variable), (None, "it multiplies nothing"))
+    rows = found.get(id(variable), "it multiplies nothing")
     if known is not None and known.reason != _NOT_YET:
         return
-    if dim is None:
-        layouts.placements[variable.path] = VariableLayout(variable.path, shape, None, reason)
+    if isinstance(rows, str):
+        layouts.placements[variable.path] = VariableLayout(variable.path, shape, None, rows)
         return
-    rows = Rows(dim, even_sizes(shape[dim], layouts.groups.parts))
     for each in (variable, *layouts.slots_of(behind(variable))):
         set_behind(each, extended.in_parts(each, rows))
     hook_layer(layer, extended)

@@ -27,7 +27,8 @@ def in_parts(gradient: Any, variable: Any, stored: bool = False) -> list[tf.Tens
         raise ValueError(
             f"Expected a gradient of shape {variable.shape} for '{variable.name}', which is in "
             f"parts. Received: {gradient.shape}. It was read in a tf.function that a tape around "
-            "it differentiates; remove the @tf.function: the step is compiled as a whole."
+            "it differentiates: remove the @tf.function, the step is compiled as a whole. Or, in a "
+            "pipeline, a persistent tape or one in another has differentiated it: take one tape."
         )
     if not gradient.shape.is_fully_defined():
         gradient = tf.ensure_shape(gradient, variable.shape)
@@ -36,12 +37,16 @@ def in_parts(gradient: Any, variable: Any, stored: bool = False) -> list[tf.Tens
 
 
 def sum_parts(
-    gradients: list[list[tf.Tensor]], groups: Any, over_workers: Callable[[list], list] | None
+    gradients: list[list[tf.Tensor]],
+    firsts: list[int],
+    groups: Any,
+    over_workers: Callable[[list], list] | None,
 ) -> list[list[tf.Tensor]]:
     """Sums over replicas of gradients in parts, on each part's devices.
 
     Args:
         gradients: of a replica, each a list of parts; called in a replica context.
+        firsts: the number of the device that has part 0, of each.
         groups: the devices of each replica.
         over_workers: adds up tensors of one process and those of others, where there are any.
     """
@@ -50,7 +55,8 @@ def sum_parts(
     step = current_replica_step()
     if step is not None:
         flat = step.zero_without_rows(flat)
-    places = [k for size in sizes for k in range(size)]
+    starts = zip(firsts, sizes, strict=True)
+    places = [first + k for first, size in starts for k in range(size)]
 
     def merge(_: tf.distribute.Strategy, *values: Any) -> list:
         sums = [_sum_on(groups[0][k], value) for k, value in zip(places, values, strict=True)]
@@ -82,4 +88,4 @@ def _copies(groups: Any, part: int, total: tf.Tensor) -> Any:
 def as_whole(parts: list[tf.Tensor], rows: Rows) -> tf.Tensor:
     """The gradient that an optimizer gets."""
     with record.stop_recording():
-        return joined(parts, rows.dim)
+        return joined(parts, rows.dim, rows.blocks)

@@ -6,9 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals.keras_state import autocast
+from tfparallel.tensor_parallel.exchanges import gather_on_each, scatter_sum
 from tfparallel.tensor_parallel.known_parts import joined, known_parts, on_device, parts_of
-from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.rows import Rows, even_rows
 from tfparallel.tensor_parallel.split_variable import split_of
+
+_COPIES = "_tfparallel_copies"  # attribute of a tensor in parts: the whole on each device
 
 
 class Group:
@@ -16,10 +19,38 @@ class Group:
 
     Args:
         devices: one for each part.
+        output_layout: which axis of the mesh the layout names for each dim of the layer's output.
+        model_axis: that of the group.
+        cuts_sequences: whether `[rows, positions, features]` is in parts along positions between
+            a layer by rows and one by columns.
     """
 
-    def __init__(self, devices: Sequence[str]):
+    def __init__(
+        self,
+        devices: Sequence[str],
+        output_layout: Sequence[str | None] | None = None,
+        model_axis: str | None = None,
+        cuts_sequences: bool = False,
+    ):
         self.devices = tuple(devices)
+        self._output_layout, self._model_axis = output_layout, model_axis
+        self._cuts_sequences = cuts_sequences
+
+    def dim_of_output(self, layer: Any, rank: int) -> int | None:
+        """The dim along which the layout asks for the layer's output in parts; None for none.
+
+        Raises:
+            ValueError: for a layout that is not of `rank` dims.
+        """
+        layout = self._output_layout
+        if layout is None or self._model_axis not in layout or len(self.devices) == 1:
+            return None
+        if len(layout) != rank:
+            raise ValueError(
+                f"The layout of '{layer.path}/output' must name an axis, or None, for each of "
+                f"{rank} dims. Received: {tuple(layout)}."
+            )
+        return list(layout).index(self._model_axis)
 
     def rows(self, variable: Any) -> Rows | None:
         """How a Keras variable is in parts, one for each device; None for any other, and no one's.
@@ -47,6 +78,28 @@ class Group:
         if self.rows(variable) == rows:
             return self.read(variable)
         return parts_of(tf.convert_to_tensor(variable), rows)
+
+    def rows_of_sequence(self, shape: Sequence[int | None]) -> Rows | None:
+        """How a tensor is to be in parts along positions; None where it is not to be."""
+        count = len(self.devices)
+        if not self._cuts_sequences or len(shape) != 3 or (shape[1] or 0) < count:
+            return None
+        return even_rows(1, shape[1], count)  # type: ignore[arg-type]
+
+    def scattered(self, terms: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
+        """The sum of a tensor on each device, in parts."""
+        return joined(scatter_sum(terms, rows, self.devices), rows.dim)
+
+    def on_each(self, tensor: tf.Tensor) -> tf.Tensor | list[tf.Tensor]:
+        """A tensor for all devices; one in parts along positions is put together on each."""
+        rows = self.known_rows(tensor)
+        if rows is None or not self._cuts_sequences or rows.dim != 1 or len(tensor.shape) != 3:
+            return tensor
+        copies = getattr(tensor, _COPIES, None)
+        if copies is None:  # query, key and value read the same
+            copies = gather_on_each(self.parts(tensor, rows), rows, self.devices)
+            setattr(tensor, _COPIES, copies)
+        return copies
 
     def known_rows(self, tensor: Any) -> Rows | None:
         """How `tensor` is in parts already; None for one that is not."""

@@ -16,12 +16,21 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.keras_layers import behind
-from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
+from tfparallel.internals.keras_state import (
+    enclosing_layers,
+    shape_of_new,
+    variable_under_creation,
+)
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.tensor_parallel.blocks import blocks_of
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
-from tfparallel.tensor_parallel.layer_rules import hook_layer, name_layers_without_rule
+from tfparallel.tensor_parallel.known_parts import cut_apart
+from tfparallel.tensor_parallel.layer_rules import (
+    hook_layer,
+    name_layers_without_rule,
+)
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.logits import logits_in_parts
 from tfparallel.tensor_parallel.rows import Rows
@@ -63,7 +72,7 @@ class HoldsParts(ReplicatedExtended):
         kwargs["initial_value"] = value
         shards = self._shards_of(rows, kwargs.get("colocate_with"))
         stored = rows.cut(shards)
-        self._thread.new = (rows, shards, tf.split(value, list(stored.sizes), stored.dim))
+        self._thread.new = (rows, shards, cut_apart(value, stored))
         try:
             return super()._create_variable(next_creator, **kwargs)
         finally:
@@ -93,9 +102,12 @@ class HoldsParts(ReplicatedExtended):
         shape = shape_of_new(keras_variable)
         if shape is None:  # of a value that is there, such as the state of an RNN
             return None
-        placement = self.layouts.place(path, shape, trainable)
-        if placement.rows is not None:
-            hook_layer(layer, self)
+        placement = self.layouts.place(path, shape, trainable, blocks_of(layer))
+        is_cut = placement.rows is not None and placement.rows.is_cut
+        if is_cut or self.layouts.of_output(layer) is not None:
+            for each in (layer, *enclosing_layers()):  # an RNN computes what its cell has
+                hook_layer(each, self)
+        if is_cut:
             name_layers_without_rule(layer, path)
         return placement.rows
 
@@ -120,10 +132,10 @@ class HoldsParts(ReplicatedExtended):
         if self._new is None:
             return super()._variable_devices(variable_class)
         rows, shards, _ = self._new
-        return self._devices_of_parts(len(rows.sizes), shards)
+        return self._devices_of_parts(rows, shards)
 
-    def _devices_of_parts(self, count: int, shards: int) -> tuple[str, ...]:
-        """Where a new variable's `count` parts of each copy are, in `shards` pieces each."""
+    def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
+        """Where a new variable's parts of each copy are, in `shards` pieces each."""
         raise NotImplementedError
 
     def _get_variable_creator_initial_value(
@@ -154,6 +166,7 @@ class HoldsParts(ReplicatedExtended):
             lay_out(self._container_strategy(), model, x)
         elif model.built:  # else the step that begins makes its variables
             self.layouts.check_patterns(model)
+            self.layouts.hook(model, self)
 
     # ---- gradients of parts ----------------------------------------------------------------------
 

@@ -32,17 +32,35 @@ def known_parts(tensor: Any) -> tuple[Rows, list] | None:
     return getattr(tensor, _PARTS, None)
 
 
-def rows_of(parts: Sequence[tf.Tensor], dim: int) -> Rows:
+def rows_of(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> Rows:
     """How the whole of `parts` is divided; `dim` may count from the end."""
-    return Rows(dim % len(parts[0].shape), tuple(part.shape[dim] for part in parts))
+    return Rows(dim % len(parts[0].shape), tuple(part.shape[dim] for part in parts), blocks)
 
 
-def joined(parts: Sequence[tf.Tensor], dim: int) -> tf.Tensor:
+def cut_apart(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
+    """The parts of a tensor, computed now."""
+    sizes = [size // rows.blocks for size in rows.sizes]
+    if rows.blocks == 1:
+        return tf.split(tensor, sizes, rows.dim)
+    pieces = [tf.split(x, sizes, rows.dim) for x in tf.split(tensor, rows.blocks, rows.dim)]
+    return [tf.concat(of_part, rows.dim) for of_part in zip(*pieces, strict=True)]
+
+
+def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
+    """The whole, computed now."""
+    if rows.blocks == 1:
+        return tf.concat(list(parts), rows.dim)
+    pieces = [tf.split(part, rows.blocks, rows.dim) for part in parts]
+    in_order = [piece for of_block in zip(*pieces, strict=True) for piece in of_block]
+    return tf.concat(in_order, rows.dim)
+
+
+def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
     """The whole of `parts` along `dim`, computed only if something reads it."""
     parts = list(parts)
-    rows = rows_of(parts, dim)
+    rows = rows_of(parts, dim, blocks)
     with record.stop_recording():
-        whole = tf.concat(parts, rows.dim)
+        whole = put_together(parts, rows)
     setattr(whole, _PARTS, (rows, parts))
     record.record_operation("Join", [whole], parts, lambda gradient: parts_of(gradient, rows))
     return whole
@@ -54,7 +72,7 @@ def parts_of(tensor: Any, rows: Rows) -> list[tf.Tensor]:
     with record.stop_recording():
         parts = _parts(tensor, rows)
     record.record_operation(
-        "Part", parts, [tensor], lambda *gradients: [joined(gradients, rows.dim)]
+        "Part", parts, [tensor], lambda *gradients: [joined(gradients, rows.dim, rows.blocks)]
     )
     return parts
 
@@ -62,7 +80,7 @@ def parts_of(tensor: Any, rows: Rows) -> list[tf.Tensor]:
 def _parts(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     known = known_parts(tensor)
     if known is None or known[0] != rows:
-        return tf.split(tensor, list(rows.sizes), rows.dim)
+        return cut_apart(tensor, rows)
     parts = []
     for part in known[1]:
         with tf.device(part.device):

@@ -81,6 +81,14 @@ def hook_layer(layer: Any, extended: Any) -> None:
         )
 
 
+def hook_layers_of(outermost: Any, extended: Any) -> None:
+    """`hook_layer` for a layer and all in it, once."""
+    if outermost not in _hooked_around:
+        _hooked_around.add(outermost)
+        for layer in layers_of(outermost):
+            hook_layer(layer, extended)
+
+
 def name_layers_without_rule(layer: Any, path: str) -> None:
     """Says once that a layer with a split weight computes with the whole of it."""
     if isinstance(layer, keras.Layer) and rule_of(layer) is None:
@@ -99,7 +107,13 @@ def _call(
     if not computes_in_parts(extended):
         return original(*args, **kwargs)
     _hook_around(extended)
-    group = Group(extended.own_group())
+    layouts = extended.layouts
+    group = Group(
+        extended.own_group(),
+        layouts.of_output(layer),
+        layouts.groups.model_axis,
+        layouts.cuts_sequences,
+    )
     result = rule(group, layer, original, *args, **kwargs)
     return original(*args, **kwargs) if result is NotImplemented else result
 
@@ -114,11 +128,8 @@ def computes_in_parts(extended: Any) -> bool:
 def _hook_around(extended: Any) -> None:
     """Hooks all layers of the outermost one: those that come next may go on with parts."""
     outermost = next(iter(enclosing_layers()), None)
-    if outermost is None or outermost in _hooked_around:
-        return
-    _hooked_around.add(outermost)
-    for layer in layers_of(outermost):
-        hook_layer(layer, extended)
+    if outermost is not None:
+        hook_layers_of(outermost, extended)
 
 
 def is_plain_tensor(tensor: Any) -> bool:

@@ -1,39 +1,79 @@
 """What a layout made of a model, as tables: of its weights, and of what its layers send."""
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 
 from tfparallel.internals.keras_layers import inputs_structure, layers_of, own_variables
 from tfparallel.tensor_parallel.layer_calls import calls_of
 from tfparallel.tensor_parallel.layer_rules import rule_of
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
-from tfparallel.tensor_parallel.sent import LayerCost, Sent, costs_of
+from tfparallel.tensor_parallel.sent import KINDS, LayerCost, Sent, costs_of
 
 _HEADER = ("weight", "shape", "parts", "largest bytes", "computed")
 _LAYERS = ("layer", "way", "products", "forward", "backward")
+_WIDE = 10_000  # of a table that is made into text: no line is folded
 
 
-def summary(model: keras.Model, layouts: Layouts, inputs: Any = None) -> str:
-    """A table of the weights of `model`, which has been built, and one of its layers.
+@dataclass(frozen=True)
+class LayoutSummary:
+    """Where a model's weights are, and what its layers send; `print` it.
+
+    Attributes:
+        weights: for each its path, shape, parts, the bytes of the largest, and how its layer is
+            computed, or why it is whole.
+        layers: each call of one that multiplies or sends; empty where inputs are not known.
+    """
+
+    weights: tuple[tuple[str, ...], ...]
+    layers: tuple[LayerCost, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _table(_HEADER, self.weights)
+        if self.layers:
+            yield ""
+            yield _table(_LAYERS, _lines(self.layers))
+            yield _total(self.layers)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDE, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def summary(model: keras.Model, layouts: Layouts, inputs: Any = None) -> LayoutSummary:
+    """The tables of `model`, which has been built.
 
     Args:
         model: a model without known inputs has no second table, unless `inputs` are given.
         layouts: what it was laid out by.
         inputs: a batch of what it is called with.
     """
-    weights = _aligned(_weights(model, layouts))
+    weights = tuple(_weights(model, layouts))
     if layouts.groups.parts == 1 or (inputs is None and inputs_structure(model) is None):
-        return weights
-    costs = costs_of(calls_of(model, inputs))
-    return f"{weights}\n\n{_aligned(_layers(costs))}\n{_total(costs)}"
+        return LayoutSummary(weights, ())
+    costs = costs_of(calls_of(model, inputs), layouts.branches)
+    return LayoutSummary(weights, tuple(costs))
 
 
-def _layers(costs: list[LayerCost]) -> list[tuple[str, ...]]:
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _lines(costs: Sequence[LayerCost]) -> list[tuple[str, ...]]:
     """A line for each call of a layer that multiplies or sends something."""
     products = sum(cost.flops for cost in costs) or 1
-    lines: list[tuple[str, ...]] = [_LAYERS]
+    lines: list[tuple[str, ...]] = []
     for cost in costs:
         if cost.flops or cost.sent:
             sent = (_sent(cost.sent, forward) for forward in (True, False))
@@ -47,20 +87,22 @@ def _sent(sent: Sequence[Sent], is_forward: bool) -> str:
     return ", ".join(each) or "-"
 
 
-def _total(costs: list[LayerCost]) -> str:
+def _total(costs: Sequence[LayerCost]) -> str:
     sent = [each for cost in costs for each in cost.sent]
-    sums, gathers = (sum(x.kind == kind for x in sent) for kind in ("sum", "gather"))
+    counts = {kind: sum(x.kind == kind for x in sent) for kind in KINDS}
+    named = {"sum": "sums", "gather": "gathers", "copy": "copies"}
+    told = [f"{n} {named[kind]}" for kind, n in counts.items() if n or kind != "copy"]
     products = sum(cost.flops for cost in costs)
     in_parts = sum(cost.flops for cost in costs if cost.way != "whole")
     return (
-        f"{in_parts / (products or 1):.1%} of the products are in parts. A step sends {sums} sums "
-        f"and {gathers} gathers: {sum(x.size_bytes for x in sent):,} bytes for each row of the "
+        f"{in_parts / (products or 1):.1%} of the products are in parts. A step sends "
+        f"{' and '.join(told)}: {sum(x.size_bytes for x in sent):,} bytes for each row of the "
         "batch."
     )
 
 
 def _weights(model: keras.Model, layouts: Layouts) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = [_HEADER]
+    lines: list[tuple[str, ...]] = []
     for layer in layers_of(model):
         for variable in own_variables(layer):
             placement = layouts.placements.get(variable.path)
@@ -83,14 +125,12 @@ def _line(placement: VariableLayout, item_bytes: int, has_rule: bool) -> tuple[s
     numbers = item_bytes
     for size in shape:
         numbers *= size
-    parts = "whole" if rows is None else f"dim {rows.dim}: {' + '.join(map(str, rows.sizes))}"
-    computed = placement.reason or ("in parts" if has_rule else "from the whole: no rule")
+    if rows is None:
+        parts = "whole"
+    elif rows.is_cut:
+        parts = f"dim {rows.dim}: {' + '.join(map(str, rows.sizes))}"
+    else:
+        parts = f"device {rows.first}"
+    in_parts = "in parts" if has_rule else "from the whole: no rule"
+    computed = placement.reason or ("there" if rows is not None and not rows.is_cut else in_parts)
     return placement.path, str(tuple(placement.shape)), parts, f"{numbers:,}", computed
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

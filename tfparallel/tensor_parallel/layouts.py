@@ -1,6 +1,7 @@
 """What a `LayoutMap` says of each variable: which dim is in parts, or why none is."""
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import keras
 
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.tensor_parallel.layer_rules import hook_layers_of
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups
-from tfparallel.tensor_parallel.rows import Rows, even_sizes
+from tfparallel.tensor_parallel.rows import Rows, even_rows
 
 _log = logging.getLogger("tfparallel")
 _OUTPUT = "/output"  # the end of a key that lays out what a layer returns
@@ -40,27 +42,36 @@ class Layouts:
         layout_map: of Keras.
         groups: of the mesh.
         placements: of the variables made so far, by path.
+        branches: the number of the device that computes a layer, of layers of branches.
+        cuts_sequences: whether what is between a row and a column is in parts along positions.
         allows_unused: whether patterns may match nothing, of which the log tells once.
     """
 
     layout_map: Any
     groups: MeshGroups
     placements: dict[str, VariableLayout] = field(default_factory=dict)
+    branches: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     allows_unused: bool = False
+    cuts_sequences: bool = False
     _matched: set[str] = field(default_factory=set)
+    _of_outputs: dict[str, tuple | None] = field(default_factory=dict)
 
-    def place(self, path: str, shape: Sequence[int], trainable: bool) -> VariableLayout:
-        """Decides for a new variable of a layer.
+    def place(
+        self, path: str, shape: Sequence[int], trainable: bool, blocks: int = 1
+    ) -> VariableLayout:
+        """Decides for a new variable of a layer, whose last dim has so many `blocks`.
 
         Raises:
             ValueError: if two patterns match, or the layout is of another rank.
         """
-        rows, reason = self._rows(path, tuple(shape), trainable)
+        rows, reason = self._rows(path, tuple(shape), trainable, blocks)
         placement = VariableLayout(path, tuple(shape), rows, reason)
         self.placements[path] = placement
         return placement
 
-    def _rows(self, path: str, shape: tuple, trainable: bool) -> tuple[Rows | None, str]:
+    def _rows(
+        self, path: str, shape: tuple, trainable: bool, blocks: int
+    ) -> tuple[Rows | None, str]:
         layout = self._layout_of(path)
         if layout is None:
             return None, "no pattern matches"
@@ -74,11 +85,13 @@ class Layouts:
         if not trainable:
             return None, "it is not trainable: each replica assigns it"
         dim = layout.axes.index(self.groups.model_axis)
-        if shape[dim] < self.groups.parts:
-            return None, f"dim {dim} has {shape[dim]} indices for {self.groups.parts} devices"
+        blocks = blocks if dim == len(shape) - 1 else 1
+        indices = shape[dim] // blocks
+        if indices < self.groups.parts:
+            return None, f"dim {dim} has {indices} indices for {self.groups.parts} devices"
         if self.groups.parts == 1:
             return None, "the model's axis has one device"
-        return Rows(dim, even_sizes(shape[dim], self.groups.parts)), ""
+        return even_rows(dim, shape[dim], self.groups.parts, blocks), ""
 
     def _layout_of(self, path: str) -> Any:
         layout = self.layout_map[path]  # raises where several patterns match
@@ -86,6 +99,18 @@ class Layouts:
             if self.layout_map[pattern] is layout:
                 self._matched.add(pattern)
         return layout
+
+    def of_output(self, layer: keras.Layer) -> tuple | None:
+        """Which axes the layout names for what a layer returns."""
+        path = f"{layer.path}{_OUTPUT}"
+        if path not in self._of_outputs:
+            layout = None if self.layout_map is None else self._layout_of(path)
+            self._of_outputs[path] = None if layout is None else tuple(layout.axes)
+        return self._of_outputs[path]
+
+    def hook(self, model: keras.Model, extended: Any) -> None:
+        """Lets the groups of `extended` compute the layers of a built model."""
+        hook_layers_of(model, extended)
 
     def check_patterns(self, model: keras.Model) -> None:
         """Refuses patterns that have matched nothing, once `model` has all of its variables.

@@ -4,6 +4,7 @@ DeviceMesh((2, 3), ("batch", "model"))        batch 0:  [ CPU:0  CPU:1  CPU:2 ] 
                                               batch 1:  [ CPU:3  CPU:4  CPU:5 ]   group 1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +37,17 @@ class MeshGroups:
         return len(self.groups[0])
 
 
-def mesh_groups(mesh: Any, batch_dim_name: str | None = None) -> MeshGroups:
+def mesh_groups(
+    mesh: Any, batch_dim_name: str | None = None, of_cluster: Sequence[str] | None = None
+) -> MeshGroups:
     """The groups of a mesh of one or two axes (others may have size 1).
 
     Args:
         mesh: a `keras.distribution.DeviceMesh`.
         batch_dim_name: its axis of replicas; by default the one called "batch" or "data", else the
             first of two. A mesh of one axis with another name has a single replica.
+        of_cluster: what its devices are, where they are those of several processes: full names, of
+            which number 1 is the mesh's `cpu:1`.
 
     Raises:
         TypeError: for something else than a mesh.
@@ -63,7 +68,9 @@ def mesh_groups(mesh: Any, batch_dim_name: str | None = None) -> MeshGroups:
             f"{names} of sizes {list(mesh.shape)}, of which {model} would be the model's. Give the "
             "others size 1, or join them into one axis."
         )
-    devices = _existing(np.asarray(mesh.devices).flatten()).reshape(mesh.shape)
+    asked = np.asarray(mesh.devices).flatten()
+    devices = _existing(asked) if of_cluster is None else _numbered(asked, of_cluster)
+    devices = devices.reshape(mesh.shape)
     if batch is not None:
         devices = np.moveaxis(devices, names.index(batch), 0)
     devices = devices.reshape(devices.shape[0] if batch is not None else 1, -1)
@@ -87,6 +94,17 @@ def _batch_axis(names: list[str], asked: str | None) -> str | None:
     if known:
         return known[0]
     return names[0] if len(names) > 1 else None
+
+
+def _numbered(names: np.ndarray, of_cluster: Sequence[str]) -> np.ndarray:
+    """Full names of the devices of a cluster, of which a mesh calls the second one `cpu:1`."""
+    numbers = [int(str(name).rpartition(":")[2]) for name in names]
+    if sorted(set(numbers)) != sorted(numbers) or max(numbers) >= len(of_cluster):
+        raise ValueError(
+            f"The mesh must name each device once, of the {len(of_cluster)} of all processes: "
+            f"{list(of_cluster)}. Received: {[str(name) for name in names]}."
+        )
+    return np.array([of_cluster[number] for number in numbers])
 
 
 def _existing(names: np.ndarray) -> np.ndarray:

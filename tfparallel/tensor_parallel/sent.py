@@ -6,12 +6,13 @@
     heads    its output, summed                   the gradient of each input, summed
     tokens   its output, summed
     aligned  moments of what it normalises        their gradients
+    units    h of all steps (an RNN's column)     h of all steps again, and its gradient, summed
     whole    its input, if that is in parts
 
 The gradient of what the model is called with is not computed, and not counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from tfparallel.tensor_parallel.rules.normalization import numbers_sent
 from tfparallel.tensor_parallel.split_variable import split_of
 
 _PASSES = ("", "aligned")
+KINDS = ("sum", "gather", "copy")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Sent:
     """One tensor that all devices of the group give a part of, or get.
 
     Attributes:
-        kind: "sum" of a tensor of each device, or "gather" of parts.
+        kind: "sum" of a tensor of each device, "gather" of parts, or a "copy" to another device.
         is_forward: else it is a gradient.
         size_bytes: of the tensor, for one row of the batch.
     """
@@ -48,7 +50,8 @@ class LayerCost:
 
     Attributes:
         layer: of Keras.
-        way: as above; "" for a layer without weights in parts that passes on what it gets.
+        way: as above; "" for a layer without weights in parts that passes on what it gets; the
+            device of a branch.
         flops: for one row of the batch.
         sent: in one step.
     """
@@ -59,8 +62,17 @@ class LayerCost:
     sent: tuple[Sent, ...]
 
 
-def costs_of(model: ModelCalls) -> list[LayerCost]:
-    """Of each call of a model whose weights are in parts by now."""
+def costs_of(
+    model: ModelCalls, branches: Mapping[keras.Layer, int] | None = None
+) -> list[LayerCost]:
+    """Of each call of a model whose weights are in parts by now.
+
+    Args:
+        model: its calls.
+        branches: the number of the device of each layer of a branch, in a model of branches.
+    """
+    if branches:
+        return _costs_of_branches(model, branches)
     known: dict[int, Rows | None] = {}
     borders = {id(x) for x in model.borders}
     costs = []
@@ -71,6 +83,25 @@ def costs_of(model: ModelCalls) -> list[LayerCost]:
             known[id(tensor)] = _rows_of_output(call, way, known)
         cuts = call.cuts
         costs.append(LayerCost(call.layer, way, cuts.flops if cuts else 0, sent))
+    return costs
+
+
+def _costs_of_branches(model: ModelCalls, branches: Mapping[keras.Layer, int]) -> list[LayerCost]:
+    borders = {id(x) for x in model.borders}
+    device_of: dict[int, int] = {}
+    costs = []
+    for call in model.calls:
+        own = branches.get(call.layer, 0)
+        sent = []
+        for x in call.inputs:
+            if device_of.get(id(x), 0) != own:
+                sent.append(Sent("copy", True, _bytes(x)))
+                if id(x) not in borders and x.dtype.is_floating:
+                    sent.append(Sent("copy", False, _bytes(x)))
+        device_of |= {id(x): own for x in call.outputs}
+        way = f"device {own}" if call.layer in branches else "whole"
+        flops = call.cuts.flops if call.cuts else 0
+        costs.append(LayerCost(call.layer, way, flops, tuple(sent)))
     return costs
 
 
@@ -86,7 +117,8 @@ def _rows(cut: Cut) -> Rows | None:
     """How the first weight of a way is in parts, if it is in parts that way."""
     weight, dim = cut.dims[0]
     split = split_of(weight)
-    return None if split is None or split.rows.dim != dim else split.rows
+    is_cut = split is not None and split.rows.is_cut and split.rows.dim == dim
+    return split.rows if is_cut else None  # type: ignore[union-attr]
 
 
 def _rows_of_output(call: LayerCall, way: str, known: dict) -> Rows | None:
@@ -111,6 +143,8 @@ def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent
     if way in ("column", "heads"):
         different = {id(x): x for x in has_gradient}.values()
         yield from (Sent("sum", False, _bytes(x)) for x in different)
+    if way == "column" and isinstance(call.layer, keras.layers.RNN):
+        yield from _states(call)
     if way == "row" or (way == "aligned" and not are_parts and call.cuts.flops):  # type: ignore[union-attr]
         whole = [x for x in has_gradient if known.get(id(x)) is None]
         yield from (Sent("gather", False, _bytes(x)) for x in whole)
@@ -123,6 +157,15 @@ def _moments(call: LayerCall) -> Iterator[Sent]:
         *positions, _ = call.inputs[0].shape
         size_bytes = 4 * count * numbers_of(positions)
         yield from (Sent("sum", is_forward, size_bytes) for is_forward in (True, False))
+
+
+def _states(call: LayerCall) -> Iterator[Sent]:
+    """What an RNN's devices tell one another of h, in all steps together."""
+    sequence = call.inputs[0]
+    size_bytes = (sequence.shape[1] or 1) * call.layer.cell.units * sequence.dtype.size
+    yield Sent("gather", True, size_bytes)
+    yield Sent("gather", False, size_bytes)
+    yield Sent("sum", False, size_bytes)
 
 
 def _bytes(tensor: Any) -> int:

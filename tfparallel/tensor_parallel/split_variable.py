@@ -37,7 +37,7 @@ from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import ReplicatedVariable
-from tfparallel.tensor_parallel.known_parts import joined, parts_of
+from tfparallel.tensor_parallel.known_parts import joined, parts_of, put_together
 from tfparallel.tensor_parallel.loops import before_loops
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.whole_copy import OnePiece
@@ -118,7 +118,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         shape = values[0].shape.as_list()
         shape[rows.dim] = sum(rows.sizes)
         self._whole_shape = tf.TensorShape(shape)
-        self._piece = OnePiece(self._values_of_parts, rows.dim, self._host())
+        self._piece = OnePiece(self._values_of_parts, self.stored, self._host())
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -164,8 +164,9 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         with record.stop_recording():
             for k in range(len(self.rows.sizes)):
                 with tf.device(group[k]):
-                    own = pieces[k * self.shards : (k + 1) * self.shards]
-                    values.append(tf.concat(own, self.rows.dim))
+                    own = slice(k * self.shards, (k + 1) * self.shards)
+                    rows = Rows(self.rows.dim, self.stored.sizes[own], self.rows.blocks)
+                    values.append(put_together(pieces[own], rows))
         return values
 
     def _read_stored(self) -> list[tf.Tensor]:
@@ -193,7 +194,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                 "ReadParts",
                 values,
                 [self._tape_variable().handle],
-                lambda *gradients: [joined(gradients, self.rows.dim)],
+                lambda *gradients: [joined(gradients, self.rows.dim, self.rows.blocks)],
             )
         return values
 
@@ -204,9 +205,9 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
     def whole(self) -> tf.Tensor:
         """All parts as one; in a loop, read before it."""
         if not self.trainable:
-            return tf.concat(self.read_parts(), self.rows.dim)
+            return put_together(self.read_parts(), self.rows)
         with before_loops():
-            return joined(self.part_values(), self.rows.dim)
+            return joined(self.part_values(), self.rows.dim, self.rows.blocks)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -250,7 +251,9 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         """The whole."""
         if not tf.executing_eagerly():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        return np.concatenate([p.numpy() for p in self.own_parts()], self.rows.dim)
+        pieces = [np.split(p.numpy(), self.rows.blocks, self.rows.dim) for p in self.own_parts()]
+        in_order = [piece for of_block in zip(*pieces, strict=True) for piece in of_block]
+        return np.concatenate(in_order, self.rows.dim)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Rows of the whole: `[*indices, ...]`."""
@@ -291,6 +294,8 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     def pieces(self, value: Any) -> list:
         """A value of the whole, dense or sparse, as one for each part."""
+        if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
+            value = tf.convert_to_tensor(value)
         if isinstance(value, tf.IndexedSlices):
             with record.stop_recording():
                 return [

@@ -10,6 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable, context
+from tfparallel.tensor_parallel.known_parts import put_together
+from tfparallel.tensor_parallel.rows import Rows
 
 _pieces: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the graphs that read them
 
@@ -19,19 +21,19 @@ class OnePiece:
 
     Args:
         read_parts: gives the value of each part.
-        dim: along which they are one after another.
+        rows: how they are parts of the whole.
         device: where the copy is.
     """
 
-    def __init__(self, read_parts: Callable[[], list], dim: int, device: str):
-        self._read_parts, self._dim, self._device = read_parts, dim, device
+    def __init__(self, read_parts: Callable[[], list], rows: Rows, device: str):
+        self._read_parts, self._rows, self._device = read_parts, rows, device
         self._piece: weakref.ref | None = None
 
     def updated(self, name: str, trainable: bool) -> Any:
         """The copy, a `tf.Variable`, with the value of now."""
         piece = None if self._piece is None else self._piece()
         with tf.init_scope(), context.eager_mode(), tf.device(self._device):
-            whole = tf.concat(self._read_parts(), self._dim)
+            whole = put_together(self._read_parts(), self._rows)
             if piece is None:
                 piece = ResourceVariable(whole, trainable=trainable, name=name)
                 self._piece = weakref.ref(piece)

@@ -54,6 +54,12 @@ def adam_on_an_embedding(run: Run):
     return run.train("embedding", optimizer=lambda: optimizers.Adam(0.01)).results()
 
 
+@case(core=True)
+def adam_on_positions(run: Run):
+    """One table of which every replica reads the same rows, one of which each reads its own."""
+    return run.train("positions", optimizer=lambda: optimizers.Adam(0.01)).results()
+
+
 @case()
 def clipnorm_on_an_embedding(run: Run):
     return run.train("embedding", optimizer=lambda: optimizers.SGD(0.5, clipnorm=0.02)).results()

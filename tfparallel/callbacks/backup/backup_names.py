@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 MANIFEST = "manifest.json"
-FILE = re.compile(r"(shared|worker-[0-9]+)\.(json|safetensors)|manifest\.json")
+FILE = re.compile(r"(shared|worker-[0-9]+|shards-[0-9]+)\.(json|safetensors)|manifest\.json")
 # One spelling of each number, and none that a file name could be too short for. The token is that
 # of a lease: two jobs never write under the same name. What is written ends with the lease's
 # fencing number (earlier versions wrote none).

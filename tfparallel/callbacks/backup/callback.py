@@ -16,8 +16,8 @@ from tfparallel.callbacks.backup.commit import write_backup
 from tfparallel.callbacks.backup.fit_call import FitCall
 from tfparallel.callbacks.backup.held_lease import Lease, Processes
 from tfparallel.callbacks.backup.input_position import InputPosition
-from tfparallel.callbacks.backup.part import BackupPart
-from tfparallel.callbacks.backup.search import find_backup
+from tfparallel.callbacks.backup.model_state import ranges_here
+from tfparallel.callbacks.backup.search import FoundBackup, find_backup
 from tfparallel.callbacks.backup.snapshot import Restoration, TrainingProgress, take_snapshot
 from tfparallel.callbacks.backup.step_agreement import StepAgreement
 from tfparallel.callbacks.backup.storage import BackupError, LeaseError, Storage
@@ -125,14 +125,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._progress, self._restoration = TrainingProgress(), None
         self._unsaved_batches, self._last_save = 0, self._machine.now_s()
         self._steps = StepAgreement(self._workers)
-        parts = self._find_backup()
-        if parts is not None:
-            call.build_model(len(parts["shared"]["model"]["paths"]))
+        found = self._find_backup()
+        if found is not None:
+            call.build_model(len(found.parts["shared"]["model"]["paths"]))
         position = (call.epoch_iterator, self._workers.num_workers, self._checks_data)
         self._position = InputPosition(*position)
         self._around_steps = self._position.steps_of_epoch
-        if parts is not None:
-            self._restoration = Restoration(call, parts, self._workers)
+        if found is not None:
+            self._restoration = Restoration(call, found, self._workers)
             self._restoration.before_training(self._position)
             self._progress = self._restoration.progress
             tf.get_logger().info(
@@ -195,9 +195,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._in_writer(functools.partial(self._probe_folder, problem))
         return lease
 
-    def _find_backup(self) -> dict[str, BackupPart] | None:
+    def _find_backup(self) -> FoundBackup | None:
         try:
-            return find_backup(self._storage, self._workers)
+            return find_backup(self._storage, self._workers, ranges_here(self._call.model))
         except BackupError:
             if self._lease is not None and self._lease.fence:
                 self._lease.require()  # who has lost the folder finds its files gone: say why

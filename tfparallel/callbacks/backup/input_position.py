@@ -13,7 +13,8 @@ class stands between the two and counts what is taken from each. To come back to
    batches of its pass that were trained on are read again and dropped. (After the checkpoint of
    the pass's beginning, where a `repeat` shuffles several times in a pass. It is taken there only:
    it waits for the shuffle's buffer, and holds it.)
-   Where workers read batches by numbers, it is the iterator of the numbers.
+   Where workers read batches by numbers, it is the iterator of the numbers; where they agree on
+   each batch, the one behind that.
    While that goes on, Python's and NumPy's random states are what they were then.
 
 A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
@@ -77,6 +78,8 @@ class InputPosition:
     def __init__(self, epoch_iterator: Any, num_workers: int = 1, checks: bool = True):
         self._epoch_iterator, self._checks = epoch_iterator, checks
         self._dataset = dataset_of_iterator(epoch_iterator)
+        # What this process reads batches from; None where others do, and this one only counts.
+        self._read_dataset = getattr(self._dataset, "read_dataset", self._dataset)
         set_dataset_of_iterator(epoch_iterator, self)
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
@@ -127,7 +130,8 @@ class InputPosition:
         if not self._taken:  # Keras does not ask once it knows how many there are
             self._is_read_to_its_end = self._has_unknown_size()
         self._taken.append(0)
-        needs_beginning = self._has_checkpoints is not False and repeats_a_shuffle(self._dataset)
+        shuffles_again = repeats_a_shuffle(self._read_dataset)
+        needs_beginning = self._has_checkpoints is not False and shuffles_again
         self._beginning = self._checkpoint() if needs_beginning else None
         return self._last
 
@@ -186,7 +190,7 @@ class InputPosition:
 
     def _tell_what_differs(self) -> None:
         """Names what makes the order of batches another one in each process."""
-        names = unrepeatable_parts(self._dataset)
+        names = unrepeatable_parts(self._read_dataset)
         if names:
             tf.get_logger().warning(
                 "A resumed training reads this dataset in another order: %s. Give shuffles a seed "
@@ -196,9 +200,9 @@ class InputPosition:
 
     def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
         """Whether later passes would be wrong after it, in an order that can be right."""
-        num_expected = _DRAWN_PER_SHUFFLE * num_shuffles(self._dataset)
+        num_expected = _DRAWN_PER_SHUFFLE * num_shuffles(self._read_dataset)
         is_lacking = _num_seeds_drawn(checkpoint) < num_expected
-        return is_lacking and not unrepeatable_parts(self._dataset)
+        return is_lacking and not unrepeatable_parts(self._read_dataset)
 
     def _next_batches(self, goes_on: bool, checkpoint: list[np.ndarray] | None) -> list[str] | None:
         """Hashes of the batches of the next step; None where they are not known."""
@@ -213,15 +217,18 @@ class InputPosition:
         """Whether nobody notices it, and the same batches come in another process."""
         if not self._can_compare(self._last):
             return False
+        if self._read_dataset is None:
+            return True
         if not goes_on:
             return bool(self._has_checkpoints)
         num_batches = self._epoch_iterator._num_batches
         if num_batches is not None and self._taken[-1] >= num_batches:
             return False  # a pass that Keras does not read to its end does not fill a cache
-        return bool(self._has_checkpoints) or ends_in_a_prefetch(self._dataset)
+        return bool(self._has_checkpoints) or ends_in_a_prefetch(self._read_dataset)
 
     def _can_compare(self, iterator: Any) -> bool:
-        return isinstance(iterator, tf.data.Iterator) and not unrepeatable_parts(self._dataset)
+        shows_batches = isinstance(iterator, tf.data.Iterator) or hasattr(iterator, "peek")
+        return shows_batches and not unrepeatable_parts(self._read_dataset)
 
     def _read_ahead_of(self, iterator: Any, checkpoint: list[np.ndarray] | None) -> list[str]:
         ahead = ReadAhead(iterator, self._epoch_iterator.steps_per_execution, checkpoint)
@@ -257,7 +264,7 @@ class InputPosition:
             self._generator.go_to(sum(state["taken"]), state["generator"][0])
             self._taken = list(earlier)
         else:
-            draws_in_between = repeats_a_shuffle(self._dataset) and not state["goes_on"]
+            draws_in_between = repeats_a_shuffle(self._read_dataset) and not state["goes_on"]
             is_unknown = not state["has_checkpoint"] or state.get("reads_all_again", False)
             all_batches = is_unknown or draws_in_between
             self._read_again(earlier, all_batches)
@@ -274,7 +281,7 @@ class InputPosition:
     def _read_again(self, earlier: list[int], all_batches: bool) -> None:
         started, num_read = time.monotonic(), 0
         for count in earlier:
-            is_filling = fills_a_cache(self._dataset) and not self._taken
+            is_filling = fills_a_cache(self._read_dataset) and not self._taken
             is_needed = all_batches or is_filling
             iterator = self._make_iterator()
             num_read += _drop(iterator, count if is_needed else min(count, 1))
@@ -322,7 +329,8 @@ class InputPosition:
             f"{expected[0] if expected else 'of none'}. Received: "
             f"{received[0] if received else 'the end of the data'}. "
         )
-        if not (state["has_checkpoint"] or state.get("generator")):
+        is_counted = self._read_dataset is None
+        if not (is_counted or state["has_checkpoint"] or state.get("generator")):
             why = "What runs Python, or stateful operations, gives other batches in each process."
             tf.get_logger().warning("%s%s Seed it, or draw from the number of a row.", text, why)
             return
@@ -332,6 +340,8 @@ class InputPosition:
         )
 
     def _count_cost(self, num_batches: int, started: float) -> None:
+        if self._read_dataset is None:
+            return
         self._num_read_again += num_batches
         self._reading_again_s += time.monotonic() - started
 
@@ -346,7 +356,7 @@ class InputPosition:
 
 
 def _position(iterator: Any) -> Any:
-    """What a checkpoint is of: the iterator, or that of the numbers by which workers read."""
+    """What a checkpoint is of: the iterator, or the one of `tf.data` that it reads, if any."""
     return getattr(iterator, "position", iterator)
 
 

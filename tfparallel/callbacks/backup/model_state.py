@@ -5,13 +5,14 @@ replica, and every term is kept: floating-point sums depend on where a batch's v
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks.backup.saved_shards import shapes_of
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals import SyncOnReadVariable
 from tfparallel.internals.keras_layers import behind
@@ -19,17 +20,47 @@ from tfparallel.replicas.model_optimizers import optimizers_of
 
 
 def mirrored_state(model: keras.Model) -> dict[str, Any]:
-    """The variables that are equal on all replicas of all workers."""
+    """The variables that are equal on all replicas of all workers.
+
+    Of those that workers hold in shards, how they are cut: what is in them is `shards_here`.
+    """
     variables = _mirrored_variables(model)
-    return {
-        "paths": [v.path for v in variables],
-        "arrays": [_snapshot(_copies(v)[0]) for v in variables],
+    cut = {
+        str(k): {
+            "shape": list(v.shape),
+            "dtype": keras.backend.standardize_dtype(v.dtype),
+            "bounds": list(_bounds(v)),
+        }
+        for k, v in enumerate(variables)
+        if _bounds(v)
     }
+    arrays = [None if _bounds(v) else _snapshot(_copies(v)[0]) for v in variables]
+    return {"paths": [v.path for v in variables], "arrays": arrays, **({"cut": cut} if cut else {})}
+
+
+def shards_here(model: keras.Model) -> dict[str, np.ndarray]:
+    """This worker's numbers of each variable that workers hold in shards, by its position."""
+    variables = enumerate(_mirrored_variables(model))
+    return {str(k): np.asarray(behind(v).numbers_here()) for k, v in variables if _bounds(v)}
+
+
+def ranges_here(model: keras.Model) -> Callable[[int, int], tuple[int, int]]:
+    """What this worker restores of a flat variable of a backup, by its position and its size."""
+    variables = _mirrored_variables(model)
+
+    def range_of(position: int, size: int) -> tuple[int, int]:
+        own = variables[position] if position < len(variables) else None  # or not built yet
+        if own is None or not _bounds(own) or _bounds(own)[-1] != size:
+            return 0, size
+        return behind(own).range_here
+
+    return range_of
 
 
 def is_read_together(model: keras.Model) -> bool:
     """Whether reading the model's variables gathers parts: every worker has to, then."""
-    return any(hasattr(behind(v), "parts") for v in _mirrored_variables(model))
+    variables = _mirrored_variables(model)
+    return any(hasattr(behind(v), "parts") and not _bounds(v) for v in variables)
 
 
 def count_mirrored(model: keras.Model) -> int:
@@ -37,16 +68,26 @@ def count_mirrored(model: keras.Model) -> int:
     return len(_mirrored_variables(model))
 
 
-def set_mirrored_state(model: keras.Model, state: dict[str, Any]) -> None:
+def set_mirrored_state(
+    model: keras.Model, state: dict[str, Any], shards: Mapping[int, np.ndarray]
+) -> None:
     """Sets what `mirrored_state` returned.
+
+    Args:
+        shards: of what is cut in it, the numbers of `ranges_here`, by position.
 
     Raises:
         BackupError: if it is the state of another model.
     """
     variables = _mirrored_variables(model)
     _check_same_model(variables, state)
-    for variable, array in zip(variables, state["arrays"], strict=True):
-        variable.assign(array)
+    for k, (variable, array) in enumerate(zip(variables, state["arrays"], strict=True)):
+        if array is not None:
+            variable.assign(array)
+        elif _bounds(variable) and shards[k].size < _bounds(variable)[-1]:
+            behind(variable).assign_here(shards[k])
+        else:
+            variable.assign(shards[k].reshape(variable.shape))
 
 
 def replica_state(model: keras.Model) -> list[list[np.ndarray]]:
@@ -100,6 +141,11 @@ def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     return list({id(variable): variable for variable in variables}.values())
 
 
+def _bounds(variable: keras.Variable) -> Any:
+    """How several workers hold a variable in shards; None if each has all of it."""
+    return getattr(behind(variable), "worker_bounds", None)
+
+
 def _copies(variable: keras.Variable) -> Sequence[Any]:
     if hasattr(behind(variable), "parts"):  # one variable, on several parameter servers
         return (behind(variable),)
@@ -119,8 +165,8 @@ def _check_same_model(variables: Sequence[keras.Variable], state: dict[str, Any]
     """Compares shapes, dtypes and last names: what comes before depends on who built the model."""
     mine = [_describe(v.path, v.shape, keras.backend.standardize_dtype(v.dtype)) for v in variables]
     theirs = [
-        _describe(path, array.shape, array.dtype.name)
-        for path, array in zip(state["paths"], state["arrays"], strict=True)
+        _describe(path, *described)
+        for path, described in zip(state["paths"], shapes_of(state), strict=True)
     ]
     if mine == theirs:
         return

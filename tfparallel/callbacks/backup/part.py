@@ -6,10 +6,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
-from tfparallel.callbacks.backup.schema import SharedPart, WorkerPart, parse_json
+from tfparallel.callbacks.backup.schema import ShardsPart, SharedPart, WorkerPart, parse_json
 from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 from tfparallel.callbacks.backup.tensor_file import dump_tensors, load_tensors
+
+_SCHEMAS: dict[str, type[BaseModel]] = {  # by the kind of part
+    "shared": SharedPart,
+    "worker": WorkerPart,
+    "shards": ShardsPart,
+}
 
 
 class BackupPart:
@@ -68,7 +75,7 @@ def read_part(storage: Storage, number: int, name: str) -> BackupPart:
         InvalidBackupError: naming what is missing, damaged, or nothing that we write.
     """
     contents = storage.read(number, [f"{name}.json", f"{name}.safetensors"])
-    schema = SharedPart if name == "shared" else WorkerPart
+    schema = _SCHEMAS[name.partition("-")[0]]
     try:
         part = BackupPart.from_files(name, contents)
         schema.model_validate(dict(part))

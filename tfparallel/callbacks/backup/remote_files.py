@@ -16,6 +16,9 @@ lease it was made under; earlier versions wrote none. An object can appear that 
 the claim says whose backups count (`lease.counting`). So the last claim stays, also when all
 backups are deleted; and a draft that another owner has removed keeps its mark until the claim says
 that it does not count.
+
+A request that changes nothing is made again where no answer comes: else a backup that could not be
+read once would be taken for a damaged one, and an older one restored.
 """
 
 import contextlib
@@ -23,8 +26,11 @@ import errno
 import importlib
 import posixpath
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import IO, Any, Protocol
+
+import tenacity
 
 from tfparallel.callbacks.backup.backup_names import (
     FILE,
@@ -38,6 +44,18 @@ from tfparallel.callbacks.backup.backup_names import (
 )
 from tfparallel.callbacks.backup.disk import too_large
 from tfparallel.callbacks.backup.lease import Claim, counting, may_be_counted
+
+_ATTEMPTS = 5  # within 1.5 s, beside those that a plug-in of fsspec's makes by itself
+_FIRST_PAUSE_S = 0.1
+# What a store answers, or what was asked of it in a wrong way; all else may be the network's fault.
+_ANSWERS = (
+    FileExistsError,
+    FileNotFoundError,
+    NotImplementedError,
+    PermissionError,
+    TypeError,
+    ValueError,
+)
 
 
 class ObjectStore(Protocol):
@@ -83,13 +101,26 @@ class RemoteFiles:
     Args:
         url: the folder, as fsspec understands it.
         store: where it is; by default what fsspec finds.
+        sleep: pauses between requests that are made again, s.
 
     Raises:
         ImportError: if fsspec, or its plug-in for this kind of URL, is not installed.
     """
 
-    def __init__(self, url: str, store: ObjectStore | None = None):
+    def __init__(
+        self,
+        url: str,
+        store: ObjectStore | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
         self._url = url
+        self._ask = tenacity.Retrying(
+            retry=tenacity.retry_if_not_exception_type(_ANSWERS),
+            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            wait=tenacity.wait_exponential(_FIRST_PAUSE_S),
+            sleep=sleep,
+            reraise=True,
+        )
         self._store, self._root = _found(url) if store is None else (store, url)
         self._known: dict[int, Draft] = {}
 
@@ -151,7 +182,7 @@ class RemoteFiles:
         path = f"{self._object(self._draft(number))}/{name}"
         if (size_bytes := self._size(path)) > largest_bytes:
             raise too_large(path, size_bytes, largest_bytes)
-        return self._store.cat_file(path)
+        return self._ask(self._store.cat_file, path)
 
     def delete(self, number: int) -> None:
         self._delete(self._draft(number))
@@ -161,7 +192,7 @@ class RemoteFiles:
 
     def read_claim(self, fence: int) -> bytes:
         try:
-            return self._store.cat_file(self._claim(fence))
+            return self._ask(self._store.cat_file, self._claim(fence))
         except FileNotFoundError:
             return b""
 
@@ -199,7 +230,7 @@ class RemoteFiles:
             self._remove_folder(self._root)
 
     def _size(self, path: str) -> int:
-        size_bytes = self._store.size(path)
+        size_bytes = self._ask(self._store.size, path)
         if size_bytes is None:
             raise OSError(errno.EINVAL, "a store that does not know its size", path)
         return size_bytes
@@ -238,7 +269,7 @@ class RemoteFiles:
         """What lies in a folder of the root, fresh from the store; nothing where it is missing."""
         self._store.invalidate_cache()
         try:
-            paths = self._store.ls(folder or self._root, detail=False)
+            paths = self._ask(self._store.ls, folder or self._root, detail=False)
         except FileNotFoundError:
             return []
         return [posixpath.basename(path.rstrip("/")) for path in paths]

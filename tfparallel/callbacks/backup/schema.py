@@ -4,7 +4,9 @@ Its hashes find damage. What was written on purpose, by another program or by an
 hashes: so all that is read has to be of the types below.
 """
 
+import itertools
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,6 +14,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf
 from pydantic import model_validator as validates_model
+
+from tfparallel.callbacks.backup.tensor_file import dtype_of
 
 LARGEST_MANIFEST_BYTES = 1 << 26
 _MOST_WORKERS = 1_000_000
@@ -115,14 +119,43 @@ class _Progress(_Checked):
     logs: dict[str, Any]
 
 
+def _known_dtype(name: str) -> str:
+    dtype_of(name)
+    return name
+
+
+class CutVariable(_Checked):
+    """A variable that several workers hold in shards; its numbers are in their own parts.
+
+    Attributes:
+        shape, dtype: of the whole.
+        bounds: where in the flat whole that of each worker begins, and the end.
+    """
+
+    shape: list[Count]
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    bounds: Annotated[list[Count], Field(min_length=2)]
+
+    @validates_model(mode="after")
+    def _is_cut_into_all_of_it(self) -> "CutVariable":
+        rises = all(begin <= end for begin, end in itertools.pairwise(self.bounds))
+        if not rises or self.bounds[0] != 0 or self.bounds[-1] != math.prod(self.shape):
+            raise ValueError(f"shards {self.bounds} of shape {self.shape}")
+        return self
+
+
 class _Model(_Checked):
     paths: list[str]
-    arrays: list[Array]
+    arrays: list[Array | None]
+    cut: dict[str, CutVariable] = {}  # by its position
 
     @validates_model(mode="after")
     def _has_a_path_for_each_array(self) -> "_Model":
         if len(self.paths) != len(self.arrays):
             raise ValueError(f"{len(self.paths)} paths for {len(self.arrays)} arrays")
+        missing = {str(k) for k, array in enumerate(self.arrays) if array is None}
+        if missing != set(self.cut):
+            raise ValueError(f"shards of {sorted(self.cut)} for {sorted(missing)}")
         return self
 
 
@@ -134,6 +167,18 @@ class SharedPart(_Checked):
     stop_training: bool
     model: _Model
     callbacks: dict[str, Any]
+
+    @validates_model(mode="after")
+    def _has_a_shard_of_each_worker(self) -> "SharedPart":
+        if any(len(each.bounds) != self.num_workers + 1 for each in self.model.cut.values()):
+            raise ValueError(f"not a shard for each of {self.num_workers} workers")
+        return self
+
+
+class ShardsPart(_Checked):
+    """The part of a worker that holds shards: its numbers of each variable, by position."""
+
+    numbers: dict[str, Array]
 
 
 class _Host(_Checked):

@@ -1,28 +1,45 @@
 """Finding the newest backup that is valid on all workers."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks.backup.part import BackupPart, read_part
+from tfparallel.callbacks.backup.saved_shards import read_shards
 from tfparallel.callbacks.backup.storage import BackupError, InvalidBackupError, Manifest, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
 
 
-def find_backup(storage: Storage, workers: Workers) -> dict[str, BackupPart] | None:
+class FoundBackup(NamedTuple):
+    """What this worker needs of a backup.
+
+    Attributes:
+        parts: by name: the shared one and this worker's own; those of all workers if another number
+            of workers wrote it.
+        shards: of each variable that is saved in shards, by position, what it asked for, flat.
+    """
+
+    parts: dict[str, BackupPart]
+    shards: dict[int, np.ndarray]
+
+
+def find_backup(
+    storage: Storage, workers: Workers, range_of: Callable[[int, int], tuple[int, int]]
+) -> FoundBackup | None:
     """The newest backup that is valid on all workers, or None if there never was one.
 
     Args:
         storage: the folder, the same for all workers.
         workers: this worker and its peers, which all search at the same time.
-
-    Returns:
-        Its parts by name: the shared one and this worker's own; those of all workers if another
-        number of workers wrote it.
+        range_of: what this worker needs of a flat variable, by its position and its size.
 
     Raises:
         BackupError: if there are backups and none is valid, or workers see different ones.
     """
     agreement = workers.agreement("find")
-    found, problems = _newest_valid(storage, workers, limit=None)
+    found, problems = _newest_valid(storage, workers, range_of, limit=None)
     for problem in problems:
         tf.get_logger().error("Backup left out, an older one is tried. %s", problem)
     limits = exchange(agreement, "find a backup", found and found[0])
@@ -30,7 +47,7 @@ def find_backup(storage: Storage, workers: Workers) -> dict[str, BackupPart] | N
     if not numbers and not any(exchange(agreement, "count backups", len(problems))):
         return None
     if found is not None and len(numbers) == len(limits) and found[0] > min(numbers):
-        found, _ = _newest_valid(storage, workers, limit=min(numbers))
+        found, _ = _newest_valid(storage, workers, range_of, limit=min(numbers))
     chosen = exchange(agreement, "choose a backup", found and [found[0], found[1].sha256])
     if found is None or any(other != chosen[0] for other in chosen):
         seen = [
@@ -46,8 +63,8 @@ def find_backup(storage: Storage, workers: Workers) -> dict[str, BackupPart] | N
 
 
 def _newest_valid(
-    storage: Storage, workers: Workers, limit: int | None
-) -> tuple[tuple[int, Manifest, dict[str, BackupPart]] | None, list[str]]:
+    storage: Storage, workers: Workers, range_of: Callable, limit: int | None
+) -> tuple[tuple[int, Manifest, FoundBackup] | None, list[str]]:
     """The newest whole backup, not above number `limit`; and what is wrong with newer ones."""
     problems: list[str] = []
     for number in reversed(storage.numbers()):
@@ -55,7 +72,9 @@ def _newest_valid(
             continue
         try:
             manifest = storage.manifest(number)
-            return (number, manifest, _read_parts(storage, number, manifest, workers)), problems
+            parts = _read_parts(storage, number, manifest, workers)
+            shards = read_shards(storage, number, parts["shared"]["model"], range_of)
+            return (number, manifest, FoundBackup(parts, shards)), problems
         except InvalidBackupError as error:
             problems.append(str(error))
     return None, problems

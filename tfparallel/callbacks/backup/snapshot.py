@@ -5,10 +5,10 @@ part       written by     holds
 shared     the chief      epoch and batch, weights, seeds, optimizer, callbacks
 worker-R   worker R       its replicas' terms of the metrics, its random states, its input, what its
                           gradient compression remembers
+shards-R   worker R       where workers hold weights and slots in shards: its own
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -23,9 +23,11 @@ from tfparallel.callbacks.backup.model_state import (
     replica_state,
     set_mirrored_state,
     set_replica_state,
+    shards_here,
     with_one_term,
 )
 from tfparallel.callbacks.backup.part import BackupPart
+from tfparallel.callbacks.backup.search import FoundBackup
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.callbacks.backup.workers import Workers
 from tfparallel.replicas.compression_state import compression_state, set_compression_state
@@ -71,6 +73,10 @@ def take_snapshot(
     own["random"] = random_state()
     reads_on = progress.epoch < call.epochs and not call.model.stop_training
     own["input"] = position.state(progress.batch > 0, reads_on)
+    shards = shards_here(call.model)
+    if shards:
+        part = parts[f"shards-{workers.rank}"] = BackupPart()
+        part["numbers"] = shards
     return parts
 
 
@@ -87,15 +93,15 @@ class Restoration:
 
     Args:
         call: the call of `fit` to resume.
-        parts: of the backup, as `find_backup` returns them.
+        found: the backup.
         workers: this worker and its peers.
 
     Raises:
         BackupError: if it is the backup of another model.
     """
 
-    def __init__(self, call: FitCall, parts: Mapping[str, BackupPart], workers: Workers):
-        self._call = call
+    def __init__(self, call: FitCall, found: FoundBackup, workers: Workers):
+        self._call, self._shards, parts = call, found.shards, found.parts
         self._shared = parts["shared"]
         self.progress = TrainingProgress(**self._shared["progress"])
         self._is_stopped = self._shared["stop_training"]
@@ -156,7 +162,7 @@ class Restoration:
 
     def _put_back(self) -> None:
         call = self._call
-        set_mirrored_state(call.model, self._shared["model"])
+        set_mirrored_state(call.model, self._shared["model"], self._shards)
         set_replica_state(call.model, self._metrics)
         self._set_compression_state()  # after the weights: in a round, workers have their own
         unknown = set_callback_states(call.callbacks.callbacks, self._shared["callbacks"])

@@ -72,20 +72,22 @@ class StepAgreement:
     def _listen(self, agreement: Agreement) -> None:
         """Hears of every announcement and confirms it, until the training or the cluster ends."""
         while not self._has_ended:
-            key = _key(agreement, len(self._known))
             try:
-                what, step = json.loads(agreement.store.get(key, _POLL_S))
+                self._hear(agreement)
             except TimeoutError:
                 continue
             except ConnectionError:
                 self._has_ended = True
                 with self._has_news:
                     self._has_news.notify_all()
-                return
-            with self._has_news:
-                self._known.append((what, step))
-                self._has_news.notify_all()
-            agreement.store.put(f"{key}/{agreement.rank}", "heard")
+
+    def _hear(self, agreement: Agreement) -> None:
+        key = _key(agreement, len(self._known))
+        what, step = json.loads(agreement.store.get(key, _POLL_S))
+        with self._has_news:
+            self._known.append((what, step))
+            self._has_news.notify_all()
+        agreement.store.put(f"{key}/{agreement.rank}", "heard")
 
 
 def _key(agreement: Agreement, number: int) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from tfparallel.callbacks.backup.schema import (
 )
 
 FORMAT = 1
+SHARDED_FORMAT = 2  # of backups with parts of variables: versions that cannot join them say so
 
 
 class BackupError(RuntimeError):
@@ -133,6 +135,7 @@ class Storage:
             names like `backup-00000001`.
         disk: where a folder is; by default what this machine has mounted there.
         store: where a URL is; by default what fsspec finds there.
+        sleep: pauses between requests to a store that are made again, s.
     """
 
     def __init__(
@@ -140,11 +143,12 @@ class Storage:
         root: str | os.PathLike,
         disk: Disk | None = None,
         store: ObjectStore | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ):
         is_url = isinstance(root, str) and "://" in root
         self.root: str | Path = str(root) if is_url else Path(root)
         self.files: Files = (
-            RemoteFiles(str(root), store) if is_url else LocalFiles(Path(root), disk)
+            RemoteFiles(str(root), store, sleep) if is_url else LocalFiles(Path(root), disk)
         )
 
     @property
@@ -207,8 +211,9 @@ class Storage:
             about: for the manifest.
             check: called between the two; what it raises leaves the backup unpublished.
         """
+        is_sharded = any(name.startswith("shards-") for name in files)
         content = {
-            "format": FORMAT,
+            "format": SHARDED_FORMAT if is_sharded else FORMAT,
             "about": about,
             "files": {name: record.model_dump() for name, record in files.items()},
         }
@@ -235,10 +240,11 @@ class Storage:
             found = content.pop("sha256")
             if found != _hash_of(content):
                 raise ValueError("its SHA-256 differs")
-            if content["format"] != FORMAT:
+            if content["format"] not in (FORMAT, SHARDED_FORMAT):
                 raise InvalidBackupError(
-                    f"{self.path(number)} must have format {FORMAT}. Received: format "
-                    f"{content['format']}, of tfparallel {content['about'].get('tfparallel')}. "
+                    f"{self.path(number)} must have format {FORMAT} or {SHARDED_FORMAT}. Received: "
+                    f"format {content['format']}, of tfparallel "
+                    f"{content['about'].get('tfparallel')}. "
                     "Restore it with that version."
                 )
             checked = ManifestContent.model_validate(content)

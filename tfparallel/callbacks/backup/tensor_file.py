@@ -81,9 +81,15 @@ def load_tensors(data: bytes) -> dict[str, np.ndarray]:
 def _array(name: str, dtype: str, shape: list[int], data: bytes) -> np.ndarray:
     if dtype not in _DTYPES:
         raise ValueError(f"{name} of the unknown dtype {dtype!r}")
-    return np.frombuffer(data, _dtype(dtype)).reshape(shape)
+    return np.frombuffer(data, dtype_of(_DTYPES[dtype])).reshape(shape)
 
 
-def _dtype(name: str) -> np.dtype:
-    dtype = _DTYPES[name]
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+def dtype_of(name: str) -> np.dtype:
+    """The dtype that is called `name` in NumPy or TensorFlow.
+
+    Raises:
+        ValueError: for one that files do not hold.
+    """
+    if name not in _NAMES:
+        raise ValueError(f"the unknown dtype {name!r}")
+    return np.dtype(getattr(ml_dtypes, name, name))

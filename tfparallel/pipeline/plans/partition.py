@@ -21,6 +21,7 @@ def balanced_cuts(
     memory_limit: float | None = None,
     boundary_costs: Sequence[float] | None = None,
     layer_names: Sequence[str] | None = None,
+    num_devices: Sequence[int] | None = None,
 ) -> list[range]:
     """Cut layers into contiguous stages, the slowest of which is as fast as can be.
 
@@ -41,6 +42,8 @@ def balanced_cuts(
             before the cut, whose device sends; one fewer than there are layers. Default: sending
             takes no time.
         layer_names: names for messages. Default: the layers' numbers.
+        num_devices: of each stage; several take microbatches in turn, so that the stage takes its
+            time divided by their number. Default: one each.
 
     Returns:
         For each stage, the range of its layers' indices.
@@ -50,8 +53,9 @@ def balanced_cuts(
             number that is negative or not finite, or if no cut is within the memory limit.
 
     Source: the partitioner of PipeDream, Harlap et al. 2018, https://arxiv.org/abs/1806.03377,
-    without its replicated stages. There sending is a stage of its own; here the sender pays, as a
-    copy may well wait for the computation before it.
+    for stages whose devices are given; `replication.py` chooses those
+    too. There sending is a stage of its own; here the sender pays, as a copy may well wait for the
+    computation before it.
     """
     num_layers = len(costs)
     check_counts(num_stages=num_stages)
@@ -69,6 +73,8 @@ def balanced_cuts(
     times = _totals(_checked("costs", costs, num_layers))[None]
     if boundary_costs is not None:
         times[:, :, 1:-1] += _checked("boundary_costs", boundary_costs, num_layers - 1)
+    if num_devices is not None:
+        times = times / np.asarray(num_devices, np.float64)[:, None, None]
     bytes_ = _bytes_per_stage(memory, num_stages, num_layers)
     sizes = np.stack([_totals(stage_bytes) for stage_bytes in bytes_])
 

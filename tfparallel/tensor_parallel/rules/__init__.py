@@ -7,6 +7,7 @@ from tfparallel.tensor_parallel.rules import (
     elementwise_layers,
     embedding,
     normalization,
+    recurrent,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "elementwise_layers",
     "embedding",
     "normalization",
+    "recurrent",
 ]

@@ -17,8 +17,10 @@ from tfparallel.tensor_parallel.rules.linear import (
     Linear,
     compute_linear,
     compute_whole,
+    is_elementwise_function,
     is_variable,
 )
+from tfparallel.tensor_parallel.rules.spatial import by_rows, spatial_dims
 
 
 @layer_rule(layers.Conv1D)
@@ -27,6 +29,11 @@ from tfparallel.tensor_parallel.rules.linear import (
 def convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     """`BaseConv.call`; kernel `[*window, input channels, filters]`."""
     del original
+    dim = _image_dim(group, layer, inputs)
+    if dim is not None and layer.groups == 1:
+        result = _by_image_rows(group, layer, inputs, dim, _convolve_valid, [layer.kernel])
+        if result is not NotImplemented:
+            return result
     if _rows(group, layer.kernel, inputs) is None:
         return NotImplemented
     linear = _between_channels(
@@ -72,6 +79,11 @@ def transposed_convolution(group: Group, layer: Any, original: Callable, inputs:
 def depthwise_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     """`BaseDepthwiseConv.call`; kernel `[*window, channels, filters of a channel]`."""
     del original
+    dim = _image_dim(group, layer, inputs)
+    if dim is not None:
+        result = _by_image_rows(group, layer, inputs, dim, _depthwise_valid, [layer.kernel])
+        if result is not NotImplemented:
+            return result
     if _rows(group, layer.kernel, inputs) is None:
         return NotImplemented
     bias = layer.bias if layer.use_bias else None
@@ -85,6 +97,12 @@ def separable_convolution(group: Group, layer: Any, original: Callable, inputs: 
     """`BaseSeparableConv.call`: depthwise, then of a single point."""
     del original
     depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
+    dim = _image_dim(group, layer, inputs)
+    if dim is not None:
+        kernels = [depthwise, pointwise]
+        result = _by_image_rows(group, layer, inputs, dim, _separable_valid, kernels)
+        if result is not NotImplemented:
+            return result
     own = _rows(group, depthwise, inputs)
     if own is None and _rows(group, pointwise, inputs) is None:
         return NotImplemented
@@ -103,6 +121,51 @@ def separable_convolution(group: Group, layer: Any, original: Callable, inputs: 
 
 def _rows(group: Group, kernel: Any, inputs: Any) -> Any:
     return group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
+
+
+def _image_dim(group: Group, layer: Any, inputs: Any) -> int | None:
+    """The dim of the image along which the layout asks for the output in parts; None for none."""
+    dim = group.dim_of_output(layer, layer.rank + 2)
+    is_of_image = is_plain_tensor(inputs) and dim in spatial_dims(layer, layer.rank + 2)
+    return dim if is_of_image else None
+
+
+def _by_image_rows(
+    group: Group, layer: Any, inputs: tf.Tensor, dim: int, convolve: Callable, kernels: list
+) -> Any:
+    """The output, each device its rows; `NotImplemented` where that cannot be."""
+    if not all(map(is_variable, kernels)):
+        return NotImplemented
+    own = is_elementwise_function(layer.activation)
+    weights = [tf.convert_to_tensor(kernel) for kernel in kernels]
+    if layer.use_bias:
+        weights.append(tf.convert_to_tensor(layer.bias))
+
+    def output(x: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        y = convolve(layer, x, *weights[: len(kernels)])
+        if layer.use_bias:
+            y = keras.ops.add(y, _by_channel(layer, weights[-1]))
+        return layer.activation(y) if own and layer.activation is not None else y
+
+    whole = by_rows(group, layer, inputs, dim, output, weights)
+    return whole if own or whole is NotImplemented else layer.activation(whole)
+
+
+def _convolve_valid(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    return keras.ops.conv(
+        x, kernel, list(layer.strides), "valid", layer.data_format, layer.dilation_rate
+    )
+
+
+def _depthwise_valid(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    return keras.ops.depthwise_conv(
+        x, kernel, layer.strides, "valid", layer.data_format, layer.dilation_rate
+    )
+
+
+def _separable_valid(layer: Any, x: tf.Tensor, depthwise: Any, pointwise: Any) -> tf.Tensor:
+    hidden = _depthwise_valid(layer, x, depthwise)
+    return keras.ops.conv(hidden, pointwise, 1, "valid", layer.data_format)
 
 
 def _computed(

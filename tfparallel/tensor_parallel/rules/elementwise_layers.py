@@ -4,6 +4,7 @@ They have nothing to split themselves. Between a layer that gives parts and one 
 they are computed part by part; elsewhere as always.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tfparallel.tensor_parallel.layer_rules import layer_rule, rule_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
 from tfparallel.tensor_parallel.rules.normalization import keeps_features_in_parts
+from tfparallel.tensor_parallel.rules.spatial import average_pooling, max_pooling, spatial_dims
 
 _ACTIVATIONS = (layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Identity)
 _MERGES = (
@@ -26,19 +28,12 @@ _MERGES = (
     layers.Maximum,
     layers.Minimum,
 )
-_BY_CHANNEL = (
-    layers.AveragePooling1D,
-    layers.AveragePooling2D,
-    layers.AveragePooling3D,
-    layers.MaxPooling1D,
-    layers.MaxPooling2D,
-    layers.MaxPooling3D,
-    layers.ZeroPadding2D,
-    layers.ZeroPadding3D,
-)
+_AVERAGES = (layers.AveragePooling1D, layers.AveragePooling2D, layers.AveragePooling3D)
+_MAXIMA = (layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D)
+_BY_CHANNEL = (*_AVERAGES, *_MAXIMA, layers.ZeroPadding2D, layers.ZeroPadding3D)
+_GLOBAL_AVERAGES = (layers.GlobalAveragePooling2D, layers.GlobalAveragePooling3D)
 _GLOBAL = (
-    layers.GlobalAveragePooling2D,
-    layers.GlobalAveragePooling3D,
+    *_GLOBAL_AVERAGES,
     layers.GlobalMaxPooling2D,
     layers.GlobalMaxPooling3D,
 )
@@ -81,6 +76,10 @@ def _part_by_part(
 
 def _by_channel(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     rows = group.known_rows(inputs)
+    pools = isinstance(layer, (*_AVERAGES, *_MAXIMA))
+    if rows is not None and pools and rows.dim in spatial_dims(layer, inputs.shape.rank):
+        pooling = average_pooling if isinstance(layer, _AVERAGES) else max_pooling
+        return pooling(group, layer, inputs, rows.dim)
     if rows is None or rows.dim != _channels(layer, inputs):
         return NotImplemented
     return group.joined(group.compute(original, group.parts(inputs, rows)), rows.dim)
@@ -93,21 +92,42 @@ def _channels(layer: Any, inputs: tf.Tensor) -> int:
 
 def _global(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     rows = group.known_rows(inputs)
+    if rows is not None and isinstance(layer, _GLOBAL_AVERAGES) and inputs.shape.rank > 3:
+        dims = list(spatial_dims(layer, inputs.shape.rank))
+        if rows.dim in dims and None not in [inputs.shape[d] for d in dims]:
+            return _mean_of_image(group, layer, inputs, rows, dims)
     if rows is None or rows.dim != _channels(layer, inputs):
         return NotImplemented
     pooled = group.compute(original, group.parts(inputs, rows))
     return group.joined(pooled, rows.dim if layer.keepdims else 1)
 
 
+def _mean_of_image(
+    group: Group, layer: Any, inputs: tf.Tensor, rows: Rows, dims: list[int]
+) -> tf.Tensor:
+    """A global average of an image that is in parts along one of its `dims`."""
+    count = math.prod(inputs.shape[d] for d in dims)
+    sums = group.compute(
+        lambda x: tf.reduce_sum(x, dims, keepdims=layer.keepdims), group.parts(inputs, rows)
+    )
+    return group.summed(sums) / tf.cast(count, inputs.dtype)
+
+
 def _merge(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
     del layer
     if not isinstance(inputs, (list, tuple)):
         return NotImplemented
-    rows = group.known_rows(inputs[0])
-    if rows is None or any(group.known_rows(x) != rows for x in inputs):
-        return NotImplemented
     if len({len(x.shape) for x in inputs}) > 1:
         return NotImplemented
+    known = [group.known_rows(x) for x in inputs]
+    rows = next((each for each in known if each is not None), None)
+    if rows is None or any(each != rows for each in known):
+        of_sequence = group.rows_of_sequence(inputs[0].shape)
+        is_alike = len({tuple(x.shape) for x in inputs}) == 1
+        if rows is None or rows != of_sequence or not is_alike:
+            return NotImplemented  # a whole is cut only to stay in parts along positions
+        if any(each not in (None, rows) for each in known):
+            return NotImplemented
     parts = [group.parts(x, rows) for x in inputs]
     return group.joined(group.compute(lambda *xs: original(list(xs)), *parts), rows.dim)
 

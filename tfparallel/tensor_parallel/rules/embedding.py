@@ -16,9 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import record, set_keras_mask, variable_accessed
+from tfparallel.tensor_parallel.exchanges import scatter_sum
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.known_parts import joined
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
+from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import Linear, compute_linear, is_variable
 from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
 
@@ -86,23 +88,52 @@ def _capped(layer: Any, logits: tf.Tensor) -> tf.Tensor:
 
 
 def _look_up(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
+    rows = None
+    if table.rows.dim == 0 and ids.shape.rank == 2:
+        rows = group.rows_of_sequence([*ids.shape, table.shape[1]])
+    if rows is not None:
+        return _look_up_by_positions(group, table, ids, rows)
     with record.stop_recording():
         look_up = _by_rows if table.rows.dim == 0 else _by_columns
         vectors = look_up(group, table, ids)
+    _record_look_up(table, ids, [vectors], lambda gradient: gradient)
+    return vectors
+
+
+def _look_up_by_positions(
+    group: Group, table: SplitVariable, ids: tf.Tensor, rows: Rows
+) -> tf.Tensor:
+    """Vectors in parts along positions, of which each device gets its own."""
+    with record.stop_recording(), tf.control_dependencies([index_check(ids, table.shape[0])]):
+        terms = _own_vectors(table, ids)
+        parts = scatter_sum(terms, rows, group.devices)
+    _record_look_up(table, ids, parts, lambda *gradients: joined(gradients, rows.dim))
+    return joined(parts, rows.dim)
+
+
+def _record_look_up(
+    table: SplitVariable, ids: tf.Tensor, outputs: list[tf.Tensor], whole: Callable
+) -> None:
+    """Tells tapes of it; the gradient has a row for each token."""
     if table.trainable:
         variable = table._tape_variable()
         variable_accessed(variable)
         shape = tf.constant(table.shape.as_list(), ids.dtype)
 
-        def backward(gradient: tf.Tensor) -> list:
-            values = tf.reshape(gradient, [-1, table.shape[1]])
+        def backward(*gradients: tf.Tensor) -> list:
+            values = tf.reshape(whole(*gradients), [-1, table.shape[1]])
             return [tf.IndexedSlices(values, tf.reshape(ids, [-1]), shape)]
 
-        record.record_operation("LookUpParts", [vectors], [variable.handle], backward)
-    return vectors
+        record.record_operation("LookUpParts", outputs, [variable.handle], backward)
 
 
 def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([index_check(ids, table.shape[0])]):
+        return group.summed(_own_vectors(table, ids))
+
+
+def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
+    """Of the tokens that each device has, and zeros for the others."""
     parts = []
     pieces = zip(table.own_parts(), table.stored.starts, table.stored.sizes, strict=True)
     for part, start, size in pieces:
@@ -110,8 +141,7 @@ def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
             is_own = (ids >= start) & (ids < start + size)
             vectors = tf.gather(part.read_value(), tf.where(is_own, ids - start, 0))
             parts.append(tf.where(is_own[..., None], vectors, tf.zeros_like(vectors)))
-    with tf.control_dependencies([index_check(ids, table.shape[0])]):
-        return group.summed(parts)
+    return parts
 
 
 def index_check(ids: tf.Tensor, count: int) -> tf.Operation:

@@ -84,8 +84,10 @@ def compute_linear(group: Group, inputs: tf.Tensor, layer: Linear) -> tf.Tensor:
     given: Any = inputs
     if layer.input_dim is not None:
         given = group.parts(inputs, Rows(layer.input_dim, sizes))
+    else:
+        given = group.on_each(inputs)
     if layer.output_dim is None:
-        return _finished(layer, group.summed(group.compute(layer.compute, given, kernels)))
+        return _sum(group, layer, group.compute(layer.compute, given, kernels))
     own = is_elementwise_function(layer.activation)
 
     def outputs(x: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
@@ -97,6 +99,24 @@ def compute_linear(group: Group, inputs: tf.Tensor, layer: Linear) -> tf.Tensor:
     parts = group.compute(outputs, given, kernels, *biases)
     whole = group.joined(parts, layer.output_dim)
     return whole if own else layer.activation(whole)
+
+
+def _sum(group: Group, layer: Linear, products: list[tf.Tensor]) -> tf.Tensor:
+    """Of what all devices have, on the first one, or in parts along positions."""
+    rows = group.rows_of_sequence(products[0].shape)
+    is_plain = layer.bias is None or (len(layer.bias.shape) == 1 and layer.shaped is tf.identity)
+    if rows is None or not is_plain or not is_elementwise_function(layer.activation):
+        return _finished(layer, group.summed(products))
+    bias = [] if layer.bias is None else [tf.convert_to_tensor(layer.bias)]
+
+    def finished(y: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
+        y = keras.ops.add(y, bias[0]) if bias else y
+        return y if layer.activation is None else layer.activation(y)
+
+    whole = group.scattered(products, rows)
+    if layer.bias is None and layer.activation is None:
+        return whole
+    return group.joined(group.compute(finished, group.parts(whole, rows), *bias), rows.dim)
 
 
 def compute_whole(inputs: tf.Tensor, layer: Linear) -> tf.Tensor:

@@ -123,7 +123,11 @@ def batch_normalization(
     """`BatchNormalization.call`; the moving averages stay whole."""
     del original
     rows = group.known_rows(inputs) if is_plain_tensor(inputs) else None
-    if rows is None or layer.renorm or _axes(layer, inputs.shape.rank) != [rows.dim]:
+    if rows is None or getattr(layer, "renorm", False):  # of Keras 3.15
+        return NotImplemented
+    if rows.dim not in (0, *_axes(layer, inputs.shape.rank)) and mask is None:
+        return _batch_normalization_of_rows(group, layer, inputs, rows, bool(training))
+    if _axes(layer, inputs.shape.rank) != [rows.dim]:
         return NotImplemented
     parts = _upcast(group, inputs, rows)
     if training and layer.trainable:
@@ -150,6 +154,46 @@ def batch_normalization(
 
     own = _weights_in_parts(group, weights, rows)
     return group.joined(group.compute(normalized, parts, moments, *own), rows.dim)
+
+
+def _batch_normalization_of_rows(
+    group: Group, layer: Any, inputs: tf.Tensor, rows: Rows, training: bool
+) -> tf.Tensor:
+    """Of images in parts: each device has all features of its rows; moments of rows are joined."""
+    parts = _upcast(group, inputs, rows)
+    if training and layer.trainable:
+        own = group.compute(lambda x: tf.stack(moments_of(layer, x, None)), parts)
+        moments = _joined_moments_of_rows(group, own, rows)
+        _assign_averages(layer, moments)
+    else:
+        averages = (layer.moving_mean, layer.moving_variance)
+        moments = tf.stack([tf.cast(tf.convert_to_tensor(a), parts[0].dtype) for a in averages])
+    weights = [layer.gamma, layer.beta]
+    (axis,) = _axes(layer, inputs.shape.rank)
+
+    def normalized(x: tf.Tensor, moments: tf.Tensor, *whole: tf.Tensor) -> tf.Tensor:
+        gamma, beta = _in_place_of_none(weights, [tf.cast(each, x.dtype) for each in whole])
+        mean, variance = tf.unstack(moments)
+        y = keras.ops.batch_normalization(
+            x, mean, variance, axis, offset=beta, scale=gamma, epsilon=layer.epsilon
+        )
+        return tf.cast(y, layer.compute_dtype)
+
+    whole = [tf.convert_to_tensor(weight) for weight in weights if weight is not None]
+    return group.joined(group.compute(normalized, parts, moments, *whole), rows.dim)
+
+
+def _joined_moments_of_rows(group: Group, own: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
+    """Mean and variance, `[2, features]`, of all rows, from those of each device's own."""
+    with tf.device(group.devices[0]):
+        shares = [size / sum(rows.sizes) for size in rows.sizes]
+        means, variances = zip(*(tf.unstack(each) for each in own), strict=True)
+        mean = tf.add_n([share * m for share, m in zip(shares, means, strict=True)])
+        spreads = [
+            share * (v + tf.math.squared_difference(m, mean))
+            for share, m, v in zip(shares, means, variances, strict=True)
+        ]
+        return tf.stack([mean, tf.add_n(spreads)])
 
 
 def _axes(layer: Any, rank: int) -> list[int]:

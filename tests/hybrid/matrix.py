@@ -1,0 +1,190 @@
+"""The cells of the matrix: which there are, and how one is trained beside one device."""
+
+import functools
+import tempfile
+
+import keras
+import numpy as np
+
+import tfparallel
+from tests.helpers import numbered, train
+from tests.hybrid.meshes import hybrid
+from tests.hybrid.models_of_matrix import MODELS, data_of
+from tests.hybrid.pairwise import pairwise
+from tfparallel.callbacks import BackupAndRestore
+
+SCHEDULES = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "zero bubble": {"schedule": "zero_bubble"},
+    "interleaved": {"schedule": "interleaved_1f1b", "chunks_per_device": 2},
+}
+_PIPELINES = {
+    "pipeline": {"pipeline": 4},
+    "data x pipeline": {"data": 2, "pipeline": 2},
+    "shard x pipeline": {"shard": 2, "pipeline": 2},
+    "pipeline x model": {"pipeline": 2, "model": 2},
+}
+MESHES: dict[str, tuple[dict, dict]] = {
+    "data 4": ({"data": 4}, {}),
+    "shard 4": ({"shard": 4}, {}),
+    "shard 4, ZeRO 1": ({"shard": 4}, {"what": "optimizer"}),
+    "shard 4, ZeRO 2": ({"shard": 4}, {"what": "gradients"}),
+    "model 4": ({"model": 4}, {}),
+    "data x shard": ({"data": 2, "shard": 2}, {}),
+    "data x model": ({"data": 2, "model": 2}, {}),
+    "shard x model": ({"shard": 2, "model": 2}, {}),
+    **{
+        f"{name}, {schedule}": ({**sizes, **smaller}, options)
+        for name, sizes in _PIPELINES.items()
+        for schedule, options in SCHEDULES.items()
+        for smaller in [{"pipeline": 2} if schedule == "interleaved" else {}]
+    },
+    **{
+        f"{name}, offloaded": (sizes, {"offload": True})
+        for name, sizes in _PIPELINES.items()
+        if len(sizes) > 1
+    },
+}
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "clipped each": lambda: keras.optimizers.AdamW(0.01, clipnorm=0.05),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "accumulated, clipped": lambda: keras.optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
+    ),
+    "averaged": lambda: keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=2.0**10, dynamic_growth_steps=2
+    ),
+}
+BATCHES = {"even": (24, 8), "uneven": (26, 13), "fewer rows than replicas": (7, 3)}
+RUNS = ("a step", "two steps", "killed and restored", "restored on another mesh")
+MEMORIES = {"kept": None, "computed again": tfparallel.MemoryPolicy("full")}
+FACTORS = {
+    "mesh": tuple(MESHES),
+    "optimizer": tuple(OPTIMIZERS),
+    "model": tuple(MODELS),
+    "batch": tuple(BATCHES),
+    "run": RUNS,
+    "memory": tuple(MEMORIES),
+}
+CELLS = pairwise(FACTORS)
+_FLOAT16_ATOL = 1e-2
+
+
+class Interrupt(keras.callbacks.Callback):
+    """The training fails behind its first batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def atol_of(model: str) -> float:
+    """One ulp of float16 at 1 is 1e-3, and splitting a batch moves a sum by some."""
+    return _FLOAT16_ATOL if model == "float16" else 3e-5
+
+
+@functools.cache
+def reference(optimizer: str, model: str, batch: str, parts: int | None) -> dict:
+    """What one device gives, without a strategy.
+
+    Args:
+        parts: of a batch that BatchNorm sees each for itself; None where it sees all rows.
+    """
+    options = {"parts": parts} if model == "batch norm" else {}
+    return _results(model, _trained(None, optimizer, model, batch, {}, **options))
+
+
+def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memory: str) -> dict:
+    """What a cell gives."""
+    trained = functools.partial(
+        _trained,
+        optimizer=optimizer,
+        model=model,
+        batch=batch,
+        compile_options={"steps_per_execution": 2} if run == "two steps" else {},
+        synchronized=True,
+    )
+    strategy = functools.partial(_strategy, model=model, memory=memory)
+    if "restored" not in run:
+        return _results(model, trained(strategy(mesh)))
+    names = list(MESHES)
+    other = names[(names.index(mesh) + 7) % len(names)] if "another" in run else mesh
+    with tempfile.TemporaryDirectory() as folder:
+        backups = functools.partial(BackupAndRestore, folder, save_freq=1, asynchronous=False)
+        try:
+            trained(strategy(other), callbacks=[backups(), Interrupt()])
+        except KeyboardInterrupt:
+            return _results(model, trained(strategy(mesh), callbacks=[backups()]))
+    raise AssertionError("The training was not interrupted.")
+
+
+def parts_of_batch(mesh: str) -> int | None:
+    """How many parts of a batch BatchNorm sees each for itself; None for the batch as it is."""
+    sizes, _ = MESHES[mesh]
+    if "pipeline" not in sizes:
+        return None
+    return _num_microbatches(mesh) * sizes.get("data", 1) * sizes.get("shard", 1)
+
+
+def _num_microbatches(mesh: str) -> int:
+    return 4 if "interleaved" in mesh else 3
+
+
+def _strategy(mesh: str, model: str, memory: str) -> tfparallel.HybridStrategy:
+    sizes, options = MESHES[mesh]
+    if "pipeline" in sizes:
+        options = {"num_microbatches": _num_microbatches(mesh), **options}
+        options["batch_norm"] = "deferred" if model == "batch norm" else "per_microbatch"
+    seed_by = "row" if model == "dropout" else "replica"
+    return hybrid(sizes, memory=MEMORIES[memory], seed_by=seed_by, **options)
+
+
+def _trained(
+    strategy, optimizer, model, batch, compile_options, synchronized=False, parts=None, **options
+):
+    rows, batch_size = BATCHES[batch]
+    make = OPTIMIZERS[optimizer]
+
+    def build():
+        if model == "two optimizers":
+            return MODELS[model](make)
+        if model == "batch norm":
+            has_microbatches = hasattr(strategy, "_mesh") and "pipeline" in strategy._mesh.names
+            return MODELS[model](parts, synchronized and not has_microbatches)
+        return MODELS[model]()
+
+    def all_compile_options():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        metrics = None if model == "two optimizers" else ["accuracy"]  # its step has none
+        return {"loss": loss, "metrics": metrics, **compile_options}
+
+    return train(
+        strategy,
+        build=build,
+        compile_options=all_compile_options,
+        optimizer=make,
+        data=data_of(model),
+        rows=rows,
+        batch_size=batch_size,
+        **options,
+    )
+
+
+def _results(model: str, training) -> dict[str, np.ndarray]:
+    results = training.results()
+    if model in ("two optimizers", "float16"):
+        # The first has its own; slots of float16 hold rounding noise.
+        results = {k: v for k, v in results.items() if not k.startswith("optimizer")}
+    if model == "two optimizers":
+        slots = [v.numpy() for each in training.model.both for v in each.variables]
+        results |= numbered("own_optimizer", slots)
+    seeds = [v.numpy() for v in training.model.variables if "seed" in v.path]
+    return results | (numbered("seed", seeds) if model == "dropout" else {})

@@ -1,0 +1,64 @@
+"""Random numbers of some rows of a batch: those that one device draws for these rows.
+
+TensorFlow's generator counts: four numbers (two of float64) come of each value of a counter, one
+behind the other. So the numbers of rows 40 to 49 are drawn without those of the rows before:
+
+    tf.random.stateless_uniform([100, 5], seed)[40:50]     500 numbers, of which 50 are taken
+    counter + 40 * 5 / 4                                   the same 50
+
+Where XLA compiles it, normal numbers are in another order: there it is not for them.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox),
+https://doi.org/10.1145/2063384.2063405
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
+
+
+def uniform_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Rows of what `tf.random.stateless_uniform` draws for all rows, in [0, 1).
+
+    Args:
+        shape: of the rows, `[rows, ...]`.
+        first_row: how many rows are before them, an int64 scalar.
+        seed: an int32 tensor `[2]`.
+        dtype: of floating point.
+    """
+    return _numbers_of_rows(tf.raw_ops.StatelessRandomUniformV2, shape, first_row, seed, dtype)
+
+
+def normal_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Rows of what `tf.random.stateless_normal` draws for all rows, of mean 0 and deviation 1.
+
+    Args:
+        shape, first_row, seed, dtype: as of `uniform_of_rows`.
+    """
+    return _numbers_of_rows(tf.raw_ops.StatelessRandomNormalV2, shape, first_row, seed, dtype)
+
+
+def _numbers_of_rows(
+    draw: Callable, shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
+    shape = tf.cast(shape, tf.int64)
+    before = tf.cast(first_row, tf.int64) * tf.reduce_prod(shape[1:])
+    of_a_count = 2 if dtype == tf.float64 else 4
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    flat = draw(
+        shape=tf.reshape(before % of_a_count + tf.reduce_prod(shape), [1]),
+        key=key,
+        counter=_advanced(counter, before // of_a_count),
+        alg=_PHILOX,
+        dtype=dtype,
+    )
+    return tf.reshape(flat[before % of_a_count :], shape)
+
+
+def _advanced(counter: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+    """`counter + steps`, where `counter` are 128 bits, the lower ones first."""
+    low = counter[0] + tf.cast(steps, tf.uint64)
+    return tf.stack([low, counter[1] + tf.cast(low < counter[0], tf.uint64)])
