@@ -12,6 +12,7 @@ import pytest
 from tests.multi_process.pool import REPOSITORY, cluster_environments
 
 SCRIPT = Path(__file__).with_name("disagreeing_worker.py")
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings are shown
 
 
 def start_workers(folder: Path, *arguments: str) -> list[subprocess.Popen]:
@@ -19,7 +20,7 @@ def start_workers(folder: Path, *arguments: str) -> list[subprocess.Popen]:
     return [
         subprocess.Popen(
             [sys.executable, SCRIPT, *arguments],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            env={**os.environ, **ENVIRONMENT, **environment},
             stdout=(folder / f"{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
         )
@@ -36,7 +37,7 @@ def wait(workers: list[subprocess.Popen], timeout_s: float) -> list[int]:
             worker.kill()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("difference", "told"),
     [
@@ -48,13 +49,14 @@ def wait(workers: list[subprocess.Popen], timeout_s: float) -> list[int]:
     ],
 )
 def test_workers_that_disagree_are_told_so_by_rank(tmp_path, difference, told):
-    wait(start_workers(tmp_path, difference), timeout_s=90)
+    wait(start_workers(tmp_path, difference), timeout_s=300)
     for rank in (0, 1):
         log = (tmp_path / f"{rank}.log").read_text()
         assert "DisagreementError" in log, log
         assert f"Rank {rank} is speaking" in log
         for text in told:
             assert text in log, log
+        assert "finalizing GeneratorDataset" not in log, "an iterator outlived Python"
 
 
 @pytest.mark.timeout(120)

@@ -268,6 +268,8 @@ class AgreedIterator:
             # As an exhausted `tf.data` iterator: Keras does not look for StopIteration here.
             raise tf.errors.OutOfRangeError(None, None, "end of the dataset")
         if any(other != announced[0] for other in announced):
+            # A traceback keeps this object; a generator's iterator must not outlive Python.
+            self._batches, self.position = PeekedIterator(iter(())), None
             raise DisagreementError(
                 "All workers must have the same number of batches, of as many rows at each "
                 f"step. Received: batch {self._number - 1} is {announced} by rank (None: the data "
