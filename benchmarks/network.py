@@ -78,7 +78,7 @@ def two_hosts(mbit_per_s: int, tcp: str) -> Iterator[list[Host]]:
     """Two namespaces that reach each other at `mbit_per_s` in each direction; removed on exit.
 
     Args:
-        mbit_per_s: the rate of the link.
+        mbit_per_s: the rate of the link; 0 for no limit.
         tcp: its congestion control, "cubic" or "bbr" for example.
     """
     number = os.getpid()
@@ -98,11 +98,13 @@ def two_hosts(mbit_per_s: int, tcp: str) -> Iterator[list[Host]]:
                 f"ip address add {host.address}/24 dev {host.interface}",
                 f"ip link set {host.interface} up",
                 "ip link set lo up",
-                # A burst that the sender's timer can keep up with at 1 Gbit/s.
-                f"tc qdisc add dev {host.interface} root tbf rate {mbit_per_s}mbit "
-                f"burst {max(256, mbit_per_s)}kbit latency 50ms",
             ):
                 _run(*host.prefix, *command.split())
+            if mbit_per_s:
+                # A burst that the sender's timer can keep up with at 1 Gbit/s.
+                limit = f"tbf rate {mbit_per_s}mbit burst {max(256, mbit_per_s)}kbit latency 50ms"
+                qdisc = f"tc qdisc add dev {host.interface} root {limit}"
+                _run(*host.prefix, *qdisc.split())
             # Not by sysctl, which containers may not set.
             route = f"ip route replace 10.77.0.0/24 dev {host.interface} congctl {tcp}"
             _run(*host.prefix, *route.split())

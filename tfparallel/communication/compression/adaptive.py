@@ -33,30 +33,34 @@ class Adaptive(PowerSGD):
     """Sends each bucket of gradients exactly, as float16, or with a rank of PowerSGD.
 
     In the first steps it measures, for each bucket, when its gradients are ready and how long each
-    way takes, and estimates the error of each. Then it takes the most exact way with which
-    communication hides behind computation as well as it can, if a few steps show that none of the
-    measured ways is faster for all. It looks again every `interval` steps, and measures anew if
-    times have changed. All ranks decide alike, from the measurements of all.
+    way takes, and estimates the error of each. Then it takes the ways with which a second of
+    training is worth most: the cosine between the gradient and what is sent of it, over the time of
+    a step, if a few steps show that none of the measured ways is better for all. It looks again
+    after 50 steps, then at intervals twice as long each time, and measures anew if times have
+    changed. All ranks decide alike, from the measurements of all.
 
     Args:
-        max_error: the largest relative error of what is sent, `|m - sent| / |m|`, with m the sum
-            over ranks of a bucket's gradients and residuals. It is measured when a decision is
-            made, from eight random projections: within about a tenth. Residuals are sent later, so
-            that large errors delay gradients and do not lose them.
+        max_error: the largest relative error of what is sent that is allowed, `|m - sent| / |m|`,
+            with m the sum over ranks of a bucket's gradients and residuals. It is measured when a
+            decision is made, from eight random projections: within about a tenth. Residuals are
+            sent later, so that large errors delay gradients and do not lose them. None: any.
         ranks: of PowerSGD, any order. Of vectors, and of matrices for which the largest rank saves
             nothing, gradients are sent uncompressed.
-        interval: steps between two decisions.
+        interval: the most steps between two decisions.
     """
 
     has_branches = True
 
     def __init__(
-        self, max_error: float = 0.8, ranks: Sequence[int] = (4, 2, 1), interval: int = 500
+        self,
+        max_error: float | None = None,
+        ranks: Sequence[int] = (4, 2, 1),
+        interval: int = 500,
     ):
-        if not 0 <= max_error < 1:
+        if max_error is not None and not 0 <= max_error < 1:
             raise ValueError(
-                "`max_error` of Adaptive must be at least 0 and below 1, the error of sending "
-                f"nothing. Received: {max_error!r}."
+                "`max_error` of Adaptive must be None, or at least 0 and below 1, the error of "
+                f"sending nothing. Received: {max_error!r}."
             )
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"`ranks` of Adaptive must be different numbers. Received: {ranks!r}.")
@@ -72,7 +76,8 @@ class Adaptive(PowerSGD):
 
     def __repr__(self) -> str:
         ranks = tuple(level.rank for level in self.levels[2:])
-        return f"Adaptive(max_error={self.max_error:g}, ranks={ranks}, interval={self.interval})"
+        bound = "" if self.max_error is None else f"max_error={self.max_error:g}, "
+        return f"Adaptive({bound}ranks={ranks}, interval={self.interval})"
 
     def reducer(self, num_buckets: int) -> BucketReducer:
         """With decisions of its own for each bucket."""
@@ -84,12 +89,13 @@ class _Note:
 
     Attributes:
         ready, done: scalars, seconds: when its gradients and when their sums were there.
-        errors: `[levels]`, of a probing step; zeros otherwise.
+        probed: `[1 + levels]`, of a probing step: the gradients' energy and the levels' errors;
+            zeros otherwise.
     """
 
     ready: tf.Tensor
     done: tf.Tensor
-    errors: tf.Tensor
+    probed: tf.Tensor
 
 
 class AdaptiveReducer(BucketReducer):
@@ -107,10 +113,12 @@ class AdaptiveReducer(BucketReducer):
             names=["uncompressed", *(repr(level) for level in levels[1:])],
             measured=sorted({0, 1, 2, len(levels) - 1}),
             probe=len(levels),
-            max_error=adaptive.max_error,
+            max_error=np.inf if adaptive.max_error is None else adaptive.max_error,
             interval=adaptive.interval,
         )
-        self._levels = ResourceVariable(tf.zeros([num_buckets], tf.int32), name="levels")
+        self._levels = ResourceVariable(
+            self._controller.first_levels, dtype=tf.int32, name="levels"
+        )
         self._countdown = ResourceVariable(1, dtype=tf.int32, name="countdown")
 
     def compressor_of(self, bucket: int) -> Any:
@@ -157,7 +165,7 @@ class AdaptiveReducer(BucketReducer):
         and now, but for float16, whose sum is in a branch.
         """
         note.ready = note.done = _time_after(bucket.tensors)
-        note.errors = no_errors = tf.zeros([len(self._adaptive.levels)])
+        note.probed = nothing_probed = tf.zeros([1 + len(self._adaptive.levels)])
         if not bucket.tensors:
             return Reduction([])
         shapes = [tensor.shape for tensor in bucket.tensors]
@@ -182,7 +190,7 @@ class AdaptiveReducer(BucketReducer):
 
         def whole(total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
             sums = split(total, [matrix.shape for matrix in matrices])
-            return sums, residuals, queries, no_errors
+            return sums, residuals, queries, nothing_probed
 
         def exact() -> tuple:
             return whole(first, [tf.zeros_like(matrix) for matrix in matrices])
@@ -192,10 +200,10 @@ class AdaptiveReducer(BucketReducer):
             return whole(halves, [m - s for m, s in zip(matrices, sent, strict=True)])
 
         def approximate(low_rank: LowRank) -> tuple:
-            *results, errors = low_rank.third(first, own, second)
+            *results, energy, errors = low_rank.third(first, own, second)
             if low_rank is not low_ranks[-1]:
-                return *results, no_errors
-            return *results, tf.concat([[0.0, _cast_error(matrices)], errors], 0)
+                return *results, nothing_probed
+            return *results, tf.concat([[energy, 0.0, _cast_error(matrices)], errors], 0)
 
         def branches(*others: Callable, of_rank: Callable) -> tf.Tensor:
             of_ranks = [functools.partial(of_rank, low_rank) for low_rank in low_ranks]
@@ -207,7 +215,7 @@ class AdaptiveReducer(BucketReducer):
         own = branches(nothing, nothing, of_rank=lambda low_rank: low_rank.second(first))
         (second,) = yield Sum([own])
         results = branches(exact, cast, of_rank=approximate)
-        sums, residuals, next_queries, note.errors = results
+        sums, residuals, next_queries, note.probed = results
         note.done = _time_after(sums)
         updates = []
         for shape, state, residual, query in zip(
@@ -220,10 +228,10 @@ class AdaptiveReducer(BucketReducer):
     def _advance(self, notes: "Sequence[_Note]", transport: Transport) -> None:
         """Asks the controller, if its time has come, and takes rank 0's answer."""
         ready, done = tf.stack([n.ready for n in notes]), tf.stack([n.done for n in notes])
-        errors = tf.concat([note.errors for note in notes], 0)
+        probed = tf.concat([note.probed for note in notes], 0)
 
         def ask() -> tf.Tensor:
-            numbers = tf.concat([ready, done, tf.cast(errors, tf.float64)], 0)
+            numbers = tf.concat([ready, done, tf.cast(probed, tf.float64)], 0)
             gathered = _gathered(numbers, transport)
             answer = tf.numpy_function(self._ask_controller, [gathered], tf.int32)
             answer.set_shape([1 + self._num_buckets])
@@ -238,10 +246,12 @@ class AdaptiveReducer(BucketReducer):
 
     def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
         k = self._num_buckets
+        probed = gathered[:, 2 * k :].reshape(len(gathered), k, -1)
         measurement = Measurement(
             ready_s=gathered[:, :k],
             done_s=gathered[:, k : 2 * k],
-            errors=gathered[:, 2 * k :].reshape(len(gathered), k, -1),
+            errors=probed[:, :, 1:],
+            energies=probed[:, :, 0],
         )
         num_lines = len(self._controller.log)
         levels, countdown = self._controller.advance(measurement)

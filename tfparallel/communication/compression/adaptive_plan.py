@@ -3,18 +3,22 @@
 Plain Python: no tensor, no device. Levels are numbers, from exact to coarse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 MEASURED_STEPS = 3  # with each level for all buckets; the fastest counts
-TURNS = 5  # of a plan and of the fastest level
-_TOLERANCE = 0.03  # of the fastest step: so much longer may it be for a more exact gradient
+TURNS = 5  # of a plan and of the best level for all buckets
+FIRST_LOOK = 50  # steps; each interval after it is twice as long
+_TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
+_HOPELESS = 2.0  # a level that costs so many times what another does is measured once
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
 
-def finish_time_s(ready_s: Sequence[float], durations_s: Sequence[float]) -> float:
+def finish_time_s(
+    ready_s: Sequence[float] | np.ndarray, durations_s: Sequence[float] | np.ndarray
+) -> float:
     """When the last bucket is reduced, if each begins once it is ready and the one before is done.
 
     Args:
@@ -27,43 +31,70 @@ def finish_time_s(ready_s: Sequence[float], durations_s: Sequence[float]) -> flo
     return done
 
 
+def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> float:
+    """How much of an exact step one is with these levels: the cosine of what is sent and is meant.
+
+    What a projection such as PowerSGD's leaves out is orthogonal to what it sends, so that
+    `cos^2 = 1 - |m - sent|^2 / |m|^2`, and a step along it lowers the loss by as much less, to
+    first order. That what is left out follows later is not counted (Karimireddy et al.,
+    https://arxiv.org/abs/1901.09847, bounds what it costs to be late).
+
+    Args:
+        levels: of each bucket.
+        errors: `[bucket, level]`, `|m - sent| / |m|`; level 0 has none.
+        energies: `[bucket]`, proportional to `|m|^2`.
+    """
+    squares = errors[np.arange(len(energies)), list(levels)] ** 2
+    left_out = np.sum(energies * squares) / max(np.sum(energies), np.finfo(float).tiny)
+    return float(np.sqrt(max(0.0, 1.0 - left_out)))
+
+
+def price_s(step_s: float, worth_of_step: float) -> float:
+    """Seconds for what an exact step is worth."""
+    return step_s / worth_of_step if worth_of_step else np.inf
+
+
 def choose_levels(
-    ready_s: Sequence[float],
+    ready_s: Sequence[float] | np.ndarray,
     durations_s: np.ndarray,
     errors: np.ndarray,
+    energies: np.ndarray,
     max_error: float,
-    step_s: float,
+    rest_s: float,
 ) -> list[int]:
-    """The most exact levels with which communication hides as well as it can.
+    """The levels with which a second of training is worth most exact steps.
 
-    First every bucket gets its fastest level of those whose error is allowed. Then, beginning with
-    the bucket that has the most time left, each gets the most exact level that does not make the
-    step longer, but for 3 %.
+    From every level for all buckets, it changes one bucket at a time, to its best level, until none
+    is better; the best end is taken.
 
     Args:
         ready_s: as in `finish_time_s`.
         durations_s: `[bucket, level]`.
-        errors: `[bucket, level]`; level 0 has none.
+        errors, energies: as in `worth`.
         max_error: the largest error that is allowed.
-        step_s: how long a whole step takes with level 0 for all.
+        rest_s: what a step takes besides: until the first bucket is ready, and after the last.
     """
-    buckets = range(len(ready_s))
+    num_buckets, num_levels = durations_s.shape
+    buckets = range(num_buckets)
     allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
-    levels = [int(min(allowed[k], key=lambda level: durations_s[k, level])) for k in buckets]
 
-    def finish(levels: list[int]) -> float:
-        return finish_time_s(ready_s, [durations_s[k, levels[k]] for k in buckets])
+    def cost_s(levels: Sequence[int]) -> float:
+        finish_s = finish_time_s(ready_s, durations_s[buckets, levels])
+        return price_s(rest_s + finish_s, worth(levels, errors, energies))
 
-    # What a step takes besides: until the first bucket is ready, and after the last is reduced.
-    rest_s = max(0.0, step_s - finish([0 for _ in buckets]))
-    limit = finish(levels) + _TOLERANCE * (finish(levels) + rest_s)
-    for k in buckets:
-        for level in sorted(allowed[k], key=lambda level: errors[k, level]):
-            changed = [*levels[:k], int(level), *levels[k + 1 :]]
-            if errors[k, level] < errors[k, levels[k]] and finish(changed) <= limit:
-                levels = changed
-                break
-    return levels
+    def improved(levels: list[int]) -> list[int]:
+        for k in buckets:
+            others = [[*levels[:k], int(level), *levels[k + 1 :]] for level in allowed[k]]
+            levels = min([levels, *others], key=cost_s)
+        return levels
+
+    ends = []
+    for start in range(num_levels):
+        levels = [start if start in allowed[k] else 0 for k in buckets]
+        while (better := improved(levels)) != levels:
+            levels = better
+        ends.append(levels)
+    return min(ends, key=cost_s)
 
 
 @dataclass(frozen=True)
@@ -73,11 +104,13 @@ class Measurement:
     Attributes:
         ready_s, done_s: `[rank, bucket]`, by each rank's own clock.
         errors: `[rank, bucket, level]`, of a probing step; zeros otherwise.
+        energies: `[rank, bucket]`, as in `worth`, of a probing step; zeros otherwise.
     """
 
     ready_s: np.ndarray
     done_s: np.ndarray
     errors: np.ndarray
+    energies: np.ndarray
 
     def durations_s(self) -> np.ndarray:
         """`[bucket]`: of the rank that came last, for the others also waited for it.
@@ -95,23 +128,28 @@ class Measurement:
         return np.max(self.ready_s - self.ready_s[:, :1], 0)
 
 
+Steps = Generator[tuple[list[int], int], Measurement, None]
+
+
 @dataclass
 class Controller:
     """Says, step by step, which level each bucket gets, and when it wants to see times again.
 
-    A round of measurements runs each of the measured levels for a few steps, then one probing step
-    that also estimates errors; then it plans. A plan is a forecast: unless it is known to be as
-    fast as the fastest measured level for all buckets, it takes turns with that for a few steps,
-    and the faster one stays. After `interval` steps it looks at one step and probes once more: it
-    measures everything anew if times have changed, and plans again if they have not.
+    It times the coarse levels for a few steps each, estimates errors in one probing step, and times
+    the exact levels: one that is hopeless beside the coarse ones once, and what would be slower
+    still not at all. Then it plans. A plan is a forecast: unless it is known to be as good as the
+    best level for all buckets, it takes turns with that for a few steps, and the better one stays.
+    After `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one
+    step, and at two more if that took another time than expected: it measures everything anew if
+    times have changed, and probes and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
-        names: of the levels, from exact to coarse.
+        names: of the levels, from exact to coarse; those from 2 on are approximate.
         measured: the levels that are timed; what is between the last two is interpolated.
         probe: the number that stands for a probing step; it is timed like no level.
         max_error: see `choose_levels`.
-        interval: steps between two decisions.
+        interval: the most steps between two decisions.
 
     Attributes:
         bytes_shares: `[bucket, level]`, what a level sends over what level 0 sends; zeros where
@@ -129,114 +167,86 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.bytes_shares = np.zeros((self.num_buckets, len(self.names)))
-        self._running: list[int] = []  # the levels of the step that is measured next
-        self._queue: list[list[int]] = []  # and of those after it
-        self._measurements: dict[tuple[int, ...], list[Measurement]] = {}
-        self._steps_s: dict[tuple[int, ...], list[float]] = {}  # whole steps of these levels
+        self._measurements: dict[int, list[Measurement]] = {}  # of a level for all buckets
+        self._steps_s: dict[int, list[float]] = {}  # whole steps of these
         self._end_s = np.empty(0)  # `[rank]`: of the step before
-        self._candidates: list[list[int]] = []  # that take turns
-        self._is_settled = False
-        self._durations_s = np.empty(0)
+        self._step_s = 0.0  # the one that ended last
         self._steps = 0
+        self._life = self._live()
+        self.first_levels, _ = next(self._life)
 
     def advance(self, measurement: Measurement) -> tuple[list[int], int]:
-        """What follows the step that was measured.
+        """What follows the step that was measured; the first one was of `first_levels`.
 
         Returns:
             The levels of the buckets, and after how many steps to be called again.
         """
-        end_s, before_s = np.max(measurement.done_s, 1), self._end_s
+        end_s = np.max(measurement.done_s, 1)
+        self._step_s = float(np.max(end_s - self._end_s)) if len(self._end_s) else 0.0
         self._end_s = end_s
-        if not self._running:  # the first step of all: its times hold tracing and connecting
-            return self._measure_all()
-        if self._is_settled:
-            return self._look(measurement)
-        levels = tuple(self._running)
-        self._measurements.setdefault(levels, []).append(measurement)
-        self._steps_s.setdefault(levels, []).append(float(np.max(end_s - before_s)))
-        if self._queue:
-            return self._next()
-        return self._compare() if self._candidates else self._plan()
+        levels, steps = self._life.send(measurement)
+        self._steps += steps
+        return levels, steps
 
-    def _measure_all(self) -> tuple[list[int], int]:
-        self._durations_s = np.empty(0)
-        levels = [level for level in self.measured for _ in range(MEASURED_STEPS)]
-        return self._run([self._for_all(level) for level in [*levels, self.probe]])
+    def _live(self) -> Steps:
+        yield self._for_all(self.measured[-1]), 1  # its times hold tracing and connecting
+        wait = min(FIRST_LOOK, self.interval)
+        while True:
+            yield from self._measure()
+            is_as_expected = True
+            while is_as_expected:
+                levels = yield from self._choose()
+                self._report(levels)
+                is_as_expected = yield from self._keep(levels, wait)
+                wait = min(2 * wait, self.interval)
+                if is_as_expected:
+                    yield from self._probe()
 
-    def _run(self, steps: list[list[int]]) -> tuple[list[int], int]:
-        self._queue, self._is_settled = steps, False
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def _measure(self) -> Steps:
         self._measurements, self._steps_s = {}, {}
-        return self._next()
+        for level in self.measured:
+            if level > 1:
+                yield from self._time(level, MEASURED_STEPS)
+        yield from self._probe()
+        for level in (1, 0):
+            if level in self.measured:
+                yield from self._time(level, 1)
+                if self._is_hopeless(level):
+                    break
+                yield from self._time(level, MEASURED_STEPS - 1)
+        self._durations_s = self._times_of_levels()
+        exact = min(self._measurements)
+        self._ready_s = np.median([m.offsets_s() for m in self._measurements[exact]], 0)
+        forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
+        self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
 
-    def _next(self) -> tuple[list[int], int]:
-        self._running = self._queue.pop(0)
-        self._steps += 1
-        return self._running, 1
+    def _time(self, level: int, steps: int) -> Steps:
+        for _ in range(steps):
+            measurement = yield self._for_all(level), 1
+            self._measurements.setdefault(level, []).append(measurement)
+            self._steps_s.setdefault(level, []).append(self._step_s)
 
-    def _look(self, measurement: Measurement) -> tuple[list[int], int]:
-        """At a step as it was decided, one interval later."""
-        expected = sum(self._durations_s[k, level] for k, level in enumerate(self._running))
-        received = float(np.sum(measurement.durations_s()))
-        if not expected / _CHANGE < received < expected * _CHANGE:
-            self._say(f"communication took {received:.4f} s instead of {expected:.4f} s: measures")
-            return self._measure_all()
-        return self._run([self._for_all(self.probe)])
+    def _probe(self) -> Steps:
+        measurement = yield self._for_all(self.probe), 1
+        self._errors = np.max(measurement.errors, 0)
+        self._energies = np.max(measurement.energies, 0)
 
-    def _plan(self) -> tuple[list[int], int]:
-        (probing,) = self._measurements[tuple(self._for_all(self.probe))]
-        self._errors = np.max(probing.errors, 0)
-        if not len(self._durations_s):
-            self._durations_s = self._times_of_levels()
-            exact = self._measurements[tuple(self._for_all(self.measured[0]))]
-            self._ready_s = np.median([m.offsets_s() for m in exact], 0)
-            self._steps_for_all_s = {n: self._step_s(self._for_all(n)) for n in self.measured}
-        steps_s = self._steps_for_all_s
-        plan = choose_levels(
-            self._ready_s, self._durations_s, self._errors, self.max_error, steps_s[0]
-        )
-        allowed = [n for n in self.measured if np.max(self._errors[:, n]) <= self.max_error]
-        fastest = min(allowed, key=steps_s.__getitem__)
-        plan_s = steps_s.get(plan[0], np.inf) if len(set(plan)) == 1 else np.inf
-        if plan_s <= (1 + _TOLERANCE) * steps_s[fastest]:
-            return self._settle(plan)
-        self._candidates = [plan, self._for_all(fastest)]
-        return self._run(self._candidates * TURNS)
-
-    def _compare(self) -> tuple[list[int], int]:
-        plan, fastest = self._candidates
-        self._candidates = []
-        plan_s, fastest_s = self._step_s(plan), self._step_s(fastest)
-        if plan_s <= (1 + _TOLERANCE) * fastest_s:
-            return self._settle(plan)
-        planned = ", ".join(self.names[level] for level in plan)
-        self._say(f"{planned} took {1e3 * plan_s:.1f} ms a step, not {1e3 * fastest_s:.1f} ms")
-        return self._settle(fastest)
-
-    def _settle(self, levels: list[int]) -> tuple[list[int], int]:
-        for k, level in enumerate(levels):
-            options = ", ".join(
-                f"{name} {1e3 * time:.1f} ms, error {error:.3g}"
-                for name, time, error in zip(
-                    self.names, self._durations_s[k], self._errors[k], strict=True
-                )
-            )
-            self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
-        self._running, self._is_settled = levels, True
-        self._steps += self.interval
-        return levels, self.interval
-
-    def _for_all(self, level: int) -> list[int]:
-        return [level] * self.num_buckets
-
-    def _step_s(self, levels: list[int]) -> float:
-        return float(np.median(self._steps_s[tuple(levels)]))
+    def _is_hopeless(self, level: int) -> bool:
+        others = [other for other in self._allowed() if other != level]
+        best_s = min(map(self._price_s, others), default=np.inf)
+        return self._price_s(level) > _HOPELESS * best_s
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`."""
         durations = np.empty((self.num_buckets, len(self.names)))
-        for level in self.measured:
-            measurements = self._measurements[tuple(self._for_all(level))]
+        for level, measurements in self._measurements.items():
             durations[:, level] = min((m.durations_s() for m in measurements), key=np.sum)
+        exact = min(self._measurements)
+        if exact > 0:  # nobody waits for what is hopeless: it takes as much longer as it sends more
+            shares = self.bytes_shares[:, exact]
+            durations[:, 0] = durations[:, exact] / np.where(shares > 0, shares, 1.0)
         first, last = self.measured[-2:]
         for level in range(first + 1, last):
             share = (level - first) / (last - first)
@@ -245,5 +255,91 @@ class Controller:
         # left its time to a neighbour.
         return np.maximum(durations, self.bytes_shares * durations[:, :1])
 
+    # ---- deciding --------------------------------------------------------------------------------
+
+    def _choose(self) -> Generator[tuple[list[int], int], Measurement, list[int]]:
+        """The plan, or the best level for all buckets if steps of both show that it is better."""
+        plan = choose_levels(
+            self._ready_s,
+            self._durations_s,
+            self._errors,
+            self._energies,
+            self.max_error,
+            self._rest_s,
+        )
+        best = min(self._allowed(), key=self._price_s)
+        if self._is_as_good(plan, best):
+            return plan
+        candidates = [plan, self._for_all(best)]
+        steps_s: list[list[float]] = [[], []]
+        for turn in range(2 * TURNS):
+            yield candidates[turn % 2], 1
+            steps_s[turn % 2].append(self._step_s)
+        plan_s, best_s = (
+            price_s(float(np.median(times)), self._worth(levels))
+            for levels, times in zip(candidates, steps_s, strict=True)
+        )
+        if plan_s <= (1 + _TOLERANCE) * best_s:
+            return plan
+        planned = ", ".join(self.names[level] for level in plan)
+        self._say(
+            f"{planned} took {1e3 * plan_s:.1f} ms for what an exact step is worth, "
+            f"not {1e3 * best_s:.1f} ms"
+        )
+        return candidates[1]
+
+    def _is_as_good(self, plan: list[int], best: int) -> bool:
+        """Whether the plan is a measured level for all, and as good as the best of these."""
+        if len(set(plan)) > 1 or plan[0] not in self._steps_s:
+            return False
+        return self._price_s(plan[0]) <= (1 + _TOLERANCE) * self._price_s(best)
+
+    def _allowed(self) -> list[int]:
+        """The measured levels whose error is nowhere too large."""
+        return [n for n in self._steps_s if np.max(self._errors[:, n]) <= self.max_error]
+
+    def _price_s(self, level: int) -> float:
+        return price_s(self._median_s(level), self._worth(self._for_all(level)))
+
+    def _worth(self, levels: list[int]) -> float:
+        return worth(levels, self._errors, self._energies)
+
+    def _median_s(self, level: int) -> float:
+        return float(np.median(self._steps_s[level]))
+
+    # ---- afterwards ------------------------------------------------------------------------------
+
+    def _keep(
+        self, levels: list[int], wait: int
+    ) -> Generator[tuple[list[int], int], Measurement, bool]:
+        """Runs the decided levels for `wait` steps; returns whether they take what they took."""
+        expected_s = sum(self._durations_s[k, level] for k, level in enumerate(levels))
+        received_s: list[float] = []
+        for steps in (wait, 1, 1):
+            measurement = yield levels, steps
+            received_s.append(float(np.sum(measurement.durations_s())))
+            median_s = float(np.median(received_s))
+            if len(received_s) != 2 and _is_near(median_s, expected_s):
+                return True
+        self._say(f"communication took {median_s:.4f} s instead of {expected_s:.4f} s: measures")
+        return False
+
+    def _report(self, levels: list[int]) -> None:
+        for k, level in enumerate(levels):
+            options = ", ".join(
+                f"{name} {1e3 * time:.1f} ms, error {error:.3g}"
+                for name, time, error in zip(
+                    self.names, self._durations_s[k], self._errors[k], strict=True
+                )
+            )
+            self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
+
+    def _for_all(self, level: int) -> list[int]:
+        return [level] * self.num_buckets
+
     def _say(self, text: str) -> None:
         self.log.append(f"step {self._steps}: {text}")
+
+
+def _is_near(received_s: float, expected_s: float) -> bool:
+    return expected_s / _CHANGE < received_s < expected_s * _CHANGE

@@ -65,8 +65,8 @@ class LowRank:
             own, total: of `second`, and its sum.
 
         Returns:
-            Sums, residuals, next queries, and the relative errors of `probed` over all tensors,
-            float32 `[len(probed)]`.
+            Sums, residuals, next queries, the energy `|M W|^2` of all tensors, and the relative
+            errors of `probed` over them, float32 `[]` and `[len(probed)]`.
         """
         bases = self._bases(received)
         shapes = [[self._rank, matrix.shape[1]] for matrix in self._matrices]
@@ -80,7 +80,7 @@ class LowRank:
             tf.concat([warm_start(q, before[: self._rank]), before[self._rank :]], 0)
             for q, before in zip(totals, self._queries, strict=True)
         ]
-        return sums, residuals, queries, self._errors(received, bases, totals)
+        return sums, residuals, queries, *self._energy_and_errors(received, bases, totals)
 
     def _bases(self, received: tf.Tensor) -> list[tf.Tensor]:
         return [orthonormal_rows(p[: self._rank]) for p in self._received(received)]
@@ -96,20 +96,15 @@ class LowRank:
             for m in self._matrices
         ]
 
-    def _errors(self, received: tf.Tensor, bases: list, totals: list) -> tf.Tensor:
+    def _energy_and_errors(self, received: tf.Tensor, bases: list, totals: list) -> tuple:
+        if not self._probed:
+            return tf.zeros([]), tf.zeros([0])
         exact = [p[self._rank :] for p in self._received(received)]
+        energy = tf.add_n([tf.reduce_sum(e**2) for e in exact])
         factors = list(zip(self._projections(), totals, bases, strict=True))
-        errors = [
-            _relative_error(
-                exact,
-                [tf.matmul(tf.matmul(w, q[:r], transpose_b=True), p[:r]) for w, q, p in factors],
-            )
-            for r in self._probed
-        ]
-        return tf.stack(errors) if errors else tf.zeros([0])
-
-
-def _relative_error(exact: Sequence[tf.Tensor], approximate: Sequence[tf.Tensor]) -> tf.Tensor:
-    pairs = zip(exact, approximate, strict=True)
-    left_out = tf.add_n([tf.reduce_sum((e - a) ** 2) for e, a in pairs])
-    return tf.sqrt(tf.math.divide_no_nan(left_out, tf.add_n([tf.reduce_sum(e**2) for e in exact])))
+        errors = []
+        for r in self._probed:
+            sent = [tf.matmul(tf.matmul(w, q[:r], transpose_b=True), p[:r]) for w, q, p in factors]
+            left_out = [tf.reduce_sum((e - s) ** 2) for e, s in zip(exact, sent, strict=True)]
+            errors.append(tf.sqrt(tf.math.divide_no_nan(tf.add_n(left_out), energy)))
+        return energy, tf.stack(errors)
