@@ -75,6 +75,7 @@ def _together(name: str, options: argparse.Namespace) -> dict:
             "KERAS_BACKEND": "tensorflow",
             "CUDA_VISIBLE_DEVICES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_ENABLE_ONEDNN_OPTS": "1",  # whose allocator counts what a CPU has in use
         }
         command = [sys.executable, __file__, "--rank-of", name, "--ranks", str(options.ranks)]
         command += ["--width", str(options.width), "--steps", str(options.steps)]
