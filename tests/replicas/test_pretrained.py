@@ -10,6 +10,7 @@ import tensorflow as tf
 from safetensors.numpy import save_file
 
 import tfparallel
+from tests.multi_process.pool import WorkerPool, cluster_environments
 
 WIDTH, NUM_LAYERS = 512, 12
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -88,6 +89,33 @@ def test_no_more_than_a_few_tensors_are_in_memory_beside_the_shards(kind, tmp_pa
     of_tensors = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
     assert of_tensors < 2.5 * LAYER_BYTES
     assert of_arrays < 3.5 * LAYER_BYTES
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = WorkerPool(["-m", "tests.replicas.pretrained_worker"], lambda: cluster_environments(2))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_read_their_halves_and_none_has_the_whole(workers, kind, tmp_path):
+    saved = build(WIDTH, NUM_LAYERS)
+    path = save(saved, kind, tmp_path)
+    replies = workers.ask({"path": str(path), "out": str(tmp_path / "own")}, timeout_s=200)
+    whole = sum(weight.numpy().nbytes for weight in saved.weights)
+    for own in replies:
+        assert 0.5 * whole <= own["stored"] < 0.5 * whole + LAYER_BYTES
+        assert own["of_build"] < own["stored"] + 3 * LAYER_BYTES
+        assert own["of_tensors"] < 2.5 * LAYER_BYTES
+        assert own["of_arrays"] < 3.5 * LAYER_BYTES
+        assert own["sent"] == 0
+    halves = [np.load(tmp_path / f"own_{rank}.npz") for rank in range(2)]
+    for name, expected in zip(halves[0].files, saved.get_weights(), strict=True):
+        received = np.concatenate([half[name] for half in halves])
+        np.testing.assert_array_equal(received, expected.reshape(-1))
 
 
 def test_tensors_of_other_names_orders_and_dtypes(tmp_path):

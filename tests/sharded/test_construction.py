@@ -60,3 +60,22 @@ def test_neighbours_share_a_copy():
         variable = keras.Variable([1.0, 2.0, 3.0, 4.0])
     parts = [part.numpy().tolist() for part in variable.value.values]
     assert parts == [[1, 2], [3, 4], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize(
+    "make",
+    [
+        tfparallel.ShardedStrategy,
+        tfparallel.MirroredStrategy,
+        tfparallel.MultiWorkerMirroredStrategy,
+        lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2),
+    ],
+    ids=["sharded", "mirrored", "multi_worker", "pipeline"],
+)
+def test_a_blank_tf_config_is_as_none(make, text, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", text)
+    strategy = make()
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+    assert variable.numpy().tolist() == [1.0, 2.0]

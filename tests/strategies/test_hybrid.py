@@ -233,6 +233,11 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
             NotImplementedError,
             "'optimizer'",
         ),
+        (
+            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding(host="optimizer")),
+            NotImplementedError,
+            "host='optimizer'",
+        ),
         (lambda: two_pipelines(0), ValueError, "num_microbatches"),
     ],
 )

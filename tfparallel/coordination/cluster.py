@@ -158,6 +158,12 @@ def without_tf_config() -> Iterator[None]:
         _is_ignored.reset(token)
 
 
+def forget_blank_tf_config() -> None:
+    """Takes a blank `TF_CONFIG` out of the environment: TensorFlow would read it as broken JSON."""
+    if "TF_CONFIG" in os.environ and not os.environ["TF_CONFIG"].strip():
+        del os.environ["TF_CONFIG"]
+
+
 def is_started_by_horovodrun(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is a rank of Horovod, not within `without_tf_config`."""
     return "HOROVOD_RANK" in environ and not _is_ignored.get()

@@ -81,13 +81,20 @@ class Mirrored(StrategySection):
 
 
 class Sharded(StrategySection):
-    """`shard` says what is in parts; `devices` as of `Mirrored`, of one process."""
+    """`devices` as of `Mirrored`, of one process; the rest as of `ShardedStrategy`."""
 
     class_name = "ShardedStrategy"
     name: Literal["sharded"]
     devices: DeviceNames | None = None
     shard: Literal["parameters", "gradients", "optimizer"] = "parameters"
     min_size: int = Field(default=1024, ge=1)
+    units: str | list[str] = "*"
+    reshard_after_forward: bool = True
+    prefetch: int = Field(default=1, ge=0)
+    gather_dtype: str | None = None
+    host: Literal["optimizer", "parameters"] | None = None
+    replicas: int = Field(default=1, ge=1)
+    transport: Literal["auto", "ring", "collectives", "horovod"] = "auto"
 
 
 class TensorParallel(StrategySection):

@@ -19,7 +19,6 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.gradient_sums import sum_gradients
 from tfparallel.pipeline.pipeline_options import PipelineOptions
-from tfparallel.pipeline.placed import hosts_of
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
@@ -31,6 +30,7 @@ from tfparallel.pipeline.stage_variables import SequentialVariable, StageVariabl
 from tfparallel.pipeline.staged_model import staged
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
+from tfparallel.replicas.device_names import hosts_of
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.state_changes import StateChanges, current_inputs

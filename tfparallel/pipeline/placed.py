@@ -17,7 +17,7 @@ from tfparallel.pipeline.stage_variables import (
     SequentialVariable,
     StageVariable,
 )
-from tfparallel.replicas.device_names import names_of_groups
+from tfparallel.replicas.device_names import hosts_of, names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.seed_hooks import seed_of_stream
 
@@ -184,8 +184,3 @@ class PlacedInStages(LocalExtended):
             return done[id(copy)]
 
         return super()._update(var, once, args, kwargs, group)
-
-
-def hosts_of(devices: Sequence[str]) -> list[str]:
-    """The CPU of each device's process."""
-    return [device_util.canonicalize("/device:CPU:0", device) for device in devices]

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals import device_util
+
 
 def device_names(devices: Any, what: str) -> list[str]:
     """The names of devices that were given in any of these ways.
@@ -28,6 +30,11 @@ def device_names(devices: Any, what: str) -> list[str]:
     if not isinstance(devices, Sequence):
         raise TypeError(_expected(what, devices))
     return [_name(device, what) for device in devices]
+
+
+def hosts_of(devices: Iterable[str]) -> list[str]:
+    """The CPU of each device's process."""
+    return [device_util.canonicalize("/device:CPU:0", device) for device in devices]
 
 
 def short_names(devices: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
@@ -60,6 +61,10 @@ class ReplicatedExtended(MirroredExtended):
     _workers: AxisOfProcesses | None = (
         None  # around a process whose devices are a mesh of their own
     )
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        forget_blank_tf_config()
+        super().__init__(*args, **kwargs)
 
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""

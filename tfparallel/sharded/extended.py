@@ -15,6 +15,7 @@ from tfparallel.internals import (
     distribute_utils,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.device_names import hosts_of
 from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
@@ -24,7 +25,12 @@ from tfparallel.sharded.backward import BackwardReduction, is_part
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.part_updates import PartUpdates
-from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable, is_sharded
+from tfparallel.sharded.sharded_variables import (
+    KeptWholeVariable,
+    ShardedVariable,
+    UpdatedOnHostVariable,
+    is_sharded,
+)
 from tfparallel.sharded.units import layers_of_units, units_of
 
 
@@ -39,6 +45,7 @@ class ShardedExtended(PartUpdates):
     _memory = MemoryPolicy()
     _reduces_parts = True
     _whole_of_new: tf.Tensor | None = None
+    _new_is_slot = False
     _backward: BackwardReduction | None = None  # while a step is traced
     _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
 
@@ -63,7 +70,10 @@ class ShardedExtended(PartUpdates):
             self._whole_of_new = whole
             self._new_is_slot = leader is not None
         try:
-            return super()._create_variable(next_creator, **kwargs)
+            variable = super()._create_variable(next_creator, **kwargs)
+            if self._is_new_on_host:
+                variable.is_on_host = True
+            return variable
         finally:
             self._whole_of_new = None
 
@@ -83,10 +93,28 @@ class ShardedExtended(PartUpdates):
         if self._whole_of_new is None:
             return super()._variable_class(owner, kwargs)
         shards = FlatShards(tuple(self._whole_of_new.shape), self._num_shards)
-        kept_whole = not self._new_is_slot and self._sharding.shard != "parameters"
-        return functools.partial(
-            KeptWholeVariable if kept_whole else ShardedVariable, shards=shards
-        )
+        return functools.partial(self._class_of_new(), shards=shards)
+
+    def _class_of_new(self) -> type[ShardedVariable]:
+        if self._new_is_slot or self._sharding.weights_on_host:
+            return ShardedVariable
+        if self._sharding.shard != "parameters":
+            return KeptWholeVariable
+        return UpdatedOnHostVariable if self._sharding.slots_on_host else ShardedVariable
+
+    def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
+        devices = super()._variable_devices(variable_class)
+        return tuple(hosts_of(devices)) if self._is_new_on_host else devices
+
+    @property
+    def _is_new_on_host(self) -> bool:
+        sharding = self._sharding
+        is_there = sharding.slots_on_host if self._new_is_slot else sharding.weights_on_host
+        return self._whole_of_new is not None and is_there
+
+    def _updated_on(self, own: tf.Variable) -> str:
+        """The device on which an optimizer updates what a replica stores as `own`."""
+        return hosts_of([own.device])[0] if self._sharding.slots_on_host else own.device
 
     def _initial_value(
         self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
@@ -113,7 +141,8 @@ class ShardedExtended(PartUpdates):
             sent_as: the dtype in which they are gathered; None for their own.
         """
         sent = [[_cast_where_it_is(part, sent_as) for part in each] for each in parts]
-        with tf.device(self._devices[i]):
+        goes_out = self._num_sharing > 1 and self._sharding.weights_on_host
+        with tf.device(hosts_of(self._devices)[i] if goes_out else self._devices[i]):
             joined = [tf.concat(each, 0) for each in sent]
         if self._num_sharing > 1:
             joined = self._host_gather_parts(joined)

@@ -52,7 +52,7 @@ class MemoryTable:
 
     Attributes:
         model_name: of the model.
-        devices: one for each.
+        devices: one for each, and one for the host, "host", where it keeps parts.
     """
 
     model_name: str
@@ -98,29 +98,44 @@ def memory_table(extended: Any, model: keras.Model, inputs: Any = None) -> Memor
     activations = None if inputs is None else _activations(extended, model, inputs)
     devices = extended.worker_devices
     names = [name.rpartition("device:")[2] for name in devices]
-    return MemoryTable(
-        model.name,
-        tuple(
-            DeviceMemory(
-                name,
-                _stored(model.variables, i),
-                _stored(slots, i),
-                gradients,
-                gathered,
-                activations,
-            )
-            for i, name in enumerate(names)
-        ),
+    rows = [
+        DeviceMemory(
+            name,
+            _stored(model.variables, i, on_host=False),
+            _stored(slots, i, on_host=False),
+            gradients,
+            gathered,
+            activations,
+        )
+        for i, name in enumerate(names)
+    ]
+    if extended.sharding.host is not None:
+        rows.append(_of_host(model.variables, slots, len(devices)))
+    return MemoryTable(model.name, tuple(rows))
+
+
+def _of_host(weights: Sequence[Any], slots: Sequence[Any], count: int) -> DeviceMemory:
+    """What the replicas of this process keep in its host's memory."""
+    parameters, in_slots = (
+        sum(_stored(each, i, on_host=True) for i in range(count)) for each in (weights, slots)
     )
+    return DeviceMemory("host", parameters, in_slots, 0, 0, 0)
 
 
-def _stored(variables: Sequence[Any], i: int) -> int:
-    """Bytes of what replica `i` of this process has."""
-    copies = [getattr(behind(variable), "values", None) for variable in variables]
+def _stored(variables: Sequence[Any], i: int, on_host: bool) -> int:
+    """Bytes of what replica `i` of this process has on its device, or on the host."""
     return sum(
-        _size(variable.shape, variable.dtype) if own is None else _size(own[i].shape, own[i].dtype)
-        for variable, own in zip(variables, copies, strict=True)
+        _size(own.shape, own.dtype)
+        for own, is_there in (_own(behind(variable), i) for variable in variables)
+        if is_there == on_host
     )
+
+
+def _own(variable: Any, i: int) -> tuple[Any, bool]:
+    """What replica `i` has of a variable, and whether it is kept on the host."""
+    copies = getattr(variable, "values", None)
+    is_on_host = isinstance(variable, ShardedVariable) and variable.is_on_host
+    return (variable if copies is None else copies[i]), is_on_host
 
 
 def _size(shape: Any, dtype: Any) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 import tensorflow as tf
 
 STAGES = ("parameters", "gradients", "optimizer")
+ON_HOST = (None, "optimizer", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +20,12 @@ class Sharding:
         reshard_after_forward: gathered weights are freed, and gathered again to go backward.
         prefetch: how many units ahead weights are gathered.
         gather_dtype: what is gathered is cast to; None leaves it as it is.
+        host: what of the parts is in the host's memory: None, "optimizer" (slots), or "parameters"
+            (weights and slots). Updates are computed there then.
 
     Raises:
-        ValueError: for another stage, a size below 1, a negative number of units, or a dtype that
-            is not of floating point.
+        ValueError: for another stage, a size below 1, a negative number of units, a dtype that is
+            not of floating point, or weights on the host that are not in parts.
     """
 
     shard: str = "parameters"
@@ -31,6 +34,7 @@ class Sharding:
     reshard_after_forward: bool = True
     prefetch: int = 1
     gather_dtype: str | None = None
+    host: str | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in STAGES:
@@ -44,6 +48,24 @@ class Sharding:
                 "`gather_dtype` must be a dtype of floating point, such as 'bfloat16'. Received: "
                 f"{self.gather_dtype!r}."
             )
+
+        if self.host not in ON_HOST:
+            raise ValueError(f"`host` must be one of {ON_HOST}. Received: {self.host!r}.")
+        if self.host == "parameters" and self.shard != "parameters":
+            raise ValueError(
+                "Weights are on the host where they are in parts: host='parameters' needs "
+                f"shard='parameters'. Received: shard={self.shard!r}. Take host='optimizer'."
+            )
+
+    @property
+    def slots_on_host(self) -> bool:
+        """Whether the optimizer's slots are there, of weights in parts."""
+        return self.host is not None
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether weights in parts are."""
+        return self.host == "parameters"
 
     @property
     def patterns(self) -> tuple[str, ...] | None:

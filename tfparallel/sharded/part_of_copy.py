@@ -18,18 +18,20 @@ class PartOfCopy:
         copy: `[...]`, one dim.
         container: the distributed variable that `copy` belongs to, by which optimizers know it.
         begin, length: of the part.
+        device: where the part is during an update.
     """
 
-    def __init__(self, copy: tf.Variable, container: tf.Variable, begin: int, length: int):
-        self._copy, self._container = copy, container
+    def __init__(
+        self, copy: tf.Variable, container: tf.Variable, begin: int, length: int, device: str
+    ):
+        self._copy, self._container, self.device = copy, container, device
         self._begin, self._end = begin, begin + length
         self.shape = tf.TensorShape([length])
-        with tf.init_scope(), tf.device(copy.device):
+        with tf.init_scope(), tf.device(device):
             nothing = tf.zeros([0], copy.dtype)
             self._own = ResourceVariable(nothing, trainable=False, shape=tf.TensorShape([None]))
 
     dtype = property(lambda self: self._copy.dtype)
-    device = property(lambda self: self._copy.device)
     name = property(lambda self: self._container.name)
 
     def _distributed_container(self) -> tf.Variable:
@@ -37,8 +39,10 @@ class PartOfCopy:
 
     def take(self) -> None:
         """Begins an update: the part is what it is in the copy."""
+        with tf.device(self._copy.device):
+            part = self._copy.read_value()[self._begin : self._end]
         with tf.device(self.device):
-            self._own.assign(self._copy.read_value()[self._begin : self._end])
+            self._own.assign(part)
 
     def leave(self) -> None:
         """Ends an update: the part is in the copy, and takes no memory of its own."""

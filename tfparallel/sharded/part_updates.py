@@ -19,7 +19,11 @@ from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.sharded.copies import SharesCopies
 from tfparallel.sharded.shard_view import shard_view
-from tfparallel.sharded.sharded_variables import KeptWholeVariable, is_sharded
+from tfparallel.sharded.sharded_variables import (
+    KeptWholeVariable,
+    UpdatedOnHostVariable,
+    is_sharded,
+)
 from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
 
 
@@ -50,10 +54,13 @@ class PartUpdates(SharesCopies):
         i = values_util.get_current_replica_id_as_int()
         reduced = ReducedGradients(gradients, own, self._shard_of(i))
         kept = [value for value in reduced.values if isinstance(value, KeptWholeVariable)]
-        for variable in kept:
+        lent = [value for value in reduced.values if isinstance(value, UpdatedOnHostVariable)]
+        for variable in (*kept, *lent):
             variable.component(i).take()
         with shard_view(global_numbers(optimizer, reduced, self._sum_over_shards)):
             super()._apply_reduced(apply, reduced.parts, variables)
+        for variable in lent:
+            variable.put_back(i)
         self._publish(kept)
         return None
 

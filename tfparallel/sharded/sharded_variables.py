@@ -53,7 +53,10 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     Attributes:
         parts: what replicas of this process store.
+        is_on_host: whether they are in the host's memory, not on the replicas' devices.
     """
+
+    is_on_host = False
 
     def __init__(
         self,
@@ -322,9 +325,10 @@ class KeptWholeVariable(ShardedVariable):
         shards: FlatShards,
     ):
         super().__init__(strategy, values, aggregation, var_policy, shards=shards)
-        begins = [strategy.extended._shard_of(i) * shards.length for i in range(len(values))]
+        extended = strategy.extended
+        begins = [extended._shard_of(i) * shards.length for i in range(len(values))]
         self._parts_of_copies = [
-            PartOfCopy(copy, self, begin, shards.length)
+            PartOfCopy(copy, self, begin, shards.length, extended._updated_on(copy))
             for copy, begin in zip(values, begins, strict=True)
         ]
 
@@ -350,6 +354,40 @@ class KeptWholeVariable(ShardedVariable):
             with tf.device(copy.device):
                 copy.assign(padded)
             part.leave()
+
+
+class UpdatedOnHostVariable(ShardedVariable):
+    """Parts on devices, each of which is on the host while its optimizer updates it there.
+
+    Args:
+        as `ShardedVariable`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        values: Sequence,
+        aggregation: Any,
+        var_policy: Any = None,
+        *,
+        shards: FlatShards,
+    ):
+        super().__init__(strategy, values, aggregation, var_policy, shards=shards)
+        self._on_host = [
+            PartOfCopy(own, self, 0, shards.length, strategy.extended._updated_on(own))
+            for own in values
+        ]
+
+    def component(self, i: int) -> PartOfCopy:
+        """There between `PartOfCopy.take` and `put_back`."""
+        return self._on_host[i]
+
+    def put_back(self, i: int) -> None:
+        """Replica `i` stores what it has updated."""
+        own = self._values[i]
+        with tf.device(own.device):
+            own.assign(tf.identity(self._on_host[i].read_value()))
+        self._on_host[i].leave()
 
 
 def is_sharded(variable: Any) -> bool:

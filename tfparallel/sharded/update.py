@@ -5,6 +5,7 @@ norms that clip, and whether all gradients are finite. Inside of it there may be
 (accumulation, loss scaling) in which replicas cannot meet.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -194,6 +195,13 @@ def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
     return gradient * tf.cast(scale, gradient.dtype)
 
 
+def _where_kept(slot: Any) -> contextlib.AbstractContextManager:
+    """Where the calling replica keeps its part of a slot: the host, it may be."""
+    if not isinstance(slot, ShardedVariable):
+        return contextlib.nullcontext()
+    return tf.device(slot.component_of_caller().device)
+
+
 def _average(optimizer: BaseOptimizer, update_average: Callable, variables: Sequence) -> Any:
     """As Keras's, past `KerasVariable.assign`, which expects the whole shape."""
     if current_numbers() is None or not optimizer.use_ema:
@@ -203,5 +211,6 @@ def _average(optimizer: BaseOptimizer, update_average: Callable, variables: Sequ
             continue
         value, mean = tf.convert_to_tensor(variable.value), tf.convert_to_tensor(average.value)
         momentum = tf.cast(optimizer.iterations != 0, value.dtype) * optimizer.ema_momentum
-        average.value.assign(momentum * mean + (1 - momentum) * value)
+        with _where_kept(average.value):
+            average.value.assign(momentum * mean + (1 - momentum) * value)
     return None

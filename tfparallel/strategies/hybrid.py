@@ -262,6 +262,11 @@ def _check_options(
     if layout_map is not None:
         _check_layout_map(mesh, layout_map)
     together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
+    if shard is not None and together and shard.host is not None:
+        raise NotImplementedError(
+            "Beside a pipeline or an axis of the model, weights and slots are on devices. "
+            f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
+        )
     if shard is not None and together and shard.shard != "parameters":
         raise NotImplementedError(
             "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "

@@ -45,6 +45,10 @@ class ShardedStrategy(KerasStrategy):
         prefetch: how many units ahead weights are gathered.
         gather_dtype: weights are cast to it to be gathered, such as "bfloat16" under a policy of
             mixed precision, which computes with as many bits anyway.
+        host: what of the parts is in the host's memory: None for nothing, "optimizer" for the
+            optimizer's slots, "parameters" for weights too. Optimizers update them on the host:
+            for each device's parts a step sends gradients there, and weights there and back, or
+            with "parameters" weights to each device, as often as they are gathered.
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
@@ -76,11 +80,14 @@ class ShardedStrategy(KerasStrategy):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         gather_dtype: str | None = None,
+        host: str | None = None,
         memory: MemoryPolicy | None = None,
         replicas: int = 1,
         transport: str = "auto",
     ):
-        sharding = Sharding(shard, min_size, units, reshard_after_forward, prefetch, gather_dtype)
+        sharding = Sharding(
+            shard, min_size, units, reshard_after_forward, prefetch, gather_dtype, host
+        )
         extended = _extended(self, devices, sharding, replicas, transport)
         extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
