@@ -13,7 +13,7 @@ from tests import helpers
 from tests.conformance.slices import slice_of_pair
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
-from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
+from tests.tensor_parallel.layouts import LayoutOfAnything, LayoutOfImages, cpu_mesh
 
 # What can go wrong with the number of replicas.
 NUMBER_OF_REPLICAS = (
@@ -127,9 +127,16 @@ def _remote_pipeline(num_stages: int, **options: Any) -> tf.distribute.Strategy:
     return library().PipelineStrategy(**options)
 
 
-def _tensor_parallel(replicas: int, parts: int) -> tf.distribute.Strategy:
+def _tensor_parallel(
+    replicas: int, parts: int, layout: type = LayoutOfAnything, **options: Any
+) -> tf.distribute.Strategy:
     """Whatever a model is made of is in parts."""
-    return library().TensorParallelStrategy(LayoutOfAnything(cpu_mesh(replicas, parts)))
+    return library().TensorParallelStrategy(layout(cpu_mesh(replicas, parts)), **options)
+
+
+def _found_layout(kind: str) -> tf.distribute.Strategy:
+    """On two devices, what is found in each model."""
+    return library().TensorParallelStrategy(kind, device_mesh=cpu_mesh(1, 2))
 
 
 def _pipeline(num_stages: int, num_microbatches: int) -> tf.distribute.Strategy:
@@ -239,6 +246,7 @@ _OF_ALL_ROWS = {
     "layer_state.states_of_rows_are_refused": "one replica has all rows of every batch: "
     "tests/tensor_parallel/test_training.py",
 }
+_OF_ONE_GROUP = {**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA}
 
 
 _OF_WHOLE_WEIGHTS = dict.fromkeys(
@@ -306,7 +314,7 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 2),
         num_replicas=1,
         every_case=False,
-        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA},
+        exempt=_OF_ONE_GROUP,
     ),
     Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, few=FEW, exempt=_OF_A_GROUP),
     Row(
@@ -314,7 +322,35 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 4),
         1,
         few=FEW,
-        exempt={**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA},
+        exempt=_OF_ONE_GROUP,
+    ),
+    Row(
+        "tensor_auto_1x2",  # RNNs by units, too
+        lambda: _found_layout("auto"),
+        1,
+        few=("optimizers.global_clipnorm",),
+        exempt=_OF_ONE_GROUP,
+    ),
+    Row(
+        "tensor_branches_2",
+        lambda: _found_layout("branches"),
+        1,
+        few=("models.shared_layers",),
+        exempt=_OF_ONE_GROUP,
+    ),
+    Row(
+        "tensor_image_rows_1x2",
+        lambda: _tensor_parallel(1, 2, LayoutOfImages),
+        1,
+        few=("models.cnn",),
+        exempt=_OF_ONE_GROUP,
+    ),
+    Row(
+        "tensor_sequences_1x2",
+        lambda: _tensor_parallel(1, 2, sequence_parallel=True),
+        1,
+        few=("models.attention",),
+        exempt=_OF_ONE_GROUP,
     ),
     Row(
         "pipeline_2",

@@ -27,6 +27,19 @@ class LayoutOfAnything(keras.distribution.LayoutMap):
         return None
 
 
+class LayoutOfImages(LayoutOfAnything):
+    """What convolutions give is in parts along rows of the image; other layers as above."""
+
+    def __getitem__(self, key: str):
+        found = re.fullmatch(r".*(conv[12]d)[_\d]*/(output|kernel)", key)
+        if found is None:
+            return super().__getitem__(key)
+        if found[2] == "kernel":
+            return None
+        axes = (None, "model", *[None] * (_RANKS[found[1]] - 2))
+        return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+
 def _axes(path: str, rule) -> tuple:
     layer = path.split("/")[-2]
     digits = re.findall(r"\d+", layer)

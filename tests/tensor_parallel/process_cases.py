@@ -105,6 +105,31 @@ def an_rnn_and_branches() -> dict:
 
 
 @_case
+def trained_before_it_is_connected() -> dict:
+    """Functions of before are let go of later; a variable of before is refused, and no one waits.
+
+    The second process of that cluster does not exist.
+    """
+    helpers.train(None, build=_small_model)
+    variable = tf.Variable(1.0, name="mine")
+    config = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}
+    os.environ["TF_CONFIG"] = json.dumps({**config, "task": {"type": "worker", "index": 0}})
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    try:
+        tfparallel.TensorParallelStrategy("auto", cluster_resolver=resolver)
+    except RuntimeError as error:
+        refused = str(error)
+    del variable
+    kept = tf.function(lambda x: x + 1)
+    kept(tf.constant(1.0))
+    strategy = _strategy()
+    del kept
+    candidate = helpers.train(strategy, build=_small_model)
+    one_device = helpers.train(None, build=_small_model)
+    return {"refused": refused, "difference": difference(one_device, candidate)}
+
+
+@_case
 def a_process_is_killed() -> dict:
     """In the middle of an epoch."""
     servers: ServerProcesses = make_cluster(2)

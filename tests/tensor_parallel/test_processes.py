@@ -52,6 +52,15 @@ def test_two_processes_train_an_rnn_and_branches_as_one_device(run_case):
 
 
 @pytest.mark.long
+def test_variables_of_before_are_refused_and_functions_of_before_do_no_harm(run_case):
+    result = run_case("trained_before_it_is_connected")
+    assert "to be made before any variable" in result["refused"]
+    assert "mine" in result["refused"] and "(worker 0 is speaking.)" in result["refused"]
+    assert result["difference"] < 1e-5
+    assert "remove non-existent function" not in result["log"]
+
+
+@pytest.mark.long
 def test_a_process_that_is_killed_is_named(run_case):
     error = run_case("a_process_is_killed")["error"]
     assert "no answer from worker 0 (127.0.0.1:" in error

@@ -37,6 +37,22 @@ def test_says_parts_bytes_and_reasons():
     ]
 
 
+def test_an_einsum_counts_as_in_parts_along_whichever_letter_it_is_cut():
+    """Gemma's heads are the first dim of its kernels; `"auto"` would take the last ones."""
+    layout = layout_map(
+        1, 2, {".*up/kernel": ("model", None, None), ".*down/kernel": ("model", None, None)}
+    )
+    strategy = tfparallel.TensorParallelStrategy(layout)
+    with strategy.scope():
+        inputs = keras.Input((5, 6))
+        heads = layers.EinsumDense("btd,ndh->btnh", (None, 2, 4), name="up")(inputs)
+        outputs = layers.EinsumDense("btnh,nhd->btd", (None, 6), name="down")(heads)
+        model = keras.Model(inputs, outputs)
+    table = strategy.summary(model)
+    assert [cost.way for cost in table.layers if cost.flops] == ["column", "row"]
+    assert "100.0% of the products are in parts. A step sends 1 sums and 0 gathers" in str(table)
+
+
 def test_a_device_holds_its_share_of_split_weights_and_slots():
     """Bytes of variables by device, counted: at most 1.05/N of the whole."""
     layout = layout_map(1, 4, {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)})

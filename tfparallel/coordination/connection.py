@@ -1,6 +1,7 @@
 """The chief's connection to the tasks that serve it: one cluster at a time, told when it ends."""
 
 import atexit
+import gc
 import os
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tfparallel.coordination.probe import task_names
 from tfparallel.coordination.serving import say_done, say_here
 from tfparallel.coordination.waiting import wait_for_tasks
+from tfparallel.internals import keep_traced_functions, variables_alive
 
 
 def connect(
@@ -46,6 +48,7 @@ def connect(
     # Without it, a client deletes remote tensors out of order with the calls that use them
     # ("Unable to find the relevant tensor remote_handle").
     os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+    keep_traced_functions()
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec({kind: list(addresses) for kind, addresses in tasks.items()}),
         job_name=own_type,
@@ -57,6 +60,29 @@ def connect(
     _servers_to_tell[:] = [device_name(kind, index) for kind, index in servers]
     say_here(_servers_to_tell)
     _connected = tasks
+
+
+def check_nothing_is_trained(strategy: str, speaker: str) -> None:
+    """Refuses what a connection would cut off from its values, before others are waited for.
+
+    Args:
+        strategy: its name.
+        speaker: this task.
+
+    Raises:
+        RuntimeError: for variables that were made before, naming some.
+    """
+    if _connected is not None:
+        return
+    gc.collect()
+    if names := sorted(variables_alive()):
+        raise RuntimeError(
+            f"Expected {strategy} to be made before any variable: it connects TensorFlow to other "
+            "processes, after which values of before cannot be read. Received: a process with "
+            f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). Make the "
+            f"strategy first, right after the imports; in a notebook, restart the kernel before. "
+            f"({speaker} is speaking.)"
+        )
 
 
 def device_name(task_type: str, index: int, kind: str = "CPU", number: int = 0) -> str:

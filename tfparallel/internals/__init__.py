@@ -51,11 +51,13 @@ from tfparallel.internals.eager import (
     ResourceVariable,
     context,
     has_one_tape,
+    keep_traced_functions,
     let_idle_threads_sleep,
     new_executor,
     own_eager_seeds,
     record,
     variable_accessed,
+    variables_alive,
 )
 from tfparallel.internals.graphs import (
     FuncGraph,
@@ -149,6 +151,7 @@ __all__ = [
     "is_stock_step",
     "is_symbolic_build",
     "layer_of_late_variable",
+    "keep_traced_functions",
     "let_idle_threads_sleep",
     "model_of_predict_step",
     "new_executor",
@@ -164,5 +167,6 @@ __all__ = [
     "unrepeatable_parts",
     "values_util",
     "variable_accessed",
+    "variables_alive",
     "with_body",
 ]

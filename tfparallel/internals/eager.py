@@ -1,6 +1,7 @@
 """The eager context of TensorFlow, and what its gradient tapes would do next."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +15,9 @@ from tensorflow.python.eager import context, record
 
 # Keeps the errors of one thread's remote calls to itself.
 from tensorflow.python.eager.executor import new_executor
+
+# How often each traced function is in use; the last one out removes it from every server.
+from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.ops import gradients_util
 
 # A variable that no strategy's scope replicates, to order operations by; and how a variable that a
@@ -25,6 +29,7 @@ __all__ = [
     "context",
     "has_one_tape",
     "has_started",
+    "keep_traced_functions",
     "let_idle_threads_sleep",
     "new_executor",
     "operation_seeds",
@@ -32,12 +37,32 @@ __all__ = [
     "record",
     "set_operation_seeds",
     "variable_accessed",
+    "variables_alive",
 ]
 
 
 def has_started() -> bool:
     """Whether TensorFlow has opened its devices in this process, as its first operation does."""
     return context.context()._context_handle is not None
+
+
+def keep_traced_functions() -> None:
+    """Has TensorFlow keep the functions of this process until it ends, whoever else lets them go.
+
+    Servers that are connected to later do not know them: each removal would be an error there.
+    """
+    references = atomic_function.RUNTIME_FUNCTION_REFS
+    for key in references:
+        references[key] += 1
+
+
+def variables_alive() -> list[str]:
+    """The names of the variables with values in this process."""
+    return [
+        found.name
+        for found in gc.get_objects()
+        if issubclass(type(found), ResourceVariable) and not found._in_graph_mode
+    ]
 
 
 def operation_seeds() -> random.Random | None:

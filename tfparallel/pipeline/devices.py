@@ -16,16 +16,22 @@ def stage_devices(
     resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
     insecure_network: bool,
     timeouts: Timeouts,
+    made_first: str | None = None,
 ) -> tuple[Sequence[str], StageCluster | None]:
     """The devices of the stages, and the cluster that they are in, if they are.
 
     In a task of the cluster that is not its first this serves until the first is done, and ends
-    the process. For arguments and errors, see `PipelineStrategy`.
+    the process. For other arguments and errors, see `PipelineStrategy`.
+
+    Args:
+        made_first: the name of a strategy that has to be made before any variable.
     """
     cluster = _find_cluster(devices, resolver)
     if cluster is None:
         return check_devices(devices) or _all_devices(), None
     check_network(cluster.tasks, insecure_network)
+    if made_first is not None:
+        cluster.check_nothing_is_trained(made_first)
     if not cluster.is_chief:
         cluster.serve(timeouts)
     cluster.connect(timeouts)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfparallel.coordination.connection import connect, device_name
+from tfparallel.coordination.connection import check_nothing_is_trained, connect, device_name
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task, speaks_of_new_task
 from tfparallel.coordination.probe import answering
 from tfparallel.coordination.serving import serve
@@ -70,6 +70,10 @@ class StageCluster:
     def is_chief(self) -> bool:
         """Whether this task runs the script; the others serve it."""
         return self._own == self._ranked[0]
+
+    def check_nothing_is_trained(self, strategy: str) -> None:
+        """Refuses variables of before, in every task. For errors, see the function."""
+        check_nothing_is_trained(strategy, " ".join(map(str, self._own)))
 
     def serve(self, timeouts: Timeouts) -> NoReturn:
         """Serves until the chief is done, and ends this process; for all but the chief."""

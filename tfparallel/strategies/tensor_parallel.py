@@ -58,6 +58,7 @@ class TensorParallelStrategy(KerasStrategy):
         timeouts: how long processes wait for one another.
 
     Raises:
+        RuntimeError: between processes, if there are variables before the strategy.
         StageLost: from training, naming a process that is gone or does not answer.
         TimeoutError: naming the processes that never came.
         TypeError: for another layout.
@@ -78,7 +79,9 @@ class TensorParallelStrategy(KerasStrategy):
         cluster, of_cluster = None, None
         if cluster_resolver is not None:
             timeouts = timeouts or Timeouts()
-            found, cluster = stage_devices(None, cluster_resolver, insecure_network, timeouts)
+            found, cluster = stage_devices(
+                None, cluster_resolver, insecure_network, timeouts, type(self).__name__
+            )
             of_cluster = None if cluster is None else found
         reports = None if cluster is None else cluster.reports_lost_stages
         make_layouts = _made_without_mesh(layout)

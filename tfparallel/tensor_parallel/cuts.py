@@ -17,6 +17,7 @@ from keras import layers
 
 from tfparallel.internals.keras_layers import projections_of
 from tfparallel.tensor_parallel.rules.recurrent import has_units
+from tfparallel.tensor_parallel.split_variable import split_of
 
 Shapes = Sequence[Sequence[int | None]]  # of the tensors of a call, `[batch, ...]` each
 
@@ -152,7 +153,10 @@ def _normalization(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
 
 
 def _einsum(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
-    """By the last letter of the output that is new, or the last of the input that is summed."""
+    """By the last letter of the output that is new, or the last of the input that is summed.
+
+    A kernel that is in parts already is in parts along any letter: then by that one.
+    """
     if not _is_one_variable(layer):
         return None
     terms, output = layer.equation.replace(" ", "").split("->")
@@ -160,13 +164,21 @@ def _einsum(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     new = [x for x in right if x in output and x not in left]
     summed = [x for x in right if x in left and x not in output]
     ways = {}
+    own = _letter_in_parts(layer, right)
     if new:
-        ways["column"] = _of_letter(layer, right, new[-1], output, len(outputs[0]))
+        letter = own if own in new else new[-1]
+        ways["column"] = _of_letter(layer, right, letter, output, len(outputs[0]))
     if summed:
-        ways["row"] = _of_letter(layer, right, summed[-1], left, len(inputs[0]))
+        letter = own if own in summed else summed[-1]
+        ways["row"] = _of_letter(layer, right, letter, left, len(inputs[0]))
     sizes = dict(zip(right, layer.kernel.shape, strict=True))
     products = math.prod(sizes[x] for x in summed)
     return Cuts(ways, 2 * products * numbers_of(outputs[0]))
+
+
+def _letter_in_parts(layer: Any, right: str) -> str:
+    split = split_of(layer.kernel)
+    return "" if split is None else right[split.rows.dim]
 
 
 def _of_letter(layer: Any, right: str, letter: str, term: str, rank: int) -> Cut:
