@@ -1,4 +1,4 @@
-"""Persistent tapes, and tapes in one another, over weights in parts, in a step of the user's own."""
+"""Persistent tapes, and tapes in one another, over weights in parts, in the user's own step."""
 
 import itertools
 
