@@ -78,8 +78,9 @@ class HybridStrategy(KerasStrategy):
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
-            devices that do not exist, for options of an axis that the mesh does not have, and for
-            `memory` beside a pipeline's own `rematerialize`.
+            devices that do not exist, for options of an axis that the mesh does not have, for
+            those of `Sharding` that mean nothing on it, for a layout that is to be found beside
+            shards, and for `memory` beside a pipeline's own `rematerialize`.
     """
 
     _groups_of_options: ClassVar[Mapping[str, type]] = {
@@ -285,9 +286,24 @@ def _check_options(
             f"when its model is used. Received: both, on a mesh of {mesh}. Take a LayoutMap, or "
             "leave `shard` out."
         )
-    together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
-    if shard is not None and together and shard.shard != "parameters":
+    if shard is not None and {"pipeline", "model"} & {*mesh.names}:
+        _check_sharding_of_places(mesh, shard)
+
+
+def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
+    """Refuses what means nothing where a stage or a group of devices gathers what it computes."""
+    if shard.shard != "parameters":
         raise NotImplementedError(
             "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "
             f"Sharding('parameters'). Received: {shard.shard!r}, on a mesh of {mesh}."
+        )
+    defaults = Sharding(min_size=shard.min_size)
+    names = [field.name for field in dataclasses.fields(shard)]
+    given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
+    if given:
+        values = ", ".join(f"{name}={getattr(shard, name)!r}" for name in given)
+        raise ValueError(
+            "Beside a pipeline or an axis of the model a weight is gathered where it is computed "
+            "with, and freed behind it: there are no units to gather ahead or to keep. Received: "
+            f"Sharding({values}), on a mesh of {mesh}. Leave that out."
         )

@@ -128,7 +128,9 @@ class HoldsParts(ReplicatedExtended):
         self._thread.asked = rows
         try:
             with self._container_strategy().scope():
-                beside = contextlib.nullcontext() if leader is None else self.colocate_vars_with(leader)
+                beside = (
+                    contextlib.nullcontext() if leader is None else self.colocate_vars_with(leader)
+                )
                 with beside:
                     name = old.name.split(":")[0]
                     new = tf.Variable(old.read_value(), trainable=old.trainable, name=name)
