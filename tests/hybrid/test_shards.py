@@ -101,6 +101,27 @@ def test_other_stages_of_sharding_are_refused_before_anything_runs():
         sharded("optimizer", shard=2, pipeline=2)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"units": "dense"},
+        {"reshard_after_forward": False},
+        {"prefetch": 2},
+        {"gather_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("axis", ["pipeline", "model"])
+def test_options_of_units_are_refused_by_name_where_there_are_none(axis, option):
+    mesh = cpu_mesh_of(shard=2, **{axis: 2})
+    options = {"pipeline": PipelineOptions(2)}
+    if axis == "model":
+        options = {"layout_map": LayoutOfAnything(mesh)}
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}="):
+        HybridStrategy(mesh, shard=Sharding(**option), **options)
+
+
 def test_kept_activations_of_a_stage_hold_no_gathered_weights():
     """A stage gathers again in its backward pass: else each microbatch would hold a copy."""
     strategy = sharded(shard=2, pipeline=2)

@@ -9,6 +9,7 @@ A stage is a function that is called on the first device of its group, and compu
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.hybrid.shards import HoldsShards
@@ -17,8 +18,10 @@ from tfparallel.internals import device_util
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.stages import Stages
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.sharded.options import Sharding
+from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.rows import Rows
@@ -77,11 +80,17 @@ class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
         """False: the devices of a group are written into the functions of its stage."""
         return False
 
+    def _stages_of(self, model: keras.Model) -> Stages:
+        """As a pipeline's, of weights in parts: their devices are those of their stage."""
+        if isinstance(self.layouts, FoundLayouts):
+            lay_out(self._container_strategy(), model)
+        return super()._stages_of(model)
+
     # ---- how gradients meet ----------------------------------------------------------------------
 
     def _reduce_gradients(self, gradients: list) -> list:
         """As a pipeline's, of gradients in parts each part where it is."""
-        if self._executors is None:
+        if self._executors is None or self._compresses:
             return super()._reduce_gradients(gradients)
         variables = self._variables_of(gradients)
         pairs = zip(gradients, variables, strict=True)
@@ -95,9 +104,10 @@ class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
         ]
 
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
-        """As parts they are not compressed."""
-        del source
-        return super()._sum_gradients_across_workers(gradients, None)
+        """Parts are of no variable that workers know."""
+        return super()._sum_gradients_across_workers(
+            gradients, source if self._compresses else None
+        )
 
     # ---- how a variable is updated ---------------------------------------------------------------
 

@@ -4,7 +4,7 @@ arguments    x    handle of part 0   handle of part 1    handle of v
 tape         x    handle of w                            handle of v
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -42,11 +42,35 @@ class ArgumentsOnTape:
         """What a tape is told that the function takes, each variable once."""
         return [self._seen[positions[0]] for positions in self._groups()]
 
+    def told_apart(self) -> list[tf.Tensor]:
+        """The arguments as tapes of any order differentiate them: each part is made of the whole.
+
+            handle of w  ->  handle of part 0, handle of part 1  ->  the function
+
+        A tape that is persistent, or in another, differentiates the function by itself, and knows
+        no other handle of `w` than the one that it is asked about.
+        """
+        arguments = list(self.arguments)
+        for positions in self._groups():
+            if (part := self._parts[positions[0]]) is None:
+                continue
+            for i in positions:
+                with tf.device(arguments[i].device):
+                    arguments[i] = tf.identity(arguments[i])
+            own = [arguments[i] for i in positions]
+            seen = [part.container.on_tape(part.copy)]
+            record.record_operation("PartsOfWhole", own, seen, self._of_whole(positions))
+        return arguments
+
+    def _of_whole(self, positions: Sequence[int]) -> Callable[..., list]:
+        """The gradient of a whole, of those of the arguments at `positions`."""
+        return lambda *own: [self._gradient(dict(zip(positions, own, strict=True)), positions)]
+
     def gradients(self, own: Sequence) -> list:
         """The gradients of what a tape sees, of those of all arguments."""
         return [self._gradient(own, positions) for positions in self._groups()]
 
-    def _gradient(self, own: Sequence, positions: Sequence[int]) -> Any:
+    def _gradient(self, own: Sequence | Mapping[int, Any], positions: Sequence[int]) -> Any:
         part = self._parts[positions[0]]
         if part is None:
             return own[positions[0]]

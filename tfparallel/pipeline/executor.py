@@ -162,8 +162,8 @@ class Executor:
         arguments = on_tape.arguments
         if has_one_tape(on_tape.seen()):
             return self._recorded_call(action, concrete, on_tape)
-        if record.should_record_backprop(arguments):
-            return call_with_captures(concrete, inputs, arguments[len(inputs) :])
+        if record.should_record_backprop(on_tape.seen()):
+            return call_with_captures(concrete, inputs, on_tape.told_apart()[len(inputs) :])
         name, key = f"tfparallel_stage_{action.stage}", (concrete, "inference")
         function = self._functions.once(key, inference_function, name, concrete)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]

@@ -55,7 +55,6 @@ class ReplicatedExtended(MirroredExtended):
 
     _num_workers = 1
     _id_in_cluster = 0
-    _reduces_parts = False  # of gradients, not wholes
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
     _workers: AxisOfProcesses | None = (
@@ -327,6 +326,14 @@ class ReplicatedExtended(MirroredExtended):
         if self._workers is None:
             return gradients
         return self._workers._sum_gradients_across_workers(gradients, source)
+
+    @property
+    def _compresses(self) -> bool:
+        """Whether gradients are compressed between workers, which takes whole ones.
+
+        What has gradients in parts then leaves them whole until they are summed.
+        """
+        return self._workers is not None and self._workers._compressor is not None
 
     def _mean_statistics(
         self, firsts: list[tf.Tensor], shares: list[tf.Tensor], batch: Batch

@@ -48,14 +48,9 @@ def inside_of(
     """The `extended` of `strategy`, as that of `outer`: its processes are `workers`.
 
     Raises:
-        ValueError: if the workers compress what the strategy has in parts, or train in rounds.
+        ValueError: if the workers train in rounds.
     """
     extended = strategy.extended
-    if workers._compressor is not None and extended._reduces_parts:
-        raise ValueError(
-            "Compression looks at whole gradients. Received: compression with inner="
-            f"{strategy}, whose devices have parts of them. Leave one of them out."
-        )
     if not workers._meets_every_step:
         raise ValueError(
             "Rounds of local steps average the weights of whole replicas. Received: LocalSGD or "

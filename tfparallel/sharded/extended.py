@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from tfparallel.internals import (
     BaseOptimizer,
     distribute_lib,
     distribute_utils,
+    values_util,
 )
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.device_names import hosts_of
@@ -43,7 +44,6 @@ class ShardedExtended(PartUpdates):
 
     _sharding: Sharding
     _memory = MemoryPolicy()
-    _reduces_parts = True
     _whole_of_new: tf.Tensor | None = None
     _new_is_slot = False
     _backward: BackwardReduction | None = None  # while a step is traced
@@ -176,7 +176,7 @@ class ShardedExtended(PartUpdates):
 
     def reduces_early(self, optimizer: BaseOptimizer, variables: Sequence) -> bool:
         """Whether Keras's own step reduces gradients as soon as they are there."""
-        is_asked = self._sharding.shard != "optimizer"
+        is_asked = self._sharding.shard != "optimizer" and not self._compresses
         return is_asked and self._updates_parts(optimizer, variables)
 
     def unit_layers(self, model: keras.Model) -> list[tuple[keras.Layer, bool]]:
@@ -232,6 +232,8 @@ class ShardedExtended(PartUpdates):
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
             if is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
         ]
+        if self._compresses:
+            return self._cut(super()._sum_gradients(gradients), cut, variables)
         results: dict = {k: gradients[k] for k in cut if is_part(gradients[k], variables[k])}
         others = [k for k in range(len(gradients)) if k not in cut]
         cut = [k for k in cut if k not in results]
@@ -242,6 +244,14 @@ class ShardedExtended(PartUpdates):
             padded = [variables[k].shards.padded(gradients[k]) for k in cut]
             results.update(zip(cut, self._reduce_scatter(padded), strict=True))
         return [results[k] for k in range(len(gradients))]
+
+    def _cut(self, sums: list, cut: Container[int], variables: Sequence) -> list:
+        """This replica's shards of whole sums, of those at the positions `cut`."""
+        shard = self._shard_of(values_util.get_current_replica_id_as_int())
+        return [
+            variables[k].shards.part(total, shard) if k in cut else total
+            for k, total in enumerate(sums)
+        ]
 
     def _reduce_scatter(self, padded: list) -> list:
         """This replica's shards of the sums of all replicas' `[num_shards * length]`."""

@@ -26,6 +26,8 @@ from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
+from tfparallel.tensor_parallel.holds_parts import HoldsParts
 from tfparallel.tensor_parallel.layout_table import LayoutSummary
 from tfparallel.tensor_parallel.layout_table import summary as summary_of_layout
 from tfparallel.tensor_parallel.layouts import Layouts
@@ -60,6 +62,7 @@ class HybridStrategy(KerasStrategy):
         pipeline: `tfparallel.PipelineOptions`, of each pipeline.
         layout_map: a `keras.distribution.LayoutMap`, whose axis "model" (as the mesh calls it)
             divides matrices. Its own mesh, if it has one, must have axes of these names and sizes.
+            Or "auto", for the layout that is found in each model when it is first used.
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. In a pipeline it is the options' `rematerialize`.
@@ -75,8 +78,9 @@ class HybridStrategy(KerasStrategy):
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
-            devices that do not exist, for options of an axis that the mesh does not have, and for
-            `memory` beside a pipeline's own `rematerialize`.
+            devices that do not exist, for options of an axis that the mesh does not have, for
+            those of `Sharding` that mean nothing on it, for a layout that is to be found beside
+            shards, and for `memory` beside a pipeline's own `rematerialize`.
     """
 
     _groups_of_options: ClassVar[Mapping[str, type]] = {
@@ -141,8 +145,19 @@ class HybridStrategy(KerasStrategy):
         """Of the devices `[group, model]`; without an axis of the model nothing is laid out."""
         names = self._mesh.names
         axes = names.get("data"), names.get("model")
+        of_devices = MeshGroups(tuple(map(tuple, groups.tolist())), *axes)
+        if isinstance(layout_map, str):
+            return FoundLayouts(None, of_devices)
         layout_map = keras.distribution.LayoutMap(None) if layout_map is None else layout_map
-        return Layouts(layout_map, MeshGroups(tuple(map(tuple, groups.tolist())), *axes))
+        return Layouts(layout_map, of_devices)
+
+    def run(
+        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+    ) -> Any:
+        """`tf.distribute.Strategy.run`; a layout that is to be found is found before."""
+        if isinstance(self.extended, HoldsParts):
+            self.extended.prepare_for(fn, args)
+        return super().run(fn, args, kwargs, options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._mesh}: {self.extended._description()})"
@@ -165,6 +180,8 @@ class HybridStrategy(KerasStrategy):
         """
         if "model" not in self._mesh.names:
             return self._summary_of_stages(model)
+        if isinstance(self.extended.layouts, FoundLayouts):
+            lay_out(self, model)
         weights = summary_of_layout(model, self.extended.layouts)
         if "pipeline" not in self._mesh.names:
             return weights
@@ -197,9 +214,11 @@ def _mesh(mesh: Any) -> Mesh:
 
 def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
     """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
+    if isinstance(layout_map, str) and layout_map == "auto":
+        return
     if not isinstance(layout_map, keras.distribution.LayoutMap):
         raise TypeError(
-            "Expected `layout_map`, a keras.distribution.LayoutMap. Received: "
+            "Expected `layout_map`, 'auto' or a keras.distribution.LayoutMap. Received: "
             f"{layout_map!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
         )
     own = layout_map.device_mesh
@@ -261,14 +280,35 @@ def _check_options(
         )
     if layout_map is not None:
         _check_layout_map(mesh, layout_map)
-    together = [axis for axis in ("pipeline", "model") if axis in mesh.names]
-    if shard is not None and together and shard.host is not None:
+    if shard is not None and isinstance(layout_map, str):
+        raise ValueError(
+            "Pieces along an axis of shards are cut when a weight is made, and 'auto' finds parts "
+            f"when its model is used. Received: both, on a mesh of {mesh}. Take a LayoutMap, or "
+            "leave `shard` out."
+        )
+    if shard is not None and {"pipeline", "model"} & {*mesh.names}:
+        _check_sharding_of_places(mesh, shard)
+
+
+def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
+    """Refuses what means nothing where a stage or a group of devices gathers what it computes."""
+    if shard.host is not None:
         raise NotImplementedError(
             "Beside a pipeline or an axis of the model, weights and slots are on devices. "
             f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
         )
-    if shard is not None and together and shard.shard != "parameters":
+    if shard.shard != "parameters":
         raise NotImplementedError(
             "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "
             f"Sharding('parameters'). Received: {shard.shard!r}, on a mesh of {mesh}."
+        )
+    defaults = Sharding(min_size=shard.min_size)
+    names = [field.name for field in dataclasses.fields(shard)]
+    given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
+    if given:
+        values = ", ".join(f"{name}={getattr(shard, name)!r}" for name in given)
+        raise ValueError(
+            "Beside a pipeline or an axis of the model a weight is gathered where it is computed "
+            "with, and freed behind it: there are no units to gather ahead or to keep. Received: "
+            f"Sharding({values}), on a mesh of {mesh}. Leave that out."
         )

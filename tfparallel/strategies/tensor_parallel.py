@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.timeouts import Timeouts
-from tfparallel.internals import is_keras_step, is_predict_step, model_of_predict_step
 from tfparallel.internals.keras_layers import layout_map_of
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
@@ -120,10 +119,7 @@ class TensorParallelStrategy(KerasStrategy):
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
         """`tf.distribute.Strategy.run`; a layout that is to be found is found before."""
-        if is_predict_step(fn):
-            self.extended.prepare(model_of_predict_step(fn), args)
-        elif not is_keras_step(fn) and isinstance(self.extended.layouts, FoundLayouts):
-            self.extended.layouts.warn_of_custom_step()
+        self.extended.prepare_for(fn, args)
         return super().run(fn, args, kwargs, options)
 
     def summary(self, model: keras.Model, inputs: Any = None) -> LayoutSummary:

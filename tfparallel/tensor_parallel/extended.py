@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
@@ -18,8 +17,6 @@ from tfparallel.internals import (
     distribute_lib,
     values_util,
 )
-from tfparallel.internals.distribute import keep_number
-from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_trainer import surround_epochs
 from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.local import LocalExtended
@@ -86,22 +83,11 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
         own = slice(rows.first, rows.first + len(rows.sizes))
         return tuple(device for group in self._groups for device in group[own])
 
-    def in_parts(self, variable: keras.Variable, rows: Rows) -> tf.Variable:
-        """What keeps the value of `variable` in parts; called outside of replicas."""
-        old = behind(variable)
-        self._thread.asked = rows
-        try:
-            with self._container_strategy().scope():
-                name = old.name.split(":")[0]
-                new = tf.Variable(old.read_value(), trainable=old.trainable, name=name)
-        finally:
-            self._thread.asked = None
-        keep_number(new, old)
-        return new
-
     # ---- how gradients meet ----------------------------------------------------------------------
 
     def _reduce_gradients(self, gradients: list) -> list:
+        if self._compresses:
+            return super()._reduce_gradients(gradients)
         variables = self._variables_of(gradients)
         parts = [in_parts(g, v) for g, v in zip(gradients, variables, strict=True)]
         split = [(p, v) for p, v in zip(parts, variables, strict=True) if p is not None]
@@ -119,7 +105,7 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
         return sum_parts(parts, firsts, self._groups, self._over_workers())
 
     def _over_workers(self) -> Callable[[list], list] | None:
-        """Adds up parts over workers. As parts, they are not compressed there."""
+        """Adds up parts over workers, which do not compress."""
         if self._workers is None:
             return None
         return functools.partial(self._sum_gradients_across_workers, source=None)

@@ -183,7 +183,9 @@ def _place_variable(extended: Any, layer: Any, variable: Any, found: Mapping[int
     if isinstance(rows, str):
         layouts.placements[variable.path] = VariableLayout(variable.path, shape, None, rows)
         return
-    for each in (variable, *layouts.slots_of(behind(variable))):
-        set_behind(each, extended.in_parts(each, rows))
+    slots = layouts.slots_of(behind(variable))
+    set_behind(variable, extended.in_parts(variable, rows))
+    for slot in slots:
+        set_behind(slot, extended.in_parts(slot, rows, behind(variable)))
     hook_layer(layer, extended)
     layouts.placements[variable.path] = VariableLayout(variable.path, shape, rows)

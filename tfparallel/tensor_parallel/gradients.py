@@ -27,8 +27,7 @@ def in_parts(gradient: Any, variable: Any, stored: bool = False) -> list[tf.Tens
         raise ValueError(
             f"Expected a gradient of shape {variable.shape} for '{variable.name}', which is in "
             f"parts. Received: {gradient.shape}. It was read in a tf.function that a tape around "
-            "it differentiates: remove the @tf.function, the step is compiled as a whole. Or, in a "
-            "pipeline, a persistent tape or one in another has differentiated it: take one tape."
+            "it differentiates: remove the @tf.function, the step is compiled as a whole."
         )
     if not gradient.shape.is_fully_defined():
         gradient = tf.ensure_shape(gradient, variable.shape)

@@ -12,9 +12,13 @@ import tensorflow as tf
 from tfparallel.internals import (
     distribute_lib,
     distribute_utils,
+    is_keras_step,
+    is_predict_step,
     layer_of_late_variable,
+    model_of_predict_step,
     owner_of_new_variable,
 )
+from tfparallel.internals.distribute import keep_number
 from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_state import (
     enclosing_layers,
@@ -45,7 +49,6 @@ class HoldsParts(ReplicatedExtended):
     """
 
     layouts: Layouts
-    _reduces_parts = True
     _split_class: type[SplitVariable] = SplitVariable
 
     @functools.cached_property
@@ -111,6 +114,31 @@ class HoldsParts(ReplicatedExtended):
             name_layers_without_rule(layer, path)
         return placement.rows
 
+    def in_parts(
+        self, variable: keras.Variable, rows: Rows, leader: tf.Variable | None = None
+    ) -> tf.Variable:
+        """What keeps the value of `variable` in parts; called outside of replicas.
+
+        Args:
+            variable: a weight, or an optimizer's slot.
+            rows: its parts.
+            leader: the weight that a slot is for.
+        """
+        old = behind(variable)
+        self._thread.asked = rows
+        try:
+            with self._container_strategy().scope():
+                beside = (
+                    contextlib.nullcontext() if leader is None else self.colocate_vars_with(leader)
+                )
+                with beside:
+                    name = old.name.split(":")[0]
+                    new = tf.Variable(old.read_value(), trainable=old.trainable, name=name)
+        finally:
+            self._thread.asked = None
+        keep_number(new, old)
+        return new
+
     def _note_slot(self, leader: Any, keras_variable: Any) -> None:
         """Has a slot be put in parts with its weight, if that is to come."""
         if not isinstance(self.layouts, FoundLayouts) or keras_variable is None:
@@ -167,6 +195,13 @@ class HoldsParts(ReplicatedExtended):
         elif model.built:  # else the step that begins makes its variables
             self.layouts.check_patterns(model)
             self.layouts.hook(model, self)
+
+    def prepare_for(self, fn: Any, args: tuple) -> None:
+        """Before `run(fn, args)`, of what is no step of Keras that trains or evaluates."""
+        if is_predict_step(fn):
+            self.prepare(model_of_predict_step(fn), args)
+        elif not is_keras_step(fn) and isinstance(self.layouts, FoundLayouts):
+            self.layouts.warn_of_custom_step()
 
     # ---- gradients of parts ----------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Two real workers whose gradients are compressed."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,8 @@ def trained(workers, **request):
         assert first[key] == second[key], key
     if first["residuals"] and np.any(first["residuals"][0]):  # Adaptive may send all as it is
         assert first["residuals"] != second["residuals"]
-    return first
+    pairs = zip(first["residuals"], second["residuals"], strict=True)
+    return first | {"all residuals": [np.add(a, b) for a, b in pairs]}
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,59 @@ def test_the_loss_scale_does_not_matter(workers):
     scaled = trained(workers, compression="power_sgd", wrap="scale")
     for a, b in zip(plain["weights"], scaled["weights"], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+MESHES = {
+    "shard x pipeline": {"sizes": {"shard": 2, "pipeline": 2}},
+    "data x pipeline": {"sizes": {"data": 2, "pipeline": 2}},
+    "pipeline x model": {"sizes": {"pipeline": 2, "model": 2}},
+    "data x model": {"sizes": {"data": 2, "model": 2}},
+    "shard x model": {"sizes": {"shard": 2, "model": 2}},
+    "data x shard": {"sizes": {"data": 2, "shard": 2}},
+    "shard, ZeRO 1": {"sizes": {"shard": 2}, "what": "optimizer"},
+    "shard, ZeRO 2": {"sizes": {"shard": 2}, "what": "gradients"},
+}
+BY_DEFAULT = ("shard x pipeline", "overflow")
+
+
+@pytest.fixture(scope="module")
+def of_one_device(workers):
+    """What workers of one device each give, asked once."""
+
+    @functools.cache
+    def ask(**options):
+        return trained(workers, **options, batch_size=12)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compression", "wrap"),
+    [
+        pytest.param(mesh, *rest, marks=[] if (mesh, rest[1]) == BY_DEFAULT else pytest.mark.long)
+        for mesh in MESHES
+        for rest in [("power_sgd", "overflow"), ("fp16", "")]
+    ],
+)
+def test_a_mesh_in_each_worker_sends_what_one_device_would(
+    workers, of_one_device, mesh, compression, wrap
+):
+    """Whatever a process has in parts, compressors see whole gradients.
+
+    Which worker has which rows differs: PowerSGD is linear in the sum, a half rounds a little.
+    """
+    options = {"compression": compression, "wrap": wrap}
+    alone = of_one_device(**options)
+    on_mesh = trained(workers, **options, batch_size=12, mesh=MESHES[mesh])
+    atol = 5e-4 if compression == "fp16" else 2e-5  # a half may round to its neighbour
+    for key, factor in (("weights", 1), ("shared", 1), ("all residuals", alone["scale"] or 1)):
+        for a, b in zip(alone[key], on_mesh[key], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol * factor, err_msg=key)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["shard x pipeline", "data x model", "data x shard"])
+def test_meshes_in_workers_train_alike_with_compression_that_decides(workers, uncompressed, mesh):
+    result = trained(workers, compression="adaptive", mesh=MESHES[mesh])
+    assert abs(result["history"][-1] - uncompressed["history"][-1]) < 0.1
+    assert result["history"][-1] < result["history"][0]

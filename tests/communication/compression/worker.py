@@ -1,5 +1,6 @@
 """The program of two workers that train under `MultiWorkerMirroredStrategy(compression=...)`."""
 
+import functools
 import json
 import os
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import open_logical_cpus
+from tests.hybrid.meshes import hybrid
 from tests.multi_process.answering import answer_requests
 from tfparallel.compression import Adaptive, PowerSGD, RandomK, TopK
 
@@ -38,9 +40,28 @@ class Overflow(keras.layers.Layer):
         return forward(tf.where(bad, 0.0, x))
 
 
-def train(compression, rows=48, steps_per_execution=1, wrap="", accumulate=None, table=False):
-    """A tiny model for three epochs of four uneven batches; returns what ranks must agree on."""
-    strategy = tfparallel.MultiWorkerMirroredStrategy(compression=COMPRESSIONS[compression]())
+def train(
+    compression,
+    rows=48,
+    batch_size=13,
+    steps_per_execution=1,
+    wrap="",
+    accumulate=None,
+    table=False,
+    mesh=None,
+):
+    """A tiny model for three epochs of four uneven batches; returns what ranks must agree on.
+
+    Args:
+        batch_size: 12 gives workers the same rows, however many replicas they have.
+        mesh: sizes of the axes of each worker's devices, and more of `tests.hybrid.meshes.hybrid`;
+            by default one device.
+    """
+    keras.backend.clear_session()  # the layouts of meshes go by layers' names
+    strategy = tfparallel.MultiWorkerMirroredStrategy(
+        compression=COMPRESSIONS[compression](),
+        inner=None if mesh is None else functools.partial(hybrid, **mesh),
+    )
     keras.utils.set_random_seed(1)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 6)).astype("float32")
@@ -59,7 +80,9 @@ def train(compression, rows=48, steps_per_execution=1, wrap="", accumulate=None,
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
     x = np.abs(x * 8).astype("int32") % 20 if table else x
-    history = model.fit(x, y, batch_size=13, epochs=3, verbose=0, shuffle=False).history["loss"]
+    history = model.fit(x, y, batch_size=batch_size, epochs=3, verbose=0, shuffle=False).history[
+        "loss"
+    ]
     state = getattr(model.optimizer, "gradient_compression", None)
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     saved = [name for name, _ in tf.train.list_variables(_checkpoint(model))]
@@ -87,7 +110,7 @@ def _checkpoint(model) -> str:
 
 
 def _begin() -> None:
-    open_logical_cpus(1)
+    open_logical_cpus(4)  # of which a worker without a mesh takes one
     tfparallel.MultiWorkerMirroredStrategy()  # joins the cluster
 
 
