@@ -33,13 +33,9 @@ def adam():
     return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"pipeline": 2, "model": 2},
-        pytest.param({"data": 2, "model": 2}, marks=pytest.mark.long),
-    ],
-    ids=" x ".join,
+    "sizes", [{"pipeline": 2, "model": 2}, {"data": 2, "model": 2}], ids=" x ".join
 )
 def test_a_gpt_trains_as_on_one_device(sizes):
     options = {"build": gpt, "data": text, "rows": 10, "batch_size": 5}
