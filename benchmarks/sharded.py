@@ -4,11 +4,6 @@
     python benchmarks/sharded.py --ranks 4 --width 512 --rounds 1
     python benchmarks/sharded.py --transport horovod --only "data parallel" parameters
 
-What one rank could not hold, and four do; the first fails, as it has to:
-
-    python benchmarks/sharded.py --ranks 1 --width 3072 --limit-mb 800 --only "data parallel"
-    python benchmarks/sharded.py --ranks 4 --width 3072 --limit-mb 800 --only parameters --rounds 1
-
 Every contestant trains the same model in fresh processes, and they take turns (A B C A B C ...).
 Reported is the median over rounds of the rank that has most.
 
@@ -90,7 +85,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--transport", choices=["ring", "collectives", "horovod"], default="ring")
-    parser.add_argument("--limit-mb", type=int, help="data that a rank may have beside the program")
     parser.add_argument("--rank-of", choices=CONTESTANTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -114,8 +108,6 @@ def _together(name: str, options: argparse.Namespace) -> dict:
         command = [sys.executable, __file__, "--rank-of", name, "--ranks", str(options.ranks)]
         command += ["--width", str(options.width), "--steps", str(options.steps)]
         command += ["--transport", options.transport]
-        if options.limit_mb:
-            command += ["--limit-mb", str(options.limit_mb)]
         processes.append(
             subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -136,8 +128,6 @@ def run_rank(options: argparse.Namespace) -> dict:
     import tensorflow as tf
 
     strategy = _strategy(options)
-    if options.limit_mb:
-        _limit_data(options.limit_mb * 1_000_000)
     keras.utils.set_random_seed(0)
     before, in_use_before = _peak_bytes(), _in_use()["current"]
     with strategy.scope():
@@ -190,13 +180,6 @@ def _strategy(options: argparse.Namespace):
         chosen = tf.distribute.experimental.CommunicationOptions(implementation=by)
         return tfparallel.MultiWorkerMirroredStrategy(communication_options=chosen)
     return tfparallel.MultiWorkerMirroredStrategy()
-
-
-def _limit_data(size: int) -> None:
-    """Of what the process may have in memory that is its own, `size` bytes more than now."""
-    status = Path("/proc/self/status").read_text()
-    (now,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now * 1024 + size,) * 2)
 
 
 def _bytes_sent(strategy) -> int:
