@@ -753,7 +753,15 @@ ROWS_OF = {
         "sharded_horovod_2",
         "sharded_hybrid_2x2",
     ],
-    "TensorParallelStrategy": ["tensor_1x2", "tensor_2x2", "tensor_1x4"],
+    "TensorParallelStrategy": [
+        "tensor_1x2",
+        "tensor_2x2",
+        "tensor_1x4",
+        "tensor_auto_1x2",
+        "tensor_branches_2",
+        "tensor_image_rows_1x2",
+        "tensor_sequences_1x2",
+    ],
     "HorovodStrategy": [
         "horovod_2",
         "horovod_2_of_pipelines",
