@@ -61,7 +61,7 @@ def variables_alive() -> list[str]:
     return [
         found.name
         for found in gc.get_objects()
-        if issubclass(type(found), ResourceVariable) and hasattr(found.handle, "numpy")
+        if issubclass(type(found), ResourceVariable) and not tf.is_symbolic_tensor(found.handle)
     ]
 
 

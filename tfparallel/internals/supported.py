@@ -74,6 +74,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.eager.context": ("context",),
     "tensorflow.python.eager.executor": ("new_executor",),
     "tensorflow.python.eager.polymorphic_function.atomic_function": (
+        "RUNTIME_FUNCTION_REFS",
         "AtomicFunction",
         "from_func_graph",
     ),
