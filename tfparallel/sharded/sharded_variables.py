@@ -308,8 +308,8 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
 
 
-class KeptWholeVariable(ShardedVariable):
-    """A whole flat copy on each replica, of which it updates its part (ZeRO 1 and 2).
+class UpdatedInCopiesVariable(ShardedVariable):
+    """What an optimizer updates elsewhere than where it is stored: a part of a copy, for a while.
 
     Args:
         as `ShardedVariable`.
@@ -326,11 +326,23 @@ class KeptWholeVariable(ShardedVariable):
     ):
         super().__init__(strategy, values, aggregation, var_policy, shards=shards)
         extended = strategy.extended
-        begins = [extended._shard_of(i) * shards.length for i in range(len(values))]
         self._parts_of_copies = [
             PartOfCopy(copy, self, begin, shards.length, extended._updated_on(copy))
-            for copy, begin in zip(values, begins, strict=True)
+            for copy, begin in zip(values, self._begins(extended, len(values)), strict=True)
         ]
+
+    def _begins(self, extended: Any, num_copies: int) -> list[int]:
+        """Where each replica's part begins in what it stores."""
+        del extended
+        return [0] * num_copies
+
+    def component(self, i: int) -> PartOfCopy:
+        """There between `PartOfCopy.take` and `leave`."""
+        return self._parts_of_copies[i]
+
+
+class KeptWholeVariable(UpdatedInCopiesVariable):
+    """A whole flat copy on each replica, of which it updates its part (ZeRO 1 and 2)."""
 
     worker_bounds = None
 
@@ -340,9 +352,8 @@ class KeptWholeVariable(ShardedVariable):
         del index
         return shards.padded(whole)
 
-    def component(self, i: int) -> PartOfCopy:
-        """There between `PartOfCopy.take` and `publish`."""
-        return self._parts_of_copies[i]
+    def _begins(self, extended: Any, num_copies: int) -> list[int]:
+        return [extended._shard_of(i) * self.shards.length for i in range(num_copies)]
 
     def _joined(self, i: int) -> tf.Tensor:
         with tf.device(self._values[i].device):
@@ -356,38 +367,15 @@ class KeptWholeVariable(ShardedVariable):
             part.leave()
 
 
-class UpdatedOnHostVariable(ShardedVariable):
-    """Parts on devices, each of which is on the host while its optimizer updates it there.
-
-    Args:
-        as `ShardedVariable`.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        values: Sequence,
-        aggregation: Any,
-        var_policy: Any = None,
-        *,
-        shards: FlatShards,
-    ):
-        super().__init__(strategy, values, aggregation, var_policy, shards=shards)
-        self._on_host = [
-            PartOfCopy(own, self, 0, shards.length, strategy.extended._updated_on(own))
-            for own in values
-        ]
-
-    def component(self, i: int) -> PartOfCopy:
-        """There between `PartOfCopy.take` and `put_back`."""
-        return self._on_host[i]
+class UpdatedOnHostVariable(UpdatedInCopiesVariable):
+    """Parts on devices, each of which is on the host while its optimizer updates it there."""
 
     def put_back(self, i: int) -> None:
         """Replica `i` stores what it has updated."""
-        own = self._values[i]
+        own, on_host = self._values[i], self._parts_of_copies[i]
         with tf.device(own.device):
-            own.assign(tf.identity(self._on_host[i].read_value()))
-        self._on_host[i].leave()
+            own.assign(tf.identity(on_host.read_value()))
+        on_host.leave()
 
 
 def is_sharded(variable: Any) -> bool:
