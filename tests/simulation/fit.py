@@ -63,6 +63,7 @@ class Truth:
     def __init__(self, world: World, disk: SimulatedDisk):
         self.world, self.disk = world, disk
         self.may_fail = bool(disk.error_chance)
+        self._wake_chance = (0.0, 0.2, 0.5)[world.choices.below(3)]
         self.most_steps = 0  # that any process has done
         self.newest_owner = (0, "")  # fencing number and token of who has last taken the folder
         self.published: dict[int, str] = {}  # number and token of all that were ever published
@@ -105,7 +106,11 @@ class Truth:
             self.certain.pop(gone, None)
 
     def removed(self, path: Path) -> None:
-        """Called when a process has removed a file: with the last claim all begins anew."""
+        """Called when a process has removed a file: with the last claim all begins anew.
+
+        A process that slept through the loss of its folder wakes among these, or hardly ever.
+        """
+        self.world.wake(self._wake_chance)
         if numbered([path.name], "lease") and not numbered(self._names(), "lease"):
             self.newest_owner, self.published, self.certain = (0, ""), {}, {}
 

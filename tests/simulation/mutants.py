@@ -180,7 +180,7 @@ def main() -> int:
     """Asks for every mutant; 1 unless all are found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names")
-    parser.add_argument("--schedules", type=int, default=6000)
+    parser.add_argument("--schedules", type=int, default=20_000)
     arguments = parser.parse_args()
     asked = [m for m in MUTANTS if any(part in m.name for part in arguments.only)]
     results = [is_found(mutant, arguments.schedules) for mutant in asked]

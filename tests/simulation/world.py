@@ -199,6 +199,14 @@ class World:
         process.stopped_until_s = self.now_s + seconds
         process.was_stopped_s += seconds
 
+    def wake(self, chance: float) -> None:
+        """A stopped process, if there is one, may run again now, and not when its time is over."""
+        for process in self.processes:
+            is_stopped = not process.is_over and self.now_s < process.stopped_until_s
+            if is_stopped and self.choices.rarely(chance):
+                process.stopped_until_s = self.now_s
+                self._hand_on(self.me)
+
     def kill(self, process: Process) -> None:
         """Ends a process as `kill -9` does."""
         self.end(process)
