@@ -136,7 +136,7 @@ class AdaptiveReducer(BucketReducer):
         """As `BucketReducer.reduce`."""
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
-        self._controller.bytes_shares = np.array([self._bytes_shares(b) for b in buckets])
+        self._controller.sent_bytes = np.array([self._sent_bytes(bucket) for bucket in buckets])
         levels = tf.unstack(self._levels.read_value())
         notes = [_Note() for _ in buckets]
         reductions = [
@@ -148,13 +148,12 @@ class AdaptiveReducer(BucketReducer):
         self._advance(notes, transport)
         return reduced
 
-    def _bytes_shares(self, bucket: Bucket) -> list[float]:
-        """What each level sends of a bucket, over what is sent of it uncompressed."""
+    def _sent_bytes(self, bucket: Bucket) -> list[int]:
+        """What each level sends of a bucket."""
         shapes = [tensor.shape for tensor in bucket.tensors]
         exact = sum(4 * num_elements(shape) for shape in shapes)
         levels = self._adaptive.levels[1:]
-        compressed = [sum(map(level.payload_bytes, shapes)) for level in levels]
-        return [sent / exact if exact else 0.0 for sent in [exact, *compressed]]
+        return [exact, *(sum(map(level.payload_bytes, shapes)) for level in levels)]
 
     def _rounds(
         self, bucket: Bucket, level: tf.Tensor, transport: Transport, note: "_Note"

@@ -12,7 +12,8 @@ MEASURED_STEPS = 3  # with each level for all buckets; the fastest counts
 TURNS = 5  # of a plan and of the best level for all buckets
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
-_HOPELESS = 2.0  # a level that costs so many times what another does is measured once
+_LUCK = 2.0  # how much faster exact sums may be than those of one bucket were
+_SMALL_SHARE = 0.05  # of all bytes
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
 
@@ -135,13 +136,14 @@ Steps = Generator[tuple[list[int], int], Measurement, None]
 class Controller:
     """Says, step by step, which level each bucket gets, and when it wants to see times again.
 
-    It times the coarse levels for a few steps each, estimates errors in one probing step, and times
-    the exact levels: one that is hopeless beside the coarse ones once, and what would be slower
-    still not at all. Then it plans. A plan is a forecast: unless it is known to be as good as the
-    best level for all buckets, it takes turns with that for a few steps, and the better one stays.
-    After `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one
-    step, and at two more if that took another time than expected: it measures everything anew if
-    times have changed, and probes and plans again if they have not.
+    It times the finest of the approximate levels for a few steps and estimates errors in one
+    probing step. Of what was never timed it hopes for the best: it plans, and times what the plan
+    uses, until all of it is known. Before whole steps are sent exactly, one bucket is: over a slow
+    link one such step takes as long as twenty approximate ones. A plan is a forecast: unless it is
+    known to be as good as the best level for all buckets, it takes turns with that for a few steps,
+    and the better one stays. After `FIRST_LOOK` steps, and then twice as many each time up to
+    `interval`, it looks at one step, and at two more if that took another time than expected: it
+    measures everything anew if times have changed, and probes and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
@@ -152,8 +154,7 @@ class Controller:
         interval: the most steps between two decisions.
 
     Attributes:
-        bytes_shares: `[bucket, level]`, what a level sends over what level 0 sends; zeros where
-            that is not known.
+        sent_bytes: `[bucket, level]`; zeros where that is not known.
         log: decisions, with the times and errors that they were taken from.
     """
 
@@ -166,9 +167,11 @@ class Controller:
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.bytes_shares = np.zeros((self.num_buckets, len(self.names)))
+        self.sent_bytes = np.zeros((self.num_buckets, len(self.names)))
+        self._finest = min([n for n in self.measured if n > 1], default=self.measured[-1])
         self._measurements: dict[int, list[Measurement]] = {}  # of a level for all buckets
         self._steps_s: dict[int, list[float]] = {}  # whole steps of these
+        self._s_per_byte: float | None = None  # of what is sent exactly, at least
         self._end_s = np.empty(0)  # `[rank]`: of the step before
         self._step_s = 0.0  # the one that ended last
         self._steps = 0
@@ -189,77 +192,81 @@ class Controller:
         return levels, steps
 
     def _live(self) -> Steps:
-        yield self._for_all(self.measured[-1]), 1  # its times hold tracing and connecting
+        yield self._for_all(self._finest), 1  # its times hold tracing and connecting
         wait = min(FIRST_LOOK, self.interval)
         while True:
-            yield from self._measure()
+            self._measurements, self._steps_s, self._s_per_byte = {}, {}, None
+            for _ in range(MEASURED_STEPS):
+                yield from self._time(self._finest)
             is_as_expected = True
             while is_as_expected:
+                yield from self._probe()
+                while (level := self._promising()) is not None:
+                    yield from self._time(level)
                 levels = yield from self._choose()
                 self._report(levels)
                 is_as_expected = yield from self._keep(levels, wait)
                 wait = min(2 * wait, self.interval)
-                if is_as_expected:
-                    yield from self._probe()
 
     # ---- measuring -------------------------------------------------------------------------------
 
-    def _measure(self) -> Steps:
-        self._measurements, self._steps_s = {}, {}
-        for level in self.measured:
-            if level > 1:
-                yield from self._time(level, MEASURED_STEPS)
-        yield from self._probe()
-        for level in (1, 0):
-            if level in self.measured:
-                yield from self._time(level, 1)
-                if self._is_hopeless(level):
-                    break
-                yield from self._time(level, MEASURED_STEPS - 1)
+    def _time(self, level: int) -> Steps:
+        """One step of a level for all buckets; before the first exact one, of one bucket."""
+        if level <= 1 and self._s_per_byte is None and self._finest > 1:
+            yield from self._time_a_bucket()
+            return
+        measurement = yield self._for_all(level), 1
+        self._measurements.setdefault(level, []).append(measurement)
+        self._steps_s.setdefault(level, []).append(self._step_s)
         self._durations_s = self._times_of_levels()
         exact = min(self._measurements)
         self._ready_s = np.median([m.offsets_s() for m in self._measurements[exact]], 0)
         forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
         self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
 
-    def _time(self, level: int, steps: int) -> Steps:
-        for _ in range(steps):
-            measurement = yield self._for_all(level), 1
-            self._measurements.setdefault(level, []).append(measurement)
-            self._steps_s.setdefault(level, []).append(self._step_s)
+    def _time_a_bucket(self) -> Steps:
+        """Sends a small one as level 1, and takes from it what a byte takes at least."""
+        more_bytes = self.sent_bytes[:, 1] - self.sent_bytes[:, self._finest]
+        is_large = more_bytes >= _SMALL_SHARE * np.sum(more_bytes)  # else noise hides its bytes
+        bucket = int(np.argmin(np.where(is_large, more_bytes, np.inf)))
+        levels = self._for_all(self._finest)
+        levels[bucket] = 1
+        measurement = yield levels, 1
+        more_s = measurement.durations_s()[bucket] - self._durations_s[bucket, self._finest]
+        self._s_per_byte = max(0.0, more_s) / max(more_bytes[bucket], 1.0) / _LUCK
+        self._durations_s = self._times_of_levels()
 
     def _probe(self) -> Steps:
         measurement = yield self._for_all(self.probe), 1
         self._errors = np.max(measurement.errors, 0)
         self._energies = np.max(measurement.energies, 0)
 
-    def _is_hopeless(self, level: int) -> bool:
-        others = [other for other in self._allowed() if other != level]
-        best_s = min(map(self._price_s, others), default=np.inf)
-        return self._price_s(level) > _HOPELESS * best_s
+    def _promising(self) -> int | None:
+        """A level that the plan uses and that was timed too rarely, the cheapest first."""
+        plan = {n if n in self.measured else self.measured[-1] for n in self._plan()}
+        return max((n for n in plan if len(self._steps_s.get(n, ())) < MEASURED_STEPS), default=None)
 
     def _times_of_levels(self) -> np.ndarray:
-        """`[bucket, level]`."""
-        durations = np.empty((self.num_buckets, len(self.names)))
+        """`[bucket, level]`: what was timed, and the least that the rest may take."""
+        least_s = (self._s_per_byte or 0.0) * self.sent_bytes
+        durations = np.where(np.arange(len(self.names)) <= 1, least_s, 0.0)
         for level, measurements in self._measurements.items():
             durations[:, level] = min((m.durations_s() for m in measurements), key=np.sum)
-        exact = min(self._measurements)
-        if exact > 0:  # nobody waits for what is hopeless: it takes as much longer as it sends more
-            shares = self.bytes_shares[:, exact]
-            durations[:, 0] = durations[:, exact] / np.where(shares > 0, shares, 1.0)
         first, last = self.measured[-2:]
-        for level in range(first + 1, last):
-            share = (level - first) / (last - first)
-            durations[:, level] = (1 - share) * durations[:, first] + share * durations[:, last]
+        if last in self._measurements:
+            for level in range(first + 1, last):
+                share = (level - first) / (last - first)
+                durations[:, level] = (1 - share) * durations[:, first] + share * durations[:, last]
         # A level computes more than level 0, and its bytes need their time: what looks faster has
         # left its time to a neighbour.
-        return np.maximum(durations, self.bytes_shares * durations[:, :1])
+        exact_bytes = self.sent_bytes[:, :1]
+        shares = self.sent_bytes / np.where(exact_bytes > 0, exact_bytes, 1.0)
+        return np.maximum(durations, shares * durations[:, :1])
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _choose(self) -> Generator[tuple[list[int], int], Measurement, list[int]]:
-        """The plan, or the best level for all buckets if steps of both show that it is better."""
-        plan = choose_levels(
+    def _plan(self) -> list[int]:
+        return choose_levels(
             self._ready_s,
             self._durations_s,
             self._errors,
@@ -267,6 +274,10 @@ class Controller:
             self.max_error,
             self._rest_s,
         )
+
+    def _choose(self) -> Generator[tuple[list[int], int], Measurement, list[int]]:
+        """The plan, or the best level for all buckets if steps of both show that it is better."""
+        plan = self._plan()
         best = min(self._allowed(), key=self._price_s)
         if self._is_as_good(plan, best):
             return plan
@@ -327,12 +338,17 @@ class Controller:
     def _report(self, levels: list[int]) -> None:
         for k, level in enumerate(levels):
             options = ", ".join(
-                f"{name} {1e3 * time:.1f} ms, error {error:.3g}"
-                for name, time, error in zip(
-                    self.names, self._durations_s[k], self._errors[k], strict=True
+                f"{name} {self._least(n)}{1e3 * time:.1f} ms, error {error:.3g}"
+                for n, (name, time, error) in enumerate(
+                    zip(self.names, self._durations_s[k], self._errors[k], strict=True)
                 )
             )
             self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
+
+    def _least(self, level: int) -> str:
+        """What stands before a time that nobody has measured."""
+        known = level if level in self.measured else self.measured[-1]
+        return "" if known in self._measurements else "at least "
 
     def _for_all(self, level: int) -> list[int]:
         return [level] * self.num_buckets
