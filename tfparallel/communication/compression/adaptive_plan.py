@@ -244,7 +244,8 @@ class Controller:
     def _promising(self) -> int | None:
         """A level that the plan uses and that was timed too rarely, the cheapest first."""
         plan = {n if n in self.measured else self.measured[-1] for n in self._plan()}
-        return max((n for n in plan if len(self._steps_s.get(n, ())) < MEASURED_STEPS), default=None)
+        rarely = [n for n in plan if len(self._steps_s.get(n, ())) < MEASURED_STEPS]
+        return max(rarely, default=None)
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`: what was timed, and the least that the rest may take."""
