@@ -36,6 +36,9 @@ class FaultInjector:
         faults: how often.
         victims: whom it may happen to.
         power_fails: what a power failure does.
+
+    Attributes:
+        left: how many may still happen.
     """
 
     def __init__(
@@ -48,15 +51,15 @@ class FaultInjector:
         self._world, self._victims, self._power_fails = world, victims, power_fails
         self._chances = [faults.kill, faults.stop, faults.jump, faults.power]
         self._any = sum(self._chances)
-        self._left = faults.most
+        self.left = faults.most
         world.before_request = self.before
 
     def before(self, process: Process) -> None:
         """Draws whether anything happens to `process` now, and what."""
         choices = self._world.choices
-        if not self._left or not self._victims(process) or not choices.rarely(self._any):
+        if not self.left or not self._victims(process) or not choices.rarely(self._any):
             return
-        self._left -= 1
+        self.left -= 1
         drawn = choices.below(1000) / 1000 * self._any
         kind = 0
         while kind < 3 and drawn >= self._chances[kind]:

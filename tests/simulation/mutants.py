@@ -137,6 +137,24 @@ MUTANTS = [
         "            if not self._owns(worker, step, attempt):\n                pass",
     ),
     Mutant(
+        "nobody sees an update that is applied and still under way",
+        "servers",
+        "parameter_server/worker_pool.py",
+        "                if is_applied:\n"
+        "                    self._note_applied(worker, step, outputs)\n"
+        "                self._changed.notify_all()\n",
+        "                self._changed.notify_all()\n"
+        "        with self._changed:\n"
+        "            self._note_applied(worker, step, outputs)\n",
+    ),
+    Mutant(
+        "who waits for workers in a later training waits anew",
+        "servers",
+        "parameter_server/worker_pool.py",
+        "self._error, for_anyone = error, None",
+        "self._error = error",
+    ),
+    Mutant(
         "what was given up cannot change a variable any more (8630276)",
         "servers",
         "parameter_server/repeated_steps.py",

@@ -196,24 +196,29 @@ class WorkerPool:
             if not self._owns(worker, step, attempt):
                 return  # it was given to another worker while this one was silent
             self._is_applying = True
+        is_applied = False
         try:
             if step.remote.has_effects:
                 with self._recovery.of_servers():
                     step.remote.apply(self._cluster.ps_devices[0], effects)
                     executor.wait()
                 step.remote.keep(worker, kept)
+            is_applied = True
         finally:
-            with self._changed:
+            with self._changed:  # at once: nobody may see it applied and still under way
                 self._is_applying = False
+                if is_applied:
+                    self._note_applied(worker, step, outputs)
                 self._changed.notify_all()
-        with self._changed:
-            step.outputs = outputs
-            if step.remote.has_effects:
-                self._staleness.apply(step.number)
-            else:
-                self._staleness.forget(step.number)
-            self.steps_of_worker[worker] += 1
-            self._end(worker, step)
+
+    def _note_applied(self, worker: int, step: QueuedStep, outputs: Any) -> None:
+        step.outputs = outputs
+        if step.remote.has_effects:
+            self._staleness.apply(step.number)
+        else:
+            self._staleness.forget(step.number)
+        self.steps_of_worker[worker] += 1
+        self._end(worker, step)
 
     def _owns(self, worker: int, step: QueuedStep, attempt: int) -> bool:
         """Whether `step` is still this worker's to finish."""
@@ -221,7 +226,7 @@ class WorkerPool:
         return under_way is not None and under_way[0] is step and step.attempt == attempt
 
     def _end(self, worker: int, step: QueuedStep) -> None:
-        del self._under_way[worker]
+        self._under_way.pop(worker, None)  # the watch may have given all up meanwhile
         step.is_done = True
         self._changed.notify_all()
 
@@ -273,7 +278,7 @@ class WorkerPool:
                 for_anyone = (for_anyone or self._wait_for_anyone()) if are_all_lost else None
                 error = self._hopeless(for_anyone, silent)
                 if error is not None and self._error is None and (self._queue or self._under_way):
-                    self._error = error
+                    self._error, for_anyone = error, None
                     self._queue.clear()
                     self._under_way.clear()
                     self._changed.notify_all()
