@@ -87,8 +87,12 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def atol_of(model: str) -> float:
-    """One ulp of float16 at 1 is 1e-3, and splitting a batch moves a sum by some."""
-    return _FLOAT16_ATOL if model == "float16" else 3e-5
+    """One ulp of float16 at 1 is 1e-3, and splitting a batch moves a sum by some.
+
+    Behind a BatchNorm of three rows Adam divides gradients of 1e-6 by their like: 5e-5 in one
+    cell, 2e-14 in float64.
+    """
+    return {"float16": _FLOAT16_ATOL, "batch norm": 1e-4}.get(model, 3e-5)
 
 
 @functools.cache
