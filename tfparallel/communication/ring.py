@@ -10,6 +10,10 @@ round twice: once being summed, once being handed out. Each worker sends and rec
 
 A chunk is sent on in segments while the rest of it is still coming in.
 
+So many messages one after another take long, of however few bytes: what is small is summed among
+partners (`doubling.py`), up to a size that follows from what messages and bytes cost
+(`alpha_beta.py`).
+
 TensorFlow's own collectives on CPUs do the same over gRPC, at a quarter of the speed
 (docs/performance.md): every hop is serialised into messages and copied several times.
 
@@ -24,8 +28,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tfparallel.communication.alpha_beta import measured_costs, most_small_bytes
+from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.communication.neighbours import Neighbours
+from tfparallel.communication.neighbours import GREETING_BYTES, Neighbours
 from tfparallel.communication.page_pool import PagePool
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
@@ -41,12 +47,15 @@ class Ring:
     """One worker's place in the ring, which it opens by `ring_opening.connect_ring`.
 
     Args:
-        neighbours: this worker's connections to the next and the previous one.
+        neighbours: this worker's connections to the next and the previous one, and to partners.
+        small_bytes: up to so many are summed among partners; the same on all workers.
     """
 
-    def __init__(self, neighbours: Neighbours):
+    def __init__(self, neighbours: Neighbours, small_bytes: int = -1):
         self._neighbours = neighbours
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
+        self.small_bytes = small_bytes
+        self._exchanges = all_reduce_exchanges(self._rank, self._num_workers)
         self._scratch = bytearray(SEGMENT_BYTES)
         self._lock = threading.Lock()
         self.close, self.journal = neighbours.close, neighbours.journal
@@ -66,6 +75,16 @@ class Ring:
         """What collectives have taken since the ring was opened."""
         return self._neighbours.times
 
+    def measure(self) -> None:
+        """Measures the links for a moment, and sets `small_bytes` by it; all workers call it.
+
+        Raises:
+            as `all_reduce`.
+        """
+        now_s = self._neighbours.machine.now_s
+        costs = measured_costs(self._all_reduce_small, self._num_workers, now_s)
+        self.small_bytes = most_small_bytes(costs, self._num_workers)
+
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays; every worker receives the same bits.
 
@@ -73,9 +92,12 @@ class Ring:
 
         Raises:
             PeerLostError: if a neighbour ends, or says nothing for `timeout_s`. The ring is closed.
-            CollectiveMismatchError: if the previous worker is in another collective. Likewise.
+            CollectiveMismatchError: if the previous worker, or a partner, is in another collective.
+                Likewise.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
+        if flat.nbytes <= self.small_bytes:
+            return self._all_reduce_small(flat).reshape(array.shape)
         total = aligned_empty(flat.shape, flat.dtype)
         with self._lock, self._neighbours.closed_on_error():
             send = self._neighbours.put
@@ -97,6 +119,30 @@ class Ring:
                         send(total[segment])
             self._neighbours.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
+
+    def _all_reduce_small(self, flat: np.ndarray) -> np.ndarray:
+        mine = aligned_empty((_ALIGNMENT + flat.nbytes,), np.dtype(np.uint8))
+        total = mine[_ALIGNMENT:].view(flat.dtype)
+        message = mine[_ALIGNMENT - GREETING_BYTES :]
+        received = np.empty_like(message)
+        addend = received[GREETING_BYTES:].view(flat.dtype)
+        total[:] = flat
+        with self._lock, self._neighbours.closed_on_error():
+            greeting = self._neighbours.greet_partners("reduce", flat.nbytes, flat.dtype)
+            message[:GREETING_BYTES] = greeting
+            for i, (partner, sends, receives, adds) in enumerate(self._exchanges):
+                self._neighbours.exchange(
+                    partner,
+                    message if sends else None,
+                    received if receives else None,
+                    is_first=not i,
+                )
+                if adds:  # the lower rank's first: also of two NaNs all get the same one
+                    pair = (addend, total) if partner < self._rank else (total, addend)
+                    np.add(*pair, out=total)
+                elif receives:
+                    total[:] = addend
+        return total
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
         """This worker's row of the sum of all workers' arrays, `[num_workers, ...]`.
