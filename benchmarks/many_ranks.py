@@ -1,19 +1,19 @@
 """Times all-reduces and gathers of 2 to 8 ranks by size: ours, the alpha-beta bound, and Gloo.
 
     python benchmarks/many_ranks.py --torch-python /path/to/venv/bin/python
-    sudo python benchmarks/many_ranks.py --mbit 1000 --delay-ms 1      # each rank its own host
+    sudo python benchmarks/many_ranks.py --mbit 1000      # on two hosts
     python benchmarks/many_ranks.py --ranks 4 8 --sizes 4 64 1024 --rounds 3 --json out.json
 
 Contestants stay up and take turns within every round; what is printed are medians over rounds of
 the median call of the slowest rank, and ratios of the same rounds. "ring" and "doubling" are ours,
-told which way; "chosen" is ours as it comes. Ranks are processes on loopback, or with `--mbit` each
-is in a network namespace of its own behind a bridge, sends at so many megabits a second at most,
-and `--delay-ms` later (needs root, `ip` and `tc`).
+told which way; "chosen" is ours as it comes. Ranks are processes on loopback, or with `--mbit` half
+of them on each of two hosts, network namespaces with a link of so many megabits a second in each
+direction (needs root, `ip`, `tc` and `taskset`).
 
 The bound of one all-reduce of n bytes by N ranks, whatever the algorithm, is
 `ceil(log2 N) * latency + 2 (N - 1) / N * n * byte_s` (Thakur et al., IJHPCA 2005). Latency and
-byte_s are those of two ranks alone, in this run: half the time of a small round trip over a socket,
-and what a megabyte takes more. On one machine, all ranks share its processors and its memory, which
+byte_s are those of the first and the last rank alone, in this run: half the time of a small round
+trip over a socket, and what a megabyte takes more. On one machine, all ranks share its processors and its memory, which
 the bound does not know: where those are what limits, it cannot be reached.
 """
 
@@ -59,7 +59,7 @@ def measure(num_ranks: int, hosts: list[network.Host], options: argparse.Namespa
                 for contestant, way, name in ways[first:] + ways[:first]:
                     seconds = timed(contestant, way, size)
                     times.setdefault(name, {}).setdefault(size, []).append(seconds)
-        latency_s, byte_s = ours.ask("link")[1]
+        latency_s, byte_s = ours.ask("link")[-1]
         chosen = ours.ask("chosen")[0]
     return {
         "ranks": num_ranks,
@@ -88,7 +88,7 @@ def running(
 ) -> Iterator[Running]:
     """The processes of one library, one for each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        places = hosts[:num_ranks]
+        places = [hosts[rank * len(hosts) // num_ranks] for rank in range(num_ranks) if hosts]
         addresses = [each.address for each in places] or ["127.0.0.1"] * num_ranks
         arguments = {"library": library, "addresses": addresses, "folder": folder}
         contestant = Contestant(library, "", num_ranks, PROGRAM, arguments, python=python)
@@ -157,8 +157,7 @@ def main() -> None:
     sizes = [4, 16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10]
     parser.add_argument("--sizes", type=int, nargs="+", default=sizes, help="in KB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mbit", type=int, help="hosts of their own that send as fast at most")
-    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--mbit", type=int, help="two hosts with such a link; 0: no limit")
     parser.add_argument("--torch-python", help="interpreter that can import torch")
     parser.add_argument("--json", help="also write all numbers to this file")
     options = parser.parse_args()
@@ -173,8 +172,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             hosts = []
             if options.mbit is not None:
-                switched = network.switched_hosts(num_ranks, options.mbit, options.delay_ms)
-                hosts = stack.enter_context(switched)
+                hosts = stack.enter_context(network.two_hosts(options.mbit, "cubic"))
             results.append(measure(num_ranks, hosts, options))
             print_result(results[-1])
     if options.json:

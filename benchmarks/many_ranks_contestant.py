@@ -51,14 +51,13 @@ class Rank:
         return self._chosen
 
     def link(self) -> list[float]:
-        """Latency in seconds, and seconds a byte, between ranks 0 and 1 while all others wait."""
+        """Latency in seconds, and seconds a byte, between the first and the last rank."""
         with socket.create_server((self._addresses[self._rank], 0)) as server:
             host, port = self._exchange("link", server.getsockname())[0]
-            if self._rank > 1:
+            if 0 < self._rank < self._num_workers - 1:
                 return []
-            connection = (
-                server.accept()[0] if not self._rank else socket.create_connection((host, port))
-            )
+            accepts = self._rank == 0
+            connection = server.accept()[0] if accepts else socket.create_connection((host, port))
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             small_s = statistics.median(self._round_trip_s(connection, 4) for _ in range(50))

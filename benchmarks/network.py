@@ -111,49 +111,6 @@ def two_hosts(mbit_per_s: int, tcp: str) -> Iterator[list[Host]]:
         yield hosts
 
 
-@contextlib.contextmanager
-def switched_hosts(num_hosts: int, mbit_per_s: int, delay_ms: float) -> Iterator[list[Host]]:
-    """Namespaces behind one switch, which share this machine's CPUs; removed on exit.
-
-    Args:
-        num_hosts: how many.
-        mbit_per_s: what each sends at most; 0 for no limit.
-        delay_ms: before what is sent leaves.
-    """
-    switch = f"tfparallel-{os.getpid()}-switch"
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    hosts = [
-        Host(f"tfparallel-{os.getpid()}-{i}", f"10.77.1.{i + 1}", f"veth{i}", cpus)
-        for i in range(num_hosts)
-    ]
-    with contextlib.ExitStack() as stack:
-        for name in (switch, *(host.name for host in hosts)):
-            _run("ip", "netns", "add", name)
-            stack.callback(_run, "ip", "netns", "delete", name)
-        inside = ["ip", "netns", "exec", switch]
-        _run(*inside, *["ip", "link", "add", "bridge", "type", "bridge"])
-        _run(*inside, *["ip", "link", "set", "bridge", "up"])
-        for i, host in enumerate(hosts):
-            ends = (
-                ["name", host.interface, "netns", host.name],
-                ["name", f"port{i}", "netns", switch],
-            )
-            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-            _run(*inside, *f"ip link set port{i} master bridge up".split())
-            for command in (
-                f"ip address add {host.address}/24 dev {host.interface}",
-                f"ip link set {host.interface} up",
-                "ip link set lo up",
-            ):
-                _run(*host.prefix, *command.split())
-            limits = f" rate {mbit_per_s}mbit" if mbit_per_s else ""
-            limits += f" delay {delay_ms}ms" if delay_ms else ""
-            if limits:
-                qdisc = f"tc qdisc add dev {host.interface} root netem limit 10000{limits}"
-                _run(*host.prefix, *qdisc.split())
-        yield hosts
-
-
 def _write_hosts_file(host: Host) -> Path:
     """`ip netns exec` mounts it: this machine's name is the address of the namespace."""
     folder = Path("/etc/netns") / host.name
