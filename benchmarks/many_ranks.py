@@ -13,8 +13,8 @@ direction (needs root, `ip`, `tc` and `taskset`).
 The bound of one all-reduce of n bytes by N ranks, whatever the algorithm, is
 `ceil(log2 N) * latency + 2 (N - 1) / N * n * byte_s` (Thakur et al., IJHPCA 2005). Latency and
 byte_s are those of the first and the last rank alone, in this run: half the time of a small round
-trip over a socket, and what a megabyte takes more. On one machine, all ranks share its processors and its memory, which
-the bound does not know: where those are what limits, it cannot be reached.
+trip over a socket, and what a megabyte takes more. On one machine, all ranks share its processors
+and its memory, which the bound does not know: where those limit, it cannot be reached.
 """
 
 import argparse
