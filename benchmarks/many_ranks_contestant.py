@@ -86,18 +86,22 @@ class Rank:
         ring = connect_ring(self._rank, self._num_workers, host, self._exchange, 120.0)
         self._chosen = ring.small_bytes
 
-        def with_limit(small_bytes):
-            def reduce(array):
+        def told(collective, small_bytes):
+            def call(array):
                 ring.small_bytes = small_bytes
-                return ring.all_reduce(array)
+                return collective(array)
 
-            return reduce
+            return call
+
+        def gather(array):
+            return ring.all_gather_each([array])[0]
 
         self._ways = {
-            "ring": with_limit(-1),
-            "doubling": with_limit(1 << 40),
-            "chosen": with_limit(ring.small_bytes),
-            "gather": lambda array: ring.all_gather_each([array])[0],
+            "ring": told(ring.all_reduce, -1),
+            "doubling": told(ring.all_reduce, 1 << 40),
+            "chosen": told(ring.all_reduce, ring.small_bytes),
+            "gather ring": told(gather, -1),
+            "gather": told(gather, ring.small_bytes),
         }
 
     def _open_gloo(self) -> None:

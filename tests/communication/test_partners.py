@@ -37,6 +37,25 @@ def test_every_worker_gets_the_sum_and_the_same_bits(num_workers):
         ring.close()
 
 
+@pytest.mark.parametrize("num_workers", [2, 3, 8, 9])
+def test_small_gathers_go_among_partners(num_workers):
+    rings = connect_all(num_workers)
+    rng = np.random.default_rng(0)
+    dtypes, lengths = ["float32", "float64", "uint8", "float16"], [1, 30, 0, 7]
+    parts = [
+        [(100 * rng.normal(size=n)).astype(d) for n, d in zip(lengths, dtypes, strict=True)]
+        for _ in rings
+    ]
+    around = [ring._neighbours._sender.bytes_sent for ring in rings]
+    for own in on_all(num_workers, lambda rank: rings[rank].all_gather_each(parts[rank])):
+        for k, whole in enumerate(own):
+            np.testing.assert_array_equal(whole, np.concatenate([each[k] for each in parts]))
+            assert whole.dtype == dtypes[k]
+            assert not whole.size or whole.ctypes.data % 64 == 0  # TensorFlow takes no copy
+    assert around == [ring._neighbours._sender.bytes_sent for ring in rings]
+    assert on_all(num_workers, lambda rank: rings[rank].all_gather_each([])) == [[]] * num_workers
+
+
 @pytest.mark.parametrize("num_workers", [2, 5])
 def test_arrays_larger_than_all_buffers_meet(num_workers):
     """Both of a pair send at the same time; neither waits until all of its own is read."""

@@ -82,7 +82,7 @@ class Ring:
             as `all_reduce`.
         """
         now_s = self._neighbours.machine.now_s
-        costs = measured_costs(self._all_reduce_small, self._num_workers, now_s)
+        costs = measured_costs(self._sum_among_partners, self._num_workers, now_s)
         self.small_bytes = most_small_bytes(costs, self._num_workers)
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class Ring:
         """
         flat = np.ascontiguousarray(array).reshape(-1)
         if flat.nbytes <= self.small_bytes:
-            return self._all_reduce_small(flat).reshape(array.shape)
+            return self._sum_among_partners(flat).reshape(array.shape)
         total = aligned_empty(flat.shape, flat.dtype)
         with self._lock, self._neighbours.closed_on_error():
             send = self._neighbours.put
@@ -120,7 +120,7 @@ class Ring:
             self._neighbours.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
 
-    def _all_reduce_small(self, flat: np.ndarray) -> np.ndarray:
+    def _sum_among_partners(self, flat: np.ndarray, kind: str = "reduce") -> np.ndarray:
         mine = aligned_empty((_ALIGNMENT + flat.nbytes,), np.dtype(np.uint8))
         total = mine[_ALIGNMENT:].view(flat.dtype)
         message = mine[_ALIGNMENT - GREETING_BYTES :]
@@ -128,7 +128,7 @@ class Ring:
         addend = received[GREETING_BYTES:].view(flat.dtype)
         total[:] = flat
         with self._lock, self._neighbours.closed_on_error():
-            greeting = self._neighbours.greet_partners("reduce", flat.nbytes, flat.dtype)
+            greeting = self._neighbours.greet_partners(kind, flat.nbytes, flat.dtype)
             message[:GREETING_BYTES] = greeting
             for i, (partner, sends, receives, adds) in enumerate(self._exchanges):
                 self._neighbours.exchange(
@@ -215,12 +215,16 @@ class Ring:
         """Of each array `[length]` all workers', by rank: `[num_workers * length]`.
 
         One collective for all of them. What comes is received where it belongs, so that nothing is
-        allocated but the results, which TensorFlow takes as they are. Every worker calls it, in
-        the same order, with the same lengths and dtypes.
+        allocated but the results, which TensorFlow takes as they are. Small ones are summed among
+        partners, as bytes, of which each worker's are zero but its own: log2 N messages instead of
+        N. Every worker calls it, in the same order, with the same lengths and dtypes.
 
         Raises:
             as `all_reduce`.
         """
+        # Half of what is small in a sum: around the ring a gather takes half as many messages.
+        if 2 * self._num_workers * sum(array.nbytes for array in arrays) <= self.small_bytes:
+            return self._gather_among_partners(arrays)
         results = [aligned_empty((self._num_workers, x.size), x.dtype) for x in arrays]
         for result, array in zip(results, arrays, strict=True):
             result[self._rank] = array.reshape(-1)
@@ -234,6 +238,17 @@ class Ring:
                     self._neighbours.receive(result[(self._rank - step - 1) % self._num_workers])
             self._neighbours.flush()
         return [result.reshape(-1) for result in results]
+
+    def _gather_among_partners(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        ends = np.cumsum([0, *(each.size for each in own)])
+        rows = np.zeros((self._num_workers, ends[-1]), np.uint8)
+        rows[self._rank] = np.concatenate([np.empty(0, np.uint8), *own])
+        rows = self._sum_among_partners(rows.reshape(-1), "gathers").reshape(rows.shape)
+        results = [aligned_empty((self._num_workers * x.size,), x.dtype) for x in arrays]
+        for result, begin, end in zip(results, ends, ends[1:], strict=False):
+            result.view(np.uint8).reshape(self._num_workers, end - begin)[:] = rows[:, begin:end]
+        return results
 
     def _segments(self, flat: np.ndarray, chunk: int) -> Iterator[slice]:
         """The pieces of chunk number `chunk`, modulo the number of workers."""
