@@ -1,63 +1,19 @@
 """The ring sums what all workers hold, and says who is gone."""
 
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from tests.communication.rings import AROUND, connect_all, on_all
 from tfparallel.communication import ring_opening
 from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
 from tfparallel.communication.ring import Ring
-from tfparallel.communication.ring_opening import connect_ring
-
-
-class Board:
-    """`Agreement.exchange` between threads."""
-
-    def __init__(self, num_workers: int):
-        self._barrier = threading.Barrier(num_workers)
-        self._values = [None] * num_workers
-
-    def of(self, rank: int):
-        def exchange(kind, value):
-            self._values[rank] = value
-            self._barrier.wait(10)
-            values = list(self._values)
-            self._barrier.wait(10)
-            return values
-
-        return exchange
-
-
-def on_all(num_workers: int, function) -> list:
-    """What `function(rank)` returns, or raises, in one thread for each rank."""
-
-    def call(rank):
-        try:
-            return function(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(call, range(num_workers)))
-
-
-TASKS = ["/job:chief/task:0", *(f"/job:worker/task:{i}" for i in range(4))]
-
-
-def connect_all(num_workers: int, timeout_s: float | None = 10.0, host="127.0.0.1") -> list[Ring]:
-    board = Board(num_workers)
-    return on_all(
-        num_workers,
-        lambda rank: connect_ring(rank, num_workers, host, board.of(rank), timeout_s, tasks=TASKS),
-    )
 
 
 @pytest.fixture(params=[2, 3, 5])
 def rings(request):
-    rings = connect_all(request.param)
+    rings = connect_all(request.param, small_bytes=AROUND)
     yield rings
     for ring in rings:
         ring.close()
@@ -212,7 +168,7 @@ def test_a_stranger_is_turned_away(monkeypatch):
     rings = connect_all(2)
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
     np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
-    assert len(strangers) == 2
+    assert len(strangers) == 3  # before two in the ring, and a partner
 
 
 def test_silent_strangers_hold_up_nobody(monkeypatch):

@@ -87,11 +87,12 @@ class SimulatedSocket:
             whole, millionths = struct.unpack("ll", value)
             self._limits_s[option] = whole + millionths / 1e6
 
-    def send(self, data: memoryview) -> int:
+    def send(self, data: memoryview, flags: int = 0) -> int:
         def is_ready() -> bool:
             return not self._is_open or self._out.is_closed or self._out.size() < _BUFFER_BYTES
 
-        if not self._world.wait(is_ready, self._limits_s.get(socket.SO_SNDTIMEO)):
+        limit_s = 0.0 if flags & socket.MSG_DONTWAIT else self._limits_s.get(socket.SO_SNDTIMEO)
+        if not self._world.wait(is_ready, limit_s):
             raise BlockingIOError(errno.EAGAIN, "nothing was taken")
         if not self._is_open or self._out.is_closed:
             raise BrokenPipeError(errno.EPIPE, "the other side has gone")
@@ -105,7 +106,9 @@ class SimulatedSocket:
         self._world.look_at(arrives_s)
         return count
 
-    def recv_into(self, view: memoryview) -> int:
+    def recv_into(self, view: Any, most: int = 0, flags: int = 0) -> int:
+        del most
+
         def is_ready() -> bool:
             if not self._is_open:
                 return True
@@ -114,7 +117,8 @@ class SimulatedSocket:
             now_s = self._world.now_s
             return self._in.has_arrived(now_s) or (self._in.is_closed and not self._in.arriving)
 
-        if not self._world.wait(is_ready, self._limits_s.get(socket.SO_RCVTIMEO)):
+        limit_s = 0.0 if flags & socket.MSG_DONTWAIT else self._limits_s.get(socket.SO_RCVTIMEO)
+        if not self._world.wait(is_ready, limit_s):
             raise BlockingIOError(errno.EAGAIN, "nothing has come")
         if not self._is_open:
             raise OSError(errno.EBADF, "closed")
@@ -123,7 +127,9 @@ class SimulatedSocket:
         arrives_s, data = self._in.arriving.pop(0)
         count = min(len(data), len(view))
         view[:count] = data[:count]
-        if count < len(data):
+        if flags & socket.MSG_PEEK:
+            self._in.arriving.insert(0, (arrives_s, data))
+        elif count < len(data):
             self._in.arriving.insert(0, (arrives_s, data[count:]))
         return count
 

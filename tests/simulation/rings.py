@@ -12,6 +12,7 @@ from tests.simulation.choices import Choices
 from tests.simulation.faults import FaultInjector, Faults
 from tests.simulation.network import Network
 from tests.simulation.world import Process, Violation, World
+from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Neighbours, PeerLostError
 from tfparallel.communication.ring import Ring
 from tfparallel.coordination.patience import Silence
@@ -50,6 +51,7 @@ class _Workers:
         self._kinds = [("sum", "rows", "scatter")[below(3)] for _ in range(num_steps)]
         self._sizes = [(1, 3, 40, 300)[below(4)] for _ in range(num_steps)]
         self._cuts_at = below(4 * num_steps) if below(8) == 7 else -1
+        self._small_bytes = (-1, 200, 2000)[below(3)]  # beyond a socket's buffer
         self._timeout_s = (_TIMEOUT_S, None)[below(2)]  # with none, liveness alone ends a wait
 
     def start(self, rank: int) -> None:
@@ -65,6 +67,12 @@ class _Workers:
         ]
         self._to_next = [end for end, _ in ends]
         self._from_previous = [ends[rank - 1][1] for rank in range(self._num_workers)]
+        self._partners: list[dict] = [{} for _ in self.processes]
+        for rank, process in enumerate(self.processes):
+            for other in {e.partner for e in all_reduce_exchanges(rank, self._num_workers)}:
+                if other > rank:
+                    own_end, other_end = self._network.connected(process, self.processes[other])
+                    self._partners[rank][other], self._partners[other][rank] = own_end, other_end
 
     def _values(self, rank: int, step: int) -> np.ndarray:
         size, kind = self._sizes[step], self._kinds[step]
@@ -82,8 +90,9 @@ class _Workers:
             self._timeout_s,
             watch,
             machine=process.machine,
+            partners=self._partners[rank],
         )
-        ring = Ring(neighbours)
+        ring = Ring(neighbours, self._small_bytes)
         process.machine.start(watch.ask, "watch")
         results: list[np.ndarray] = []
         began_s = self._world.now_s

@@ -1,19 +1,22 @@
-"""A worker's two connections in a ring: it sends to the next rank and receives from the previous.
+"""A worker's connections in a ring: it sends to the next rank and receives from the previous.
 
-Whoever waits here looks around: at the connection, at who is there (`Liveness`), at the clock.
+Over more of them, to `Partners`, small arrays take a shorter way. Whoever waits here looks around:
+at the connection, at who is there (`Liveness`), at the clock.
 """
 
 import contextlib
+import functools
 import socket
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.partners import Partners
 from tfparallel.communication.sender import Sender
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
@@ -21,6 +24,7 @@ from tfparallel.coordination.waiting import look
 
 _LOOK_S = LONGEST_LOOK_S / 5  # how often one who waits looks whether the others are there
 _GREETING = struct.Struct("<Q8sQ8s")  # number and kind of the collective, bytes, dtype
+GREETING_BYTES = _GREETING.size
 
 
 class PeerLostError(ConnectionError):
@@ -59,6 +63,8 @@ class Neighbours:
         liveness: asked while waiting: a connection to a process that is stopped does not break.
         tasks: the name of each rank's task, for messages.
         machine: what it runs on.
+        partners: connected stream sockets, by rank, to those of `doubling.all_reduce_exchanges`,
+            which `close` closes, too; none if nothing is small.
     """
 
     def __init__(
@@ -71,41 +77,47 @@ class Neighbours:
         liveness: Liveness | None = None,
         tasks: Sequence[str] = (),
         machine: Machine = THIS_MACHINE,
+        partners: Mapping[int, socket.socket] | None = None,
     ):
-        self._machine = machine
+        self.machine = machine
         self.rank, self.num_workers, self._tasks = rank, num_workers, tasks
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous = from_previous
         self._timeout_s, self._liveness = timeout_s, liveness
         self._spent_s = self._waited_s = 0.0  # in collectives
         self._what = ""
+        self._ours: tuple[int, bytes, int, bytes] = (0, b"", 0, b"")  # this worker's collective
+        self._is_apart = False  # whether it is one among partners
         self._journal: LinkJournal | None = None
         self._wait: Wait | None = None  # for the neighbour, while nothing comes
-        for each in (to_next, from_previous):
+        connections = [to_next, from_previous, *(partners or {}).values()]
+        for each in connections:
             _return_every(each, _LOOK_S if timeout_s is None else min(_LOOK_S, timeout_s / 2))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sender = Sender(to_next, machine)
-        self._number = 0
-        self.close = weakref.finalize(self, _close, self._sender, to_next, from_previous)
+        look = weakref.WeakMethod(self._look)  # no circle: `close` is called when nobody holds this
+        self._partners = Partners(partners or {}, lambda rank: _called(look, rank), machine)
+        self.close = weakref.finalize(self, _close, self._sender, *connections)
 
     @property
     def bytes_sent(self) -> int:
-        """What has been given to the connection since it was opened."""
-        return self._sender.bytes_sent
+        """What has been given to the connections since they were opened."""
+        return self._sender.bytes_sent + self._partners.bytes_sent
 
     @property
     def times(self) -> LinkTimes:
-        """What collectives have taken since the connection was opened."""
+        """What collectives have taken since the connections were opened."""
         return LinkTimes(self._spent_s, self._waited_s, self.bytes_sent)
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[LinkJournal]:
         """Within it, what this worker sends and receives is noted."""
-        self._journal = self._sender.journal = LinkJournal(self._machine.now_s)
+        journal = LinkJournal(self.machine.now_s)
+        self._journal = self._sender.journal = self._partners.journal = journal
         try:
-            yield self._journal
+            yield journal
         finally:
-            self._journal = self._sender.journal = None
+            self._journal = self._sender.journal = self._partners.journal = None
 
     def put(self, array: np.ndarray) -> None:
         """Sends `array` to the next rank in the background; it must not change until `flush`."""
@@ -113,22 +125,82 @@ class Neighbours:
 
     def greet(self, kind: str, size_bytes: int, dtype: np.dtype) -> None:
         """Makes sure that the previous worker is about to do the same."""
-        self._number += 1
-        ours = (self._number, kind.encode(), size_bytes, dtype.name[:8].encode())
-        self._what = f"come to {_describe(ours)}"
-        self.send_at_once(np.frombuffer(_GREETING.pack(*ours), np.uint8))
+        self.send_at_once(self._begin(kind, size_bytes, dtype))
+        self._is_apart = False
         greeting = np.empty(_GREETING.size, np.uint8)
-        came = self._machine.now_s()
+        came = self.machine.now_s()
         self.receive(greeting)
-        self._waited_s += self._machine.now_s() - came
-        number, their_kind, their_bytes, their_dtype = _GREETING.unpack(greeting.tobytes())
-        theirs = (number, their_kind.rstrip(b"\0"), their_bytes, their_dtype.rstrip(b"\0"))
-        if theirs != ours:
-            raise CollectiveMismatchError(
-                "All workers must run the same steps on the same model. Received: rank "
-                f"{self._previous} is in {_describe(theirs)}, rank {self.rank} in "
-                f"{_describe(ours)}. (Rank {self.rank} is speaking.)"
+        self._waited_s += self.machine.now_s() - came
+        self._check(self._previous, greeting.tobytes())
+
+    def greet_partners(self, kind: str, size_bytes: int, dtype: np.dtype) -> np.ndarray:
+        """What every message to a partner begins with: `[GREETING_BYTES]`, uint8."""
+        self._is_apart = True
+        return self._begin(kind, size_bytes, dtype)
+
+    def exchange(
+        self, partner: int, outgoing: np.ndarray | None, incoming: np.ndarray | None, is_first: bool
+    ) -> None:
+        """Sends and receives bytes that begin with a greeting, as `Partners.exchange`.
+
+        Args:
+            partner, outgoing, incoming: as there.
+            is_first: of a collective: what it takes is time that the partner came later.
+        """
+        came = self.machine.now_s()
+        check = functools.partial(self._check, partner)
+        self._partners.exchange(partner, outgoing, incoming, check, GREETING_BYTES)
+        self._wait = None
+        if is_first:
+            self._waited_s += self.machine.now_s() - came
+
+    def _begin(self, kind: str, size_bytes: int, dtype: np.dtype) -> np.ndarray:
+        self._ours = (self._ours[0] + 1, kind.encode(), size_bytes, dtype.name[:8].encode())
+        self._what = f"come to {_describe(self._ours)}"
+        return np.frombuffer(_GREETING.pack(*self._ours), np.uint8)
+
+    def _check(self, rank: int, greeting: bytes) -> None:
+        """Raises CollectiveMismatchError if `rank` is in another collective than this worker."""
+        theirs = _unpacked(greeting)
+        if theirs != self._ours:
+            if self._is_apart:
+                self._tell_next()
+            raise self._mismatch(rank, theirs)
+
+    def _mismatch(self, rank: int, theirs: tuple[int, bytes, int, bytes]) -> Exception:
+        return CollectiveMismatchError(
+            f"All workers must run the same steps on the same model. Received: rank {rank} is in "
+            f"{_describe(theirs)}, rank {self.rank} in {_describe(self._ours)}. (Rank {self.rank} "
+            "is speaking.)"
+        )
+
+    def _tell_next(self) -> None:
+        """Says over the ring where this worker is, to one who may be in a collective of the ring.
+
+        Else the next one would only see that this one has gone.
+        """
+        with contextlib.suppress(OSError):  # the next one may have gone before
+            self._sender.send_at_once(
+                np.frombuffer(_GREETING.pack(*self._ours), np.uint8), lambda: None
             )
+
+    def _is_previous_elsewhere(self) -> Exception | None:
+        """The error of a worker among partners, while the previous one has greeted in the ring.
+
+        What it says of a later collective is for later: it may be there already.
+        """
+        greeting = bytearray(_GREETING.size)
+        try:
+            peeked = self._from_previous.recv_into(
+                greeting, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
+        except OSError:  # nothing there, or closed
+            return None
+        theirs = _unpacked(bytes(greeting))
+        if peeked < _GREETING.size or theirs[0] != self._ours[0] or theirs == self._ours:
+            return None
+        self._tell_next()
+        return self._mismatch(self._previous, theirs)
 
     def _described(self, rank: int) -> str:
         """A rank as messages name it: "Rank 1 (/job:worker/task:0)"."""
@@ -136,7 +208,7 @@ class Neighbours:
 
     def receive(self, array: np.ndarray) -> None:
         """Fills `array` with what the previous rank sends."""
-        began_s, view = self._machine.now_s(), array.view(np.uint8).data
+        began_s, view = self.machine.now_s(), array.view(np.uint8).data
         while view:
             try:
                 received = self._from_previous.recv_into(view)
@@ -165,7 +237,10 @@ class Neighbours:
 
         Raises:
             _Silent: if a worker does not answer any more, or all do and it has taken too long.
+            CollectiveMismatchError: if the previous worker is in another collective.
         """
+        if self._is_apart and (elsewhere := self._is_previous_elsewhere()):
+            raise elsewhere
         if self._liveness is not None and (lost := self._liveness.lost()):
             raise _Silent(
                 f"No answer from {', '.join(lost)} for {self._liveness.patience_s:g} s: stopped, "
@@ -173,9 +248,9 @@ class Neighbours:
             )
         if self._wait is None:
             speaker, option = f"rank {self.rank}", "A longer stall_s"
-            self._wait = Wait(speaker, self._what, self._timeout_s, self._machine.now_s(), option)
+            self._wait = Wait(speaker, self._what, self._timeout_s, self.machine.now_s(), option)
         try:
-            look(self._wait, f"rank {neighbour}, or one that it waits for,", self._machine)
+            look(self._wait, f"rank {neighbour}, or one that it waits for,", self.machine)
         except WaitedTooLong as error:
             raise _Silent(
                 f"Rank {neighbour}, or one that it waits for, is stuck: silent for "
@@ -185,25 +260,39 @@ class Neighbours:
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
         """Closes the ring when anything fails, so that the neighbours do not wait for this one."""
-        began = self._machine.now_s()
+        began = self.machine.now_s()
         try:
             yield
-            self._spent_s += self._machine.now_s() - began
+            self._spent_s += self.machine.now_s() - began
         except OSError as error:
-            lost = self._next if self._sender.has_failed else self._previous
-            absent = self._liveness.absent() if self._liveness is not None else []
+            reason = self._is_previous_elsewhere() if self._is_apart else None
+            reason = reason or self._peer_lost(error)
             self.close()
-            what = f"{self._described(lost)} has ended, its own log says why: {error}"
-            if isinstance(error, _Silent):
-                what = str(error)
-            elif absent:  # the neighbour may have ended because of another
-                what = f"{', '.join(absent)} has ended, its own log says why: {error}"
-            raise PeerLostError(
-                f"{what}, in a collective. (Rank {self.rank} is speaking.)"
-            ) from error
+            raise reason from error
         except BaseException:
             self.close()
             raise
+
+    def _peer_lost(self, error: OSError) -> PeerLostError:
+        lost = self._next if self._sender.has_failed else self._previous
+        lost = lost if self._partners.failed is None else self._partners.failed
+        absent = self._liveness.absent() if self._liveness is not None else []
+        what = f"{self._described(lost)} has ended, its own log says why: {error}"
+        if isinstance(error, _Silent):
+            what = str(error)
+        elif absent:  # the neighbour may have ended because of another
+            what = f"{', '.join(absent)} has ended, its own log says why: {error}"
+        return PeerLostError(f"{what}, in a collective. (Rank {self.rank} is speaking.)")
+
+
+def _called(method: weakref.WeakMethod, rank: int) -> None:
+    if (look := method()) is not None:
+        look(rank)
+
+
+def _unpacked(greeting: bytes) -> tuple[int, bytes, int, bytes]:
+    number, kind, size_bytes, dtype = _GREETING.unpack(greeting)
+    return number, kind.rstrip(b"\0"), size_bytes, dtype.rstrip(b"\0")
 
 
 def _return_every(connection: socket.socket, seconds: float) -> None:

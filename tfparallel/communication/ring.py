@@ -10,6 +10,10 @@ round twice: once being summed, once being handed out. Each worker sends and rec
 
 A chunk is sent on in segments while the rest of it is still coming in.
 
+So many messages one after another take long, of however few bytes: what is small is summed among
+partners (`doubling.py`), up to a size that follows from what messages and bytes cost
+(`alpha_beta.py`).
+
 TensorFlow's own collectives on CPUs do the same over gRPC, at a quarter of the speed
 (docs/performance.md): every hop is serialised into messages and copied several times.
 
@@ -24,8 +28,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tfparallel.communication.alpha_beta import measured_costs, most_small_bytes
+from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.communication.neighbours import Neighbours
+from tfparallel.communication.neighbours import GREETING_BYTES, Neighbours
 from tfparallel.communication.page_pool import PagePool
 
 SEGMENT_BYTES = 1 << 19  # stays in a core's cache between receiving, adding and sending
@@ -41,12 +47,15 @@ class Ring:
     """One worker's place in the ring, which it opens by `ring_opening.connect_ring`.
 
     Args:
-        neighbours: this worker's connections to the next and the previous one.
+        neighbours: this worker's connections to the next and the previous one, and to partners.
+        small_bytes: up to so many are summed among partners; the same on all workers.
     """
 
-    def __init__(self, neighbours: Neighbours):
+    def __init__(self, neighbours: Neighbours, small_bytes: int = -1):
         self._neighbours = neighbours
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
+        self.small_bytes = small_bytes
+        self._exchanges = all_reduce_exchanges(self._rank, self._num_workers)
         self._scratch = bytearray(SEGMENT_BYTES)
         self._lock = threading.Lock()
         self.close, self.journal = neighbours.close, neighbours.journal
@@ -66,6 +75,16 @@ class Ring:
         """What collectives have taken since the ring was opened."""
         return self._neighbours.times
 
+    def measure(self) -> None:
+        """Measures the links for a moment, and sets `small_bytes` by it; all workers call it.
+
+        Raises:
+            as `all_reduce`.
+        """
+        now_s = self._neighbours.machine.now_s
+        costs = measured_costs(self._sum_among_partners, self._num_workers, now_s)
+        self.small_bytes = most_small_bytes(costs, self._num_workers)
+
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays; every worker receives the same bits.
 
@@ -73,9 +92,12 @@ class Ring:
 
         Raises:
             PeerLostError: if a neighbour ends, or says nothing for `timeout_s`. The ring is closed.
-            CollectiveMismatchError: if the previous worker is in another collective. Likewise.
+            CollectiveMismatchError: if the previous worker, or a partner, is in another collective.
+                Likewise.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
+        if flat.nbytes <= self.small_bytes:
+            return self._sum_among_partners(flat).reshape(array.shape)
         total = aligned_empty(flat.shape, flat.dtype)
         with self._lock, self._neighbours.closed_on_error():
             send = self._neighbours.put
@@ -97,6 +119,30 @@ class Ring:
                         send(total[segment])
             self._neighbours.flush()  # whoever reads `total` may also overwrite it
         return total.reshape(array.shape)
+
+    def _sum_among_partners(self, flat: np.ndarray, kind: str = "reduce") -> np.ndarray:
+        mine = aligned_empty((_ALIGNMENT + flat.nbytes,), np.dtype(np.uint8))
+        total = mine[_ALIGNMENT:].view(flat.dtype)
+        message = mine[_ALIGNMENT - GREETING_BYTES :]
+        received = np.empty_like(message)
+        addend = received[GREETING_BYTES:].view(flat.dtype)
+        total[:] = flat
+        with self._lock, self._neighbours.closed_on_error():
+            greeting = self._neighbours.greet_partners(kind, flat.nbytes, flat.dtype)
+            message[:GREETING_BYTES] = greeting
+            for i, (partner, sends, receives, adds) in enumerate(self._exchanges):
+                self._neighbours.exchange(
+                    partner,
+                    message if sends else None,
+                    received if receives else None,
+                    is_first=not i,
+                )
+                if adds:  # the lower rank's first: also of two NaNs all get the same one
+                    pair = (addend, total) if partner < self._rank else (total, addend)
+                    np.add(*pair, out=total)
+                elif receives:
+                    total[:] = addend
+        return total
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
         """This worker's row of the sum of all workers' arrays, `[num_workers, ...]`.
@@ -169,12 +215,16 @@ class Ring:
         """Of each array `[length]` all workers', by rank: `[num_workers * length]`.
 
         One collective for all of them. What comes is received where it belongs, so that nothing is
-        allocated but the results, which TensorFlow takes as they are. Every worker calls it, in
-        the same order, with the same lengths and dtypes.
+        allocated but the results, which TensorFlow takes as they are. Small ones are summed among
+        partners, as bytes, of which each worker's are zero but its own: log2 N messages instead of
+        N. Every worker calls it, in the same order, with the same lengths and dtypes.
 
         Raises:
             as `all_reduce`.
         """
+        # Half of what is small in a sum: around the ring a gather takes half as many messages.
+        if 2 * self._num_workers * sum(array.nbytes for array in arrays) <= self.small_bytes:
+            return self._gather_among_partners(arrays)
         results = [aligned_empty((self._num_workers, x.size), x.dtype) for x in arrays]
         for result, array in zip(results, arrays, strict=True):
             result[self._rank] = array.reshape(-1)
@@ -188,6 +238,17 @@ class Ring:
                     self._neighbours.receive(result[(self._rank - step - 1) % self._num_workers])
             self._neighbours.flush()
         return [result.reshape(-1) for result in results]
+
+    def _gather_among_partners(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        ends = np.cumsum([0, *(each.size for each in own)])
+        rows = np.zeros((self._num_workers, ends[-1]), np.uint8)
+        rows[self._rank] = np.concatenate([np.empty(0, np.uint8), *own])
+        rows = self._sum_among_partners(rows.reshape(-1), "gathers").reshape(rows.shape)
+        results = [aligned_empty((self._num_workers * x.size,), x.dtype) for x in arrays]
+        for result, begin, end in zip(results, ends, ends[1:], strict=False):
+            result.view(np.uint8).reshape(self._num_workers, end - begin)[:] = rows[:, begin:end]
+        return results
 
     def _segments(self, flat: np.ndarray, chunk: int) -> Iterator[slice]:
         """The pieces of chunk number `chunk`, modulo the number of workers."""

@@ -1,15 +1,24 @@
-"""The workers of a job open a ring: each connects to the next and lets the previous one in."""
+"""The workers of a job open a ring: each connects to the next and lets the previous one in.
 
+Likewise among partners, where the lower rank lets the higher one in.
+"""
+
+import contextlib
+import itertools
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
 
+from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
 from tfparallel.communication.ring import Ring
-from tfparallel.coordination.listening import accept_known, listen
+from tfparallel.coordination.listening import all_known, listen
 
 _CONNECT_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 16
+_GUEST = struct.Struct("<q")  # follows the token: the rank of a partner, or
+_PREVIOUS = -1
 
 
 def connect_ring(
@@ -20,6 +29,7 @@ def connect_ring(
     timeout_s: float | None = 1800.0,
     liveness: Liveness | None = None,
     tasks: Sequence[str] = (),
+    small_bytes: int | None = None,
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
 
@@ -30,28 +40,59 @@ def connect_ring(
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
         timeout_s, liveness, tasks: see `Neighbours`.
+        small_bytes: see `Ring`; if None, links are measured for up to about 0.2 s, longer only
+            where single messages take longer.
 
     Raises:
-        OSError: if a worker could not reach the next. All workers raise, and say which ones failed.
+        OSError: if a worker could not reach another. All workers raise, and say which ones failed.
+        PeerLostError: if a worker ends while links are measured.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
-    problem, connections = None, []
+    problem = None
+    connections: dict[int, socket.socket] = {}
+    to_next: list[socket.socket] = []
+    partners = {each.partner for each in all_reduce_exchanges(rank, num_workers)}
     with listen(host) as listener:
         address = [host, listener.getsockname()[1], token.hex()]
         addresses = exchange("open a ring", address)
         try:
-            next_host, next_port, next_token = addresses[(rank + 1) % num_workers]
-            connections.append(_connect(next_host, next_port, bytes.fromhex(next_token)))
-            connections.append(accept_known(listener, token, _CONNECT_TIMEOUT_S))
+            to_next.append(_introduced(addresses[(rank + 1) % num_workers], _PREVIOUS))
+            for partner in sorted(each for each in partners if each < rank):
+                connections[partner] = _introduced(addresses[partner], rank)
+            expected = 1 + sum(each > rank for each in partners)
+            with contextlib.closing(all_known(listener, token, _CONNECT_TIMEOUT_S)) as guests:
+                for guest in itertools.islice(guests, expected):
+                    connections[_who(guest)] = guest
         except OSError as error:
             problem = f"rank {rank} at {host}: {error}"
     problems = [each for each in exchange("have opened a ring", problem) if each]
     if problems:
-        for connection in connections:
+        for connection in (*to_next, *connections.values()):
             connection.close()
         raise ConnectionError("; ".join(problems))
-    to_next, from_previous = connections
-    return Ring(Neighbours(rank, num_workers, to_next, from_previous, timeout_s, liveness, tasks))
+    ends = to_next[0], connections.pop(_PREVIOUS)
+    neighbours = Neighbours(
+        rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections
+    )
+    ring = Ring(neighbours, -1 if small_bytes is None else small_bytes)
+    if small_bytes is None and num_workers > 1:
+        ring.measure()
+    return ring
+
+
+def _introduced(address: Sequence, guest: int) -> socket.socket:
+    """A connection to a worker, which knows whose it is."""
+    host, port, token = address
+    return _connect(host, port, bytes.fromhex(token) + _GUEST.pack(guest))
+
+
+def _who(guest: socket.socket) -> int:
+    guest.settimeout(_CONNECT_TIMEOUT_S)
+    guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    said = guest.recv(_GUEST.size, socket.MSG_WAITALL)
+    if len(said) < _GUEST.size:
+        raise ConnectionResetError("a rank that had connected has gone")
+    return _GUEST.unpack(said)[0]
 
 
 def _connect(host: str, port: int, token: bytes) -> socket.socket:

@@ -6,6 +6,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Generator
 
 _MOST_GUESTS = 64  # that have connected and not shown the token yet
 
@@ -46,10 +47,18 @@ def _is_address(host: str) -> bool:
 
 
 def accept_known(listener: socket.socket, token: bytes, timeout_s: float) -> socket.socket:
-    """The first connection that shows the token. Strangers, silent ones too, hold nobody up.
+    """The first connection that shows the token; as `all_known`."""
+    with contextlib.closing(all_known(listener, token, timeout_s)) as guests:
+        return next(guests)
+
+
+def all_known(
+    listener: socket.socket, token: bytes, timeout_s: float
+) -> Generator[socket.socket, None, None]:
+    """All connections that show the token. Strangers, silent ones too, hold nobody up.
 
     Raises:
-        TimeoutError: if none comes in time.
+        TimeoutError: if no further one comes in time.
     """
     deadline = time.monotonic() + timeout_s
     shown: dict[socket.socket, bytes] = {}  # by every guest, the oldest first
@@ -72,9 +81,10 @@ def accept_known(listener: socket.socket, token: bytes, timeout_s: float) -> soc
                     received = _received(guest, len(token) - len(shown[guest]))
                     shown[guest] += received
                     if secrets.compare_digest(shown[guest], token):
+                        selector.unregister(guest)
                         del shown[guest]
-                        return guest
-                    if not received or len(shown[guest]) == len(token):
+                        yield guest
+                    elif not received or len(shown[guest]) == len(token):
                         dismiss(guest)
                 if len(shown) > _MOST_GUESTS:
                     dismiss(next(iter(shown)))

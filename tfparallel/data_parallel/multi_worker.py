@@ -12,6 +12,7 @@ from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
+from tfparallel.communication.neighbours import PeerLostError
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
@@ -137,6 +138,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 self._watch,
                 tasks,
             )
+        except PeerLostError:
+            raise  # it was there, and has ended
         except OSError as error:
             if self._is_chief:
                 tf.get_logger().warning(

@@ -1,0 +1,96 @@
+"""Which arrays are small: what a message costs at all, against what its bytes cost.
+
+A message of n bytes takes `latency + n * byte_s` (the alpha-beta model). N ranks sum n bytes in
+
+    ring        2 (N - 1) + 1 messages, one after another, which carry 2 (N - 1) / N * n bytes
+    doubling    num_steps(N) messages of n bytes
+
+so that doubling is faster up to the size at which both are equal. NCCL compares its algorithms in
+this way, with tables of latencies and bandwidths (src/graph/tuning.cc); MPICH and Open MPI have
+fixed sizes (2,048 and 10,000 bytes); Gloo sums everything around a ring. Here both costs are
+measured, over the connections of the job, when it starts.
+
+Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994; Thakur,
+Rabenseifner and Gropp, IJHPCA 2005.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tfparallel.communication.doubling import num_steps
+
+# Beyond it the ring is faster on every link: it adds a part while the next one is on its way.
+MOST_SMALL_BYTES = 1 << 18
+_SIZES_BYTES = 1 << 10, 1 << 16  # that are timed
+_MOST_TIMES, _BUDGET_S = 8, 0.1  # for each of them: one more than what begins within the budget
+
+
+class LinkCosts(NamedTuple):
+    """Of one message between two ranks while all others exchange messages, too.
+
+    Attributes:
+        latency_s: of an empty one.
+        byte_s: of each byte.
+    """
+
+    latency_s: float
+    byte_s: float
+
+    def ring_s(self, size_bytes: float, num_workers: int) -> float:
+        """How long an all-reduce around the ring takes."""
+        share = 2 * (num_workers - 1) / num_workers
+        return (2 * num_workers - 1) * self.latency_s + share * size_bytes * self.byte_s
+
+    def doubling_s(self, size_bytes: float, num_workers: int) -> float:
+        """How long one by recursive doubling takes."""
+        return num_steps(num_workers) * (self.latency_s + size_bytes * self.byte_s)
+
+
+def most_small_bytes(costs: LinkCosts, num_workers: int) -> int:
+    """Up to how many bytes doubling is not slower than the ring."""
+    messages = 2 * num_workers - 1 - num_steps(num_workers)
+    bytes_more = num_steps(num_workers) - 2 * (num_workers - 1) / num_workers
+    if bytes_more * costs.byte_s * MOST_SMALL_BYTES <= messages * costs.latency_s:
+        return MOST_SMALL_BYTES
+    return int(messages * costs.latency_s / (bytes_more * costs.byte_s))
+
+
+def measured_costs(
+    add: Callable[[np.ndarray], np.ndarray], num_workers: int, now_s: Callable[[], float]
+) -> LinkCosts:
+    """Measures by all-reduces of recursive doubling, which all ranks call together.
+
+    All return the same bits: what one has spent travels in the arrays that are summed, so that all
+    stop after the same one.
+
+    Args:
+        add: the all-reduce.
+        num_workers: how many ranks there are.
+        now_s: this rank's clock.
+    """
+    add(np.zeros(1))  # all are there
+    own = [_fastest_s(add, size, num_workers, now_s) for size in _SIZES_BYTES]
+    small_s, large_s = add(np.array(own)) / num_workers / num_steps(num_workers)
+    small, large = _SIZES_BYTES
+    byte_s = max(0.0, float(large_s - small_s)) / (large - small)
+    return LinkCosts(max(0.0, float(small_s) - small * byte_s), byte_s)
+
+
+def _fastest_s(
+    add: Callable[[np.ndarray], np.ndarray],
+    size_bytes: int,
+    num_workers: int,
+    now_s: Callable[[], float],
+) -> float:
+    array, fastest_s = np.zeros(size_bytes // 8), math.inf
+    for _ in range(_MOST_TIMES):
+        began_s = now_s()
+        spent_s = add(array)[0]
+        fastest_s = min(fastest_s, now_s() - began_s)
+        array[0] += now_s() - began_s
+        if spent_s > _BUDGET_S * num_workers:
+            break
+    return fastest_s
