@@ -84,12 +84,26 @@ def test_small_and_large_ones_follow_one_another(num_workers):
     assert all(other == first for other in others), [first, *others]
 
 
-def test_all_choose_alike_by_what_they_measure():
-    rings = connect_all(3, small_bytes=None)
+def test_two_choose_alike_by_what_they_measure():
+    rings = connect_all(2, small_bytes=None)
     (chosen,) = {ring.small_bytes for ring in rings}
     assert 0 <= chosen <= alpha_beta.MOST_SMALL_BYTES
-    totals = on_all(3, lambda rank: rings[rank].all_reduce(np.ones(100_000)))
-    np.testing.assert_array_equal(totals, np.full((3, 100_000), 3.0))
+    totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(100_000)))
+    np.testing.assert_array_equal(totals, np.full((2, 100_000), 2.0))
+
+
+def test_more_add_in_the_same_order_whenever_they_start():
+    """Which order it is must not follow from what links take at that moment."""
+    assert {ring.small_bytes for ring in connect_all(3, small_bytes=None)} == {1 << 14}
+
+
+def test_the_way_of_a_sum_of_two_changes_no_bit():
+    numbers = [np.random.default_rng(rank).normal(size=5001).astype("float32") for rank in (0, 1)]
+    sums = []
+    for small_bytes in (-1, 1 << 20):
+        rings = connect_all(2, small_bytes=small_bytes)
+        sums.append(on_all(2, lambda rank, rings=rings: rings[rank].all_reduce(numbers[rank])))
+    np.testing.assert_array_equal(*sums)
 
 
 @pytest.mark.parametrize("message_s", [(1e-3, 1e-6), (0.2, 1e-6)])

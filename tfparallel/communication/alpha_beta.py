@@ -7,8 +7,9 @@ A message of n bytes takes `latency + n * byte_s` (the alpha-beta model). N rank
 
 so that doubling is faster up to the size at which both are equal. NCCL compares its algorithms in
 this way, with tables of latencies and bandwidths (src/graph/tuning.cc); MPICH and Open MPI have
-fixed sizes (2,048 and 10,000 bytes); Gloo sums everything around a ring. Here both costs are
-measured, over the connections of the job, when it starts.
+fixed sizes (2,048 and 10,000 bytes); Gloo sums everything around a ring. Two ranks measure both
+costs when they start; they have the same bits either way. With more of them the order of addition
+is another, and has to be the same in each start of a job: their size is fixed.
 
 Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994; Thakur,
 Rabenseifner and Gropp, IJHPCA 2005.
@@ -22,6 +23,8 @@ import numpy as np
 
 from tfparallel.communication.doubling import num_steps
 
+# Equal at 4 ranks for 100 Mbit/s and 0.1 ms a message; on faster links more would be faster still.
+SMALL_BYTES = 1 << 14
 # Beyond it the ring is faster on every link: it adds a part while the next one is on its way.
 MOST_SMALL_BYTES = 1 << 18
 _SIZES_BYTES = 1 << 10, 1 << 16  # that are timed

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
+from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
 from tfparallel.communication.ring import Ring
@@ -40,8 +41,10 @@ def connect_ring(
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
         timeout_s, liveness, tasks: see `Neighbours`.
-        small_bytes: see `Ring`; if None, links are measured for up to about 0.2 s, longer only
-            where single messages take longer.
+        small_bytes: see `Ring`. If None, two workers measure their link for up to about 0.2 s,
+            longer only where single messages take longer. More of them would add in another order
+            each time they start, and a resumed training would not have the same bits: they take
+            `SMALL_BYTES`.
 
     Raises:
         OSError: if a worker could not reach another. All workers raise, and say which ones failed.
@@ -74,8 +77,8 @@ def connect_ring(
     neighbours = Neighbours(
         rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections
     )
-    ring = Ring(neighbours, -1 if small_bytes is None else small_bytes)
-    if small_bytes is None and num_workers > 1:
+    ring = Ring(neighbours, SMALL_BYTES if small_bytes is None else small_bytes)
+    if small_bytes is None and num_workers == 2:
         ring.measure()
     return ring
 
