@@ -13,6 +13,10 @@ Blocks as units, whose activations are computed again in the backward pass:
 
     python examples/sharded_gpt.py --units block_* --rematerialize
 
+The same by a file, with what blocks are given on the host until then:
+
+    python examples/sharded_gpt.py --config configs/sharded_gpt.yaml
+
 Two processes of one device each, which share all weights and slots:
 
     tfparallel launch --standalone --workers 2 examples/sharded_gpt.py --devices 1
@@ -39,6 +43,7 @@ from absl import app, flags, logging
 from small_gpt import compiled_gpt, open_cpus, training_data
 
 import tfparallel
+from tfparallel.launch.config import build_strategy, load_config
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum(
@@ -47,6 +52,7 @@ flags.DEFINE_enum(
 flags.DEFINE_integer("devices", 4, "Of this process.")
 flags.DEFINE_multi_string("units", ["*"], "Layers whose weights are gathered together.")
 flags.DEFINE_bool("rematerialize", False, "Whether blocks are computed again.")
+flags.DEFINE_string("config", None, "Take the strategy of this file, in place of the others.")
 
 
 def main(_: list[str]) -> None:
@@ -69,8 +75,10 @@ def main(_: list[str]) -> None:
 
 
 def make_strategy() -> tf.distribute.Strategy:
-    """`--shard` over the devices of this process, or of all of a job."""
+    """`--config`, or `--shard`, over the devices of this process, or of all of a job."""
     open_cpus(FLAGS.devices)
+    if FLAGS.config:
+        return build_strategy(load_config(FLAGS.config).strategy)
     if FLAGS.shard == "none" and os.environ.get("TF_CONFIG"):
         return tfparallel.MultiWorkerMirroredStrategy()
     if FLAGS.shard == "none":

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import keras
+import numpy as np
 import pytest
 
 from tfparallel.launch.config import (
@@ -297,6 +299,22 @@ def test_every_strategy_takes_the_arguments_of_its_section(write):
         strategy = load_config(write(f"strategy: {{name: {name_of(section)}}}")).strategy
         strategy_class = getattr(tfparallel, strategy.class_name)
         inspect.signature(strategy_class).bind(**strategy.arguments())
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage", "sharded", "hybrid"])
+def test_what_is_kept_reaches_the_strategy(write, name):
+    memory = "memory: {rematerialize: [nothing], offload: full}"
+    strategy = build_strategy(load_config(write(f"strategy: {{name: {name}, {memory}}}")).strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"`rematerialize` must name a layer. Received: 'nothing'"):
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+def test_what_is_kept_is_a_word_or_patterns(write):
+    text = "strategy: {name: mirrored, memory: {offload: all}}"
+    assert "strategy.memory.offload" in problems_of(write(text))[0]
 
 
 def test_communication_options_reach_the_strategy(write):

@@ -60,14 +60,15 @@ def test_what_is_kept_waits_on_the_host_until_its_backward_pass_is_next():
     assert {op.device for op in moved} == {DEVICES[0]}
     assert {op.device for op in fetched} == set(DEVICES[1:3])
     for operation in fetched:
-        assert operation.inputs[0].op in moved
+        released = operation.inputs[0].op  # on the host: what it sends comes back, and not before
+        assert released.device == DEVICES[0] and released.inputs[0].op in moved
         (consumer,) = operation.outputs[0].consumers()
         assert consumer.device == operation.device and "backward" in consumer.name
         # The pass before last of this device, or it would all come back at once. The last stage's
         # first backward pass has only its forward pass before it, which made what is fetched.
-        waits = [op for op in operation.control_inputs if op.device == operation.device]
+        waits = [op for op in released.control_inputs if op.device == operation.device]
         is_first = consumer.device == DEVICES[2] and not waits
         assert is_first or all(op.type == "RemoteCall" for op in waits)
-    assert sum(not op.control_inputs for op in fetched) == 1
+    assert sum(not op.inputs[0].op.control_inputs for op in fetched) == 1
     for ours, theirs in zip(step(), traced_step()()):
         tf.debugging.assert_equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""What is computed again trains to the same weights, and is not kept."""
+"""What is computed again, or on the host, trains to the same weights, and is not kept."""
 
 import keras
 import numpy as np
@@ -8,6 +8,7 @@ import tensorflow as tf
 import tfparallel
 from tests.conformance.models import MODELS
 from tests.helpers import assert_same_training, train
+from tfparallel.internals.ran_operations import collected_graphs
 
 FULL = tfparallel.MemoryPolicy("full")
 STRATEGIES = {
@@ -16,6 +17,19 @@ STRATEGIES = {
     "central": lambda memory: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"], memory=memory),
     "sharded": lambda memory: tfparallel.ShardedStrategy(
         ["CPU:0", "CPU:1"], min_size=1, memory=memory
+    ),
+}
+
+# CPU:0 is the host; the others stand in for GPUs.
+AWAY = {
+    "one_device": lambda memory: tfparallel.OneDeviceStrategy("CPU:1", memory=memory),
+    "mirrored": lambda memory: tfparallel.MirroredStrategy(["CPU:1", "CPU:2"], memory=memory),
+    "central": lambda memory: tfparallel.CentralStorageStrategy(["CPU:1", "CPU:2"], memory=memory),
+    "sharded": lambda memory: tfparallel.ShardedStrategy(
+        ["CPU:1", "CPU:2"], min_size=1, memory=memory
+    ),
+    "kept": lambda memory: tfparallel.ShardedStrategy(
+        ["CPU:1", "CPU:2"], min_size=1, reshard_after_forward=False, memory=memory
     ),
 }
 
@@ -111,12 +125,98 @@ def test_a_remat_scope_of_keras_saves_what_the_policy_does():
     assert above_rest(None, build) <= 0.6 * above_rest(None)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("one_device", "sharded") else pytest.mark.long)
+        for name in AWAY
+    ],
+)
+def test_what_is_on_the_host_trains_to_the_same_bits(name):
+    with collected_graphs() as nodes:
+        moved = trained(AWAY[name](tfparallel.MemoryPolicy(offload="full")))
+    for key, expected in trained(AWAY[name](None)).items():
+        np.testing.assert_array_equal(moved[key], expected, err_msg=key)
+    assert_waits_on_the_host(nodes)
+
+
+def assert_waits_on_the_host(nodes: dict) -> None:
+    """In the graph that runs, behind TensorFlow's own optimizer."""
+    moved = {k: v for k, v in nodes.items() if is_copy(k, v, "offload")}
+    back = {k: v for k, v in nodes.items() if is_copy(k, v, "release")}
+    assert len(moved) > 8 and {v.inputs[0] for v in back.values()} == set(moved)
+    assert {v.device.rpartition("/")[2] for v in [*moved.values(), *back.values()]} == {
+        "device:CPU:0"
+    }
+    senders = [v.inputs[0] for v in nodes.values() if v.operation == "_Send"]
+    for name, node in back.items():
+        assert len(node.inputs) == 2  # what it sends, and what it waits for before
+        assert name in senders and node.inputs[0] not in senders
+
+
+def is_copy(name: str, node: object, kind: str) -> bool:
+    return node.operation == "Identity" and name.rpartition("/")[2].startswith(kind)
+
+
+@pytest.mark.parametrize(
+    "offload", ["full", pytest.param(("block_0", "*/dense*"), marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["one_device", *(pytest.param(x, marks=pytest.mark.long) for x in ("mirrored", "sharded"))],
+)
+def test_what_is_computed_again_is_so_from_the_host(name, offload):
+    policy = tfparallel.MemoryPolicy(rematerialize={"block_*"}, offload=offload)
+    kept, again = trained(AWAY[name](None)), trained(AWAY[name](policy))
+    for key, expected in kept.items():
+        np.testing.assert_allclose(again[key], expected, rtol=0, atol=5e-7, err_msg=key)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "sharded"])
+def test_models_of_all_kinds_train_with_their_activations_on_the_host(strategy, name):
+    model = MODELS[name]
+    options = {"build": model.build, "compile_options": model.compile_options, "data": model.data}
+    away = AWAY[strategy](tfparallel.MemoryPolicy(offload="full"))
+    assert_same_training(train(None, **options), train(away, **options))
+
+
+def test_a_device_keeps_nothing_of_what_is_on_the_host():
+    def kept(memory):
+        strategy = AWAY["sharded"](memory)
+        with strategy.scope():
+            model = blocks(6, 128)
+            model.compile("sgd", "mse")
+        return strategy.summary(model, data(64, 128)[0]).devices[0].activations
+
+    every, within = kept(None), kept(tfparallel.MemoryPolicy(offload={"block_*"}))
+    logits = 32 * 128 * 4  # of the last layer its input, which is no block's
+    assert within == logits and every > 20 * within
+
+
+def test_the_host_is_no_other_device_for_itself():
+    with collected_graphs() as nodes:
+        trained(STRATEGIES["one_device"](tfparallel.MemoryPolicy(offload="full")))
+    assert not [k for k, v in nodes.items() if is_copy(k, v, "offload")]
+
+
+def test_what_xla_compiles_is_not_moved():
+    with STRATEGIES["one_device"](tfparallel.MemoryPolicy(offload="full")).scope():
+        model = blocks(1, 8)
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="moves nothing to the host. Received: offload='full'"):
+        model.fit(*data(8), verbose=0)
+
+
+@pytest.mark.parametrize("what", ["rematerialize", "offload"])
 @pytest.mark.parametrize("choice", ["everything", "", ()])
-def test_a_choice_that_is_none_is_refused(choice):
-    with pytest.raises(ValueError, match="`rematerialize` must be one of 'none', 'full' or a set"):
-        tfparallel.MemoryPolicy(choice)
+def test_a_choice_that_is_none_is_refused(what, choice):
+    with pytest.raises(ValueError, match=f"`{what}` must be one of 'none', 'full' or a set"):
+        tfparallel.MemoryPolicy(**{what: choice})
 
 
-def test_a_pattern_that_names_no_layer_is_refused():
-    with pytest.raises(ValueError, match=r"`rematerialize` must name a layer. Received: 'blocks'"):
-        trained(STRATEGIES["one_device"](tfparallel.MemoryPolicy({"blocks"})))
+@pytest.mark.parametrize("what", ["rematerialize", "offload"])
+def test_a_pattern_that_names_no_layer_is_refused(what):
+    with pytest.raises(ValueError, match=rf"`{what}` must name a layer. Received: 'blocks'"):
+        trained(STRATEGIES["one_device"](tfparallel.MemoryPolicy(**{what: {"blocks"}})))

@@ -35,7 +35,7 @@ def printed(command: str) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_every_command_trains_to_one_loss():
-    assert len(COMMANDS) >= 7
+    assert len(COMMANDS) >= 8
     outputs = {command: printed(command) for command in COMMANDS}
     losses = {command: set(re.findall(r"loss (\S+)", out)) for command, out in outputs.items()}
     (expected,) = losses[COMMANDS[0]]

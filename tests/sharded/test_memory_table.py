@@ -65,6 +65,12 @@ def test_activations_are_what_the_backward_pass_takes():
             assert row.activations == LAYERS * 4 * ROWS * WIDTH
 
 
+def test_activations_count_where_every_weight_is_in_parts():
+    inputs = np.zeros((2 * ROWS, WIDTH), "float32")
+    for row in rows_of(*chain("tanh", min_size=1), inputs):
+        assert row.activations == LAYERS * 4 * ROWS * WIDTH
+
+
 def test_what_is_computed_again_is_not_kept():
     inputs = np.zeros((2 * ROWS, WIDTH), "float32")
     (kept, _), (again, _) = (

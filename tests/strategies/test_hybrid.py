@@ -92,11 +92,33 @@ def test_options_of_a_pipeline_are_options_beside_data():
     reference = train(None)
     for options in ({"rematerialize": "full"}, {"offload": True}):
         assert_same_training(reference, train(two_pipelines(**options)))
+    on_host = HybridStrategy(
+        mesh(data=2, pipeline=2),
+        pipeline=PipelineOptions(2),
+        memory=tfparallel.MemoryPolicy(offload="full"),
+    )
+    assert_same_training(reference, train(on_host))
     interleaved = HybridStrategy(
         mesh(data=2, pipeline=1),
         pipeline=PipelineOptions(2, "interleaved_1f1b", chunks_per_device=2),
     )
     assert_same_training(reference, train(interleaved))
+
+
+@pytest.mark.parametrize(
+    ("options", "offload", "message"),
+    [
+        ({"offload": True}, "full", "What is kept is said once"),
+        ({}, {"dense*"}, "goes to the host as a whole. Received: offload={'dense"),
+    ],
+)
+def test_what_stages_keep_is_said_once_and_of_all(options, offload, message):
+    with pytest.raises(ValueError, match=message):
+        HybridStrategy(
+            mesh(data=2, pipeline=2),
+            pipeline=PipelineOptions(2, **options),
+            memory=tfparallel.MemoryPolicy(offload=offload),
+        )
 
 
 def test_deferred_batch_norm_takes_in_the_rows_of_all_pipelines():

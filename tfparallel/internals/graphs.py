@@ -40,6 +40,7 @@ __all__ = [
     "functions_of",
     "gradients_in_graph",
     "is_stateful",
+    "never_bypass",
     "place",
     "run_after",
     "run_independently",
@@ -67,6 +68,14 @@ def take_instead(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None
 def place(operation: tf.Operation, device: str) -> None:
     """Puts `operation`, which exists, on `device`."""
     operation._set_device(device)
+
+
+def never_bypass(operation: tf.Operation) -> None:
+    """Has TensorFlow run `operation`, a copy to another device, though it comes back from there.
+
+    Its optimizer takes such copies for detours, and has what reads the copy read the original.
+    """
+    operation._set_attr("_grappler_do_not_remove", attr_value_pb2.AttrValue(b=True))
 
 
 def is_stateful(operation: tf.Operation) -> bool:

@@ -290,6 +290,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.ops.Operation": (
         "_add_control_input",
         "_is_stateful",
+        "_set_attr",
         "_set_device",
         "_update_input",
     ),

@@ -40,10 +40,23 @@ class StrategySection(Section):
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `tfparallel.<class_name>`."""
-        return self.model_dump(exclude={"name"})
+        return self.model_dump(exclude={"name", "memory"})
 
 
-class OneDevice(StrategySection):
+class Memory(Section):
+    """The fields of `tfparallel.MemoryPolicy`: "none", "full", or patterns of layers."""
+
+    rematerialize: Literal["none", "full"] | list[str] = "none"
+    offload: Literal["none", "full"] | list[str] = "none"
+
+
+class WithMemory(StrategySection):
+    """A strategy whose activations may be computed again, or wait on the host."""
+
+    memory: Memory | None = None
+
+
+class OneDevice(WithMemory):
     """`device` None is the first GPU, or the CPU where there is none."""
 
     class_name = "OneDeviceStrategy"
@@ -57,7 +70,7 @@ class OneDevice(StrategySection):
         return {"device": self.device or default}
 
 
-class Mirrored(StrategySection):
+class Mirrored(WithMemory):
     """`devices` None is all GPUs, or all logical CPUs where there is none."""
 
     class_name = "MirroredStrategy"
@@ -80,7 +93,7 @@ class Mirrored(StrategySection):
         }
 
 
-class Sharded(StrategySection):
+class Sharded(WithMemory):
     """`devices` as of `Mirrored`, of one process; the rest as of `ShardedStrategy`."""
 
     class_name = "ShardedStrategy"
@@ -185,7 +198,7 @@ class Compression(Section):
         return None if self.name == "none" else NAMES[self.name](**self._given())
 
 
-class MultiWorkerMirrored(StrategySection):
+class MultiWorkerMirrored(WithMemory):
     """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
 
     class_name = "MultiWorkerMirroredStrategy"
@@ -203,7 +216,7 @@ class MultiWorkerMirrored(StrategySection):
         }
 
 
-class Horovod(StrategySection):
+class Horovod(WithMemory):
     """Which rank a process is comes from `horovodrun`, so that all hosts share one file."""
 
     class_name = "HorovodStrategy"
@@ -220,7 +233,7 @@ class Horovod(StrategySection):
         }
 
 
-class CentralStorage(StrategySection):
+class CentralStorage(WithMemory):
     """`compute_devices` None is all GPUs, or all logical CPUs where there is none."""
 
     class_name = "CentralStorageStrategy"
@@ -300,7 +313,7 @@ class ShardSection(Section):
     min_size: int = Field(default=1024, ge=1)
 
 
-class Hybrid(StrategySection):
+class Hybrid(WithMemory):
     """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s."""
 
     class_name = "HybridStrategy"
@@ -461,4 +474,8 @@ def build_strategy(strategy: StrategySection) -> Any:
     """
     import tfparallel
 
-    return getattr(tfparallel, strategy.class_name)(**strategy.arguments())
+    arguments = strategy.arguments()
+    memory = getattr(strategy, "memory", None)
+    if memory is not None:
+        arguments["memory"] = tfparallel.MemoryPolicy(**memory.model_dump())
+    return getattr(tfparallel, strategy.class_name)(**arguments)

@@ -29,13 +29,13 @@ from tfparallel.pipeline.arguments_on_tape import ArgumentsOnTape
 from tfparallel.pipeline.between_passes import place_behind_call, place_sums
 from tfparallel.pipeline.clock import add_clock
 from tfparallel.pipeline.execution_order import put_in_order
-from tfparallel.pipeline.offload import from_host, to_host
 from tfparallel.pipeline.passes import Pass, Passes
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
+from tfparallel.segments.offload import from_host, to_host
 from tfparallel.segments.segment_function import (
     StageFunction,
     inference_function,
@@ -209,15 +209,15 @@ class Executor:
     def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
         if self._hosts is None:
             return stash
-        host = self._hosts[self._schedule.device_of[action.stage]]
-        return to_host(stash, function.num_activations, host)
+        host, count = self._hosts[self._schedule.device_of[action.stage]], function.num_activations
+        return [*to_host(stash[:count], host), *stash[count:]]  # weights stay where they are
 
     def _fetched(self, in_pass: Pass, function: StageFunction, stash: list) -> list:
         if self._hosts is None:
             return stash
-        fetched, copies = from_host(stash, function.num_activations)
-        self._passes.fetches[in_pass] += copies
-        return fetched
+        fetched, waiting = from_host(stash[: function.num_activations])
+        self._passes.fetches[in_pass] += waiting
+        return [*fetched, *stash[function.num_activations :]]
 
     def order(self, graph: tf.Graph) -> Schedule:
         """As `put_in_order`, when the step has been traced."""

@@ -15,7 +15,7 @@ class Passes:
     Attributes:
         calls: of each pass, calls of functions of its stage.
         action_of: what each of those is a part of.
-        fetches: for each pass, copies of what it takes from the host.
+        fetches: for each pass, what the host waits with to give it what it takes from there.
         sums: on each stage, additions of its gradients.
     """
 

@@ -1,8 +1,8 @@
 """How many bytes of activations a step keeps from its forward pass for its backward pass.
 
 Counted in a graph that is traced and not run: tensors of the forward pass that operations of the
-backward pass take. What is made of weights and constants alone does not count, and what shares its
-memory with another tensor (a reshape) counts once.
+backward pass take. What is made of weights and constants alone does not count, what is on the host
+meanwhile neither, and what shares its memory with another tensor (a reshape) counts once.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,9 +14,8 @@ import tensorflow as tf
 
 from tfparallel.internals import FuncGraph
 from tfparallel.internals.keras_layers import kept_losses
-from tfparallel.segments.segment import ASKS_SHAPE, made_of
-
-_SHARES_MEMORY = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"})
+from tfparallel.segments.host_copies import ASKS_SHAPE, SHARES_MEMORY
+from tfparallel.segments.segment import made_of
 
 
 def kept_bytes(
@@ -25,6 +24,7 @@ def kept_bytes(
     sources: Sequence[Any],
     with_weights: Callable[[], AbstractContextManager[Sequence[tf.Tensor]]],
     in_step: Callable[[], AbstractContextManager],
+    device: str | None = None,
 ) -> int | None:
     """Bytes that a training step of one replica keeps; the loss's own are not in it.
 
@@ -34,15 +34,22 @@ def kept_bytes(
         sources: what gradients are asked of.
         with_weights: within it, weights read as the tensors that it gives.
         in_step: around forward and backward pass.
+        device: of the replica.
 
     Returns:
         None where a size is not known before the step runs: of a loop's tensors, say.
     """
     with FuncGraph("kept_activations").as_default() as graph, keras.StatelessScope():
         given = keras.tree.map_structure(_placeholder, specs)
-        with with_weights() as weights, kept_losses(model), in_step():
-            with tf.GradientTape() as tape:
-                outputs = [y for y in _tensors(model(given, training=True)) if y.dtype.is_floating]
+        # The tape is there first: weights that are given, in parts, are told to it.
+        with (
+            tf.device(device),
+            tf.GradientTape() as tape,
+            with_weights() as weights,
+            kept_losses(model),
+            in_step(),
+        ):
+            outputs = [y for y in _tensors(model(given, training=True)) if y.dtype.is_floating]
             begin = len(graph.get_operations())
             tape.gradient(outputs, sources)
     operations = graph.get_operations()
@@ -65,7 +72,8 @@ def _kept(
     without: Collection[tf.Operation],
 ) -> list[tf.Tensor]:
     made = set(forward)
-    taken = [x for op in backward if op.type not in ASKS_SHAPE for x in op.inputs]
+    takers = [op for op in backward if op.type not in ASKS_SHAPE]
+    taken = [x for op in takers for x in op.inputs if op.device == x.device]
     owned = [_owner(x) for x in taken if x.op in made]
     kept = {id(x): x for x in owned if x.op in made and x.op not in without}
     return [x for x in kept.values() if x.op.type != "Const" and x.dtype != tf.resource]
@@ -73,7 +81,7 @@ def _kept(
 
 def _owner(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor whose memory `tensor` is."""
-    while tensor.op.type in _SHARES_MEMORY:
+    while tensor.op.type in SHARES_MEMORY:
         tensor = tensor.op.inputs[0]
     return tensor
 

@@ -1,7 +1,10 @@
-"""Which layers' activations are computed again in the backward pass, instead of kept until then.
+"""Which layers' activations are computed again in the backward pass, or wait for it on the host.
 
     forward    x -> [block] -> y         kept: x and y, and what must not be computed twice
     backward   dy, x -> [block] again -> dx
+
+    forward    x -> [block] -> y         kept: x, y and what is between them, by the host
+    backward   dy, x, y, ... -> dx
 
 What is computed again draws random numbers by the same seeds, so that a step trains to the weights
 of one that keeps all. What has effects, is read or received is kept. Under `jit_compile` XLA may
@@ -21,7 +24,7 @@ import keras
 from tfparallel.internals.keras_layers import RematMode, direct_layers, layers_of, remat_mode_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
-from tfparallel.segments.step_segments import StepSegments
+from tfparallel.segments.step_segments import Called, StepSegments
 
 Wants = Callable[[Any], bool]  # of a layer's outputs: whether it computes again
 _WORDS = ("none", "full")
@@ -38,20 +41,25 @@ class MemoryPolicy:
         rematerialize: "none"; "full" for each layer that the model has itself, so that of a model
             of blocks each block is computed again on its own; or patterns of layers such as
             `{"block_*"}`, by name or by path.
+        offload: said likewise, of layers whose activations are on the host from their forward to
+            their backward pass. Of layers that are computed again too, that is what they are
+            computed from. It comes back while the layer behind is differentiated.
 
     Raises:
         ValueError: for another word, or patterns that are none.
     """
 
     rematerialize: str | Collection[str] = "none"
+    offload: str | Collection[str] = "none"
 
     def __post_init__(self) -> None:
-        choice = self.rematerialize
-        if (isinstance(choice, str) and choice not in _WORDS) or not choice:
-            raise ValueError(
-                f"`rematerialize` must be one of {', '.join(map(repr, _WORDS))} or a set of "
-                f"patterns of layers. Received: {choice!r}."
-            )
+        for what in ("rematerialize", "offload"):
+            choice = getattr(self, what)
+            if (isinstance(choice, str) and choice not in _WORDS) or not choice:
+                raise ValueError(
+                    f"`{what}` must be one of {', '.join(map(repr, _WORDS))} or a set of "
+                    f"patterns of layers. Received: {choice!r}."
+                )
 
     def rematerialized(self, model: keras.Model) -> list[tuple[keras.Layer, Wants]]:
         """The layers that are computed again, and for which outputs.
@@ -64,27 +72,39 @@ class MemoryPolicy:
             wants = _wanted_by(remat_mode_of(layer), layer)
             if wants is not None and layer is not model:
                 chosen[id(layer)] = (layer, wants)
-        for layer in self._named(model):
+        for layer in _named("rematerialize", self.rematerialize, model):
             chosen[id(layer)] = (layer, _always)
         return [
             each for each in chosen.values() if not isinstance(each[0], keras.layers.InputLayer)
         ]
 
-    def _named(self, model: keras.Model) -> list[keras.Layer]:
-        if self.rematerialize == "none":
-            return []
-        if self.rematerialize == "full":
-            return direct_layers(model)
-        layers = layers_by_path(model)
-        check_patterns("rematerialize", self.rematerialize, layers)
-        return [layer for path, layer in layers.items() if is_named(path, self.rematerialize)]
+    def offloaded(self, model: keras.Model) -> list[keras.Layer]:
+        """The layers whose activations are on the host until their backward passes.
+
+        Raises:
+            ValueError: for a pattern that names no layer, or a model that XLA compiles.
+        """
+        named = _named("offload", self.offload, model)
+        if named and getattr(model, "jit_compile", False) is True:
+            raise ValueError(
+                "XLA computes on one device, and moves nothing to the host. Received: "
+                f"offload={self.offload!r}, and a model compiled with jit_compile=True. Leave one "
+                "of them out."
+            )
+        return [layer for layer in named if not isinstance(layer, keras.layers.InputLayer)]
+
+    def segments(self, model: keras.Model) -> list[Called]:
+        """The layers that are computed again, or offloaded, as segments of a step."""
+        wants = {id(layer): (layer, wanted) for layer, wanted in self.rematerialized(model)}
+        moved = {id(layer): layer for layer in self.offloaded(model)}
+        again = [Called(x, None, wanted, id(x) in moved) for x, wanted in wants.values()]
+        return again + [Called(x, offloads=True) for key, x in moved.items() if key not in wants]
 
     @contextlib.contextmanager
     def during(self, model: keras.Model) -> Iterator[None]:
         """Within it, a step of `model` is traced that keeps what the policy says."""
         segments = StepSegments()
-        layers = [(layer, None, wants) for layer, wants in self.rematerialized(model)]
-        with without_remat_of_keras(model), segments.called(layers):
+        with without_remat_of_keras(model), segments.called(self.segments(model)):
             yield
 
 
@@ -102,6 +122,16 @@ def around_inner(memory: MemoryPolicy | None, inner: object) -> Callable | None:
             f"inner={inner!r}. Give `memory` to the inner strategy."
         )
     return None
+
+
+def _named(what: str, choice: str | Collection[str], model: keras.Model) -> list[keras.Layer]:
+    if choice == "none":
+        return []
+    if choice == "full":
+        return direct_layers(model)
+    layers = layers_by_path(model)
+    check_patterns(what, choice, layers)
+    return [layer for path, layer in layers.items() if is_named(path, choice)]
 
 
 def _always(outputs: Any) -> bool:

@@ -10,7 +10,8 @@ which are made when the gradient of the layer's outputs is there.
     as it runs    x -> W h -> y   . x, w .   dy -> W' h' -> f(dy, W', h') -> dx
 
 `W'` is gathered again from the own part `w`, `h'` is computed again from `x`. An operation takes
-only what was traced before it, in its place too, so no circle can come of it.
+only what was traced before it, in its place too, so no circle can come of it. What is kept may
+be on the host meanwhile (`host_copies.py`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,8 +20,7 @@ import tensorflow as tf
 
 from tfparallel.internals.graphs import is_stateful, take_instead
 from tfparallel.segments.graph_copy import GraphCopy
-
-ASKS_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})  # as soon as the tensor is there
+from tfparallel.segments.host_copies import ASKS_SHAPE, HostCopies, of_backward
 
 
 class Segment:
@@ -34,6 +34,10 @@ class Segment:
         weights: tensors that were put together for the call.
         replaced: by the `id` of a tensor, what later operations take instead of it.
         recomputes: whether an operation's results are computed again from the tensors it takes.
+        offloads: whether what it keeps is on the host until its backward pass.
+        computed: operations of the call, on the way to its outputs.
+        own_backward_from: as `backward_from`, of its own gradient: weights are gathered earlier.
+        fetch_gate: what comes back from the host waits for these tensors.
     """
 
     def __init__(self, inputs: Sequence[tf.Tensor]):
@@ -44,6 +48,10 @@ class Segment:
         self.weights: Sequence[tf.Tensor] = ()
         self.replaced: dict[int, tf.Tensor] = {}
         self.recomputes: Callable[[tf.Operation], bool] = lambda operation: False
+        self.offloads = False
+        self.computed: Collection[tf.Operation] = ()
+        self.own_backward_from = 0
+        self.fetch_gate: Sequence[tf.Tensor] = ()
 
 
 def made_of(tensors: Collection[tf.Tensor]) -> set[tf.Operation]:
@@ -63,11 +71,15 @@ def made_of(tensors: Collection[tf.Tensor]) -> set[tf.Operation]:
     return made
 
 
-def made_between(graph: tf.Graph, begin: int, outputs: Collection[tf.Tensor]) -> set[tf.Operation]:
-    """What a call computes on its way to `outputs`, and can be computed again.
+def computed_between(
+    graph: tf.Graph,
+    begin: int,
+    outputs: Collection[tf.Tensor],
+    is_kept: Callable[[tf.Operation], bool],
+) -> set[tf.Operation]:
+    """Operations of a call on the way to `outputs`, from those on that are `is_kept`.
 
-    Not what has effects or is read or received, which is kept; not `outputs` themselves, which
-    whoever comes next keeps; not what another device computes, for another replica.
+    Not those of `outputs` themselves; not what another device computes, for another replica.
 
     Args:
         begin: how many operations there were before the call.
@@ -80,7 +92,7 @@ def made_between(graph: tf.Graph, begin: int, outputs: Collection[tf.Tensor]) ->
         operation = todo.pop()
         if operation in made or operation not in inside:
             continue
-        if is_stateful(operation) or operation.type == "Const" or operation.device not in devices:
+        if operation.type == "Const" or operation.device not in devices or is_kept(operation):
             continue
         made.add(operation)
         todo += [x.op for x in operation.inputs]
@@ -96,15 +108,49 @@ def rewire(graph: tf.Graph, segments: Iterable[Segment]) -> None:
     """
     begun = [segment for segment in segments if segment.backward_from is not None]
     operations = graph.get_operations()
+    copies = HostCopies(graph, _made_of_weights(begun, operations))
     for segment in begun:
         if segment.replaced:
             _also(segment, made_of(segment.weights))
         later = operations[segment.backward_from :]
         wanted = _wanted(segment, later)
         if wanted:
-            instead = _instead(graph, segment, {id(x): x for _, _, x in wanted})
+            instead = _instead(graph, segment, {id(x): x for _, _, x in wanted}, copies)
             for operation, index, tensor in wanted:
                 take_instead(operation, index, instead[id(tensor)])
+    _offload([segment for segment in begun if segment.offloads], operations, copies)
+
+
+def _offload(
+    segments: Iterable[Segment], operations: Sequence[tf.Operation], copies: HostCopies
+) -> None:
+    """Has the backward passes of `segments` take from the host what is kept for them.
+
+    The one that begins last comes first: what two of them keep, each takes for itself.
+    """
+    begun = [(segment.own_backward_from, segment) for segment in segments if segment.gate]
+    own = of_backward(operations, [x for _, segment in begun for x in segment.gate])
+    for begin, segment in sorted(begun, key=lambda each: each[0], reverse=True):
+        given = set(map(id, segment.inputs))
+        for operation in operations[begin:]:
+            if operation not in own or operation.type in ASKS_SHAPE:
+                continue
+            for index, tensor in enumerate(operation.inputs):
+                is_own = id(tensor) in given or tensor.op in segment.computed
+                if is_own and copies.holds(tensor):
+                    back = copies.fetched(tensor, segment.fetch_gate)
+                    take_instead(operation, index, back)
+
+
+def _made_of_weights(
+    segments: Sequence[Segment], operations: Sequence[tf.Operation]
+) -> set[tf.Operation]:
+    """What stays where it is, though a segment is to be on the host; nothing where none is."""
+    if not any(segment.offloads for segment in segments):
+        return set()
+    read = [y for op in operations if op.type == "ReadVariableOp" for y in op.outputs]
+    weights = [*read, *(x for segment in segments for x in segment.weights)]
+    return made_of(weights) | {x.op for x in weights}
 
 
 def _also(segment: Segment, operations: Collection[tf.Operation]) -> None:
@@ -125,7 +171,7 @@ def _wanted(
 
 
 def _instead(
-    graph: tf.Graph, segment: Segment, tensors: Mapping[int, tf.Tensor]
+    graph: tf.Graph, segment: Segment, tensors: Mapping[int, tf.Tensor], copies: HostCopies
 ) -> dict[int, tf.Tensor]:
     """What is taken instead of `tensors`: replaced, or computed again behind the segment's gate."""
     given = dict(segment.replaced)
@@ -135,11 +181,14 @@ def _instead(
             if tensor.op.type == "Const" or tensor.dtype == tf.resource:
                 given[id(tensor)] = tensor
                 continue
+            if segment.offloads and copies.holds(tensor):
+                given[id(tensor)] = copies.fetched(tensor, segment.fetch_gate)
+                continue
             with tf.device(tensor.device):
                 given[id(tensor)] = tf.identity(tensor, "kept")
     with graph.as_default():
-        copies = GraphCopy(graph, given).tensors(again)
-    return {**given, **dict(zip(map(id, again), copies, strict=True))}
+        done = GraphCopy(graph, given).tensors(again)
+    return {**given, **dict(zip(map(id, again), done, strict=True))}
 
 
 def _frontier(segment: Segment, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

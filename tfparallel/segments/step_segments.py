@@ -7,14 +7,15 @@ Before, its weights may be put together; when the gradient of its outputs is the
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, record, set_keras_mask
+from tfparallel.internals.graphs import is_stateful
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.segments.segment import Segment, made_between, rewire
+from tfparallel.segments.segment import Segment, computed_between, rewire
 
 
 class Weights(Protocol):
@@ -30,9 +31,20 @@ class Weights(Protocol):
         """As `gather`, for the backward pass; nothing where the first ones are kept for it."""
 
 
-# A layer; what gives the `Weights` of a call, or None for a call without; whether a call of these
-# outputs is computed again.
-Called = tuple[keras.Layer, Callable | None, Callable[[Any], bool] | None]
+class Called(NamedTuple):
+    """A layer whose calls are segments.
+
+    Attributes:
+        layer: of the model.
+        weights_of: gives the `Weights` of a call, or None for a call without.
+        recomputes: whether a call of these outputs is computed again.
+        offloads: whether what a call keeps is on the host until its backward pass.
+    """
+
+    layer: keras.Layer
+    weights_of: Callable | None = None
+    recomputes: Callable[[Any], bool] | None = None
+    offloads: bool = False
 
 
 class StepSegments:
@@ -62,41 +74,35 @@ class StepSegments:
             yield
             return
         with contextlib.ExitStack() as hooks:
-            for layer, weights_of, recomputes in layers:
-                hooks.enter_context(self._shadowed(layer, weights_of, recomputes))
+            for each in layers:
+                hooks.enter_context(self._shadowed(each))
             yield
         rewire(self._graph, self._segments)
 
-    def _shadowed(
-        self, layer: keras.Layer, weights_of: Callable | None, recomputes: Callable | None
-    ) -> Any:
+    def _shadowed(self, called: Called) -> Any:
         def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            return self._call(weights_of, recomputes, original, args, kwargs)
+            return self._call(called, original, args, kwargs)
 
         return shadowed(
-            layer,
+            called.layer,
             "call",
-            wrapped(layer, "call", call),
+            wrapped(called.layer, "call", call),
             during="the tracing of a step",
             why="A segment's weights are gathered before it is called, and freed after; its "
-            "activations are kept, or computed again.",
+            "activations are kept, on the host if it is said, or computed again.",
         )
 
-    def _call(
-        self,
-        weights_of: Callable | None,
-        recomputes: Callable | None,
-        original: Callable,
-        args: tuple,
-        kwargs: dict,
-    ) -> Any:
+    def _call(self, called: Called, original: Callable, args: tuple, kwargs: dict) -> Any:
         inputs = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, tf.Tensor)]
         is_segment = tf.compat.v1.get_default_graph() is self._graph and bool(inputs)
-        weights = weights_of() if is_segment and weights_of is not None else None
-        is_outermost = is_segment and recomputes is not None and not self._is_inside
-        if weights is None and not is_outermost:
+        weights = called.weights_of() if is_segment and called.weights_of is not None else None
+        inside = self._inside
+        recomputes = called.recomputes if is_segment and not inside.recomputes else None
+        offloads = is_segment and called.offloads and not inside.offloads
+        if weights is None and recomputes is None and not offloads:
             return original(*args, **kwargs)
         segment, own = Segment(inputs), self._own
+        segment.offloads = offloads or inside.offloads
         own.append((segment, weights))
         self._segments.append(segment)
         number = len(own) - 1
@@ -104,28 +110,35 @@ class StepSegments:
             with record.stop_recording():
                 segment.weights = weights.gather(own[max(0, number - self._prefetch)][0].inputs)
         begin = len(self._graph.get_operations())
+        within = _Inside(inside.recomputes or recomputes is not None, segment.offloads)
         with (
             contextlib.nullcontext() if weights is None else weights.given(segment.weights),
-            self._inside() if is_outermost else contextlib.nullcontext(),
+            self._while(within),
         ):
             outputs = original(*args, **kwargs)
-        if is_outermost and recomputes is not None and recomputes(outputs):
-            flat = [y for y in keras.tree.flatten(outputs) if isinstance(y, tf.Tensor)]
-            segment.recomputes = made_between(self._graph, begin, flat).__contains__
+        flat = [y for y in keras.tree.flatten(outputs) if isinstance(y, tf.Tensor)]
+        if recomputes is not None and recomputes(outputs):
+            segment.recomputes = computed_between(
+                self._graph, begin, flat, is_stateful
+            ).__contains__
+        if offloads:
+            made = computed_between(self._graph, begin, flat, lambda operation: False)
+            segment.computed = made | {y.op for y in flat}
         return self._told(outputs, number)
 
     @property
-    def _is_inside(self) -> bool:
-        """Whether the calling thread is in a segment that may be computed again as a whole."""
-        return getattr(self._thread, "is_inside", False)
+    def _inside(self) -> "_Inside":
+        """What holds for all layers in the segments that the calling thread is in."""
+        return getattr(self._thread, "inside", _Inside(False, False))
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._thread.is_inside = True
+    def _while(self, inside: "_Inside") -> Iterator[None]:
+        before = self._inside
+        self._thread.inside = inside
         try:
             yield
         finally:
-            self._thread.is_inside = False
+            self._thread.inside = before
 
     def _told(self, outputs: Any, number: int) -> Any:
         """`outputs`, whose gradients tell that the backward pass of a segment begins."""
@@ -155,7 +168,7 @@ class StepSegments:
         if tf.compat.v1.get_default_graph() is not self._graph:
             return
         gate = tf.nest.flatten(gradient, expand_composites=True)
-        own[number][0].gate = own[number][0].gate or gate
+        self._begin_own(own[number][0], gate)
         for segment, weights in own[max(0, number - self._prefetch) : number + 1][::-1]:
             if segment.is_differentiated and segment.backward_from is None:
                 segment.backward_from = len(self._graph.get_operations())
@@ -165,3 +178,27 @@ class StepSegments:
                     again = weights.gather_again(gate)
                 replaced = zip(segment.weights, again, strict=bool(again))
                 segment.replaced = {id(before): after for before, after in replaced}
+
+    def _begin_own(self, segment: Segment, gate: list) -> None:
+        """Notes the gradient that a segment's backward pass begins with.
+
+        What it takes from the host is on its way when that of the one behind it begins.
+        """
+        if segment.gate:
+            return
+        segment.gate, segment.own_backward_from = gate, len(self._graph.get_operations())
+        if segment.offloads:
+            segment.fetch_gate = getattr(self._thread, "last_gate", gate)
+            self._thread.last_gate = gate
+
+
+class _Inside(NamedTuple):
+    """What holds in a segment for the layers in it.
+
+    Attributes:
+        recomputes: whether it may be computed again as a whole.
+        offloads: whether what it keeps is on the host.
+    """
+
+    recomputes: bool
+    offloads: bool

@@ -161,8 +161,8 @@ class ShardedExtended(PartUpdates):
         if optimizer is not None and self.reduces_early(optimizer, model.trainable_variables):
             self._backward = BackwardReduction(self)
         segments = StepSegments(self._sharding.prefetch)
-        again = self._memory.rematerialized(model)
-        units = units_of(model, self._sharding.patterns, _is_gathered, again)
+        again, moved = self._memory.rematerialized(model), self._memory.offloaded(model)
+        units = units_of(model, self._sharding.patterns, _is_gathered, again, moved)
         try:
             with super()._step_of(model), without_remat_of_keras(model), segments.called(units):
                 yield

@@ -199,7 +199,7 @@ def _activations(extended: Any, model: keras.Model, inputs: Any) -> int | None:
 
     sources = [getattr(behind(v), "values", [behind(v)])[0] for v in model.trainable_variables]
     in_step = functools.partial(extended._memory.during, model)
-    return kept_bytes(model, specs, sources, with_weights, in_step)
+    return kept_bytes(model, specs, sources, with_weights, in_step, extended.worker_devices[0])
 
 
 def _of_replica(leaf: Any, replicas: int) -> tf.TensorSpec:

@@ -83,6 +83,7 @@ def units_of(
     patterns: Sequence[str] | None,
     is_sharded: Callable[[Any], bool],
     rematerialized: Sequence[tuple[keras.Layer, Callable]] = (),
+    offloaded: Sequence[keras.Layer] = (),
 ) -> list[Called]:
     """The layers of `model` that are units, each with what gives the weights of a call.
 
@@ -92,19 +93,24 @@ def units_of(
         is_sharded: whether a variable is gathered.
         rematerialized: layers that are computed again, and for which outputs. Each is a unit with
             all layers in it, as it needs the weights of all of them to be computed again.
+        offloaded: layers whose activations are on the host until their backward passes. They are
+            segments, and units as others are.
 
     Raises:
         ValueError: for a pattern that names no layer.
     """
     wants = {id(layer): wanted for layer, wanted in rematerialized}
-    return [
-        (
+    moved = {id(layer): layer for layer in offloaded}
+    units = [
+        Called(
             layer,
             functools.partial(_weights_of, layer, with_inner, is_sharded),
             wants.get(id(layer)),
+            moved.pop(id(layer), None) is not None,
         )
         for layer, with_inner in layers_of_units(model, patterns, rematerialized)
     ]
+    return units + [Called(layer, offloads=True) for layer in moved.values()]
 
 
 def layers_of_units(

@@ -238,13 +238,19 @@ def _remembering(pipeline: PipelineOptions, memory: MemoryPolicy | None) -> Pipe
     """The options of a pipeline that keeps what `memory` says."""
     if memory is None:
         return pipeline
-    if pipeline.rematerialize != "none":
+    if pipeline.rematerialize != "none" or pipeline.offload:
         raise ValueError(
-            "What is computed again is said once. Received: "
-            f"memory={memory} and PipelineOptions(rematerialize={pipeline.rematerialize!r}). Leave "
-            "one of them out."
+            "What is kept is said once. Received: "
+            f"memory={memory} and PipelineOptions(rematerialize={pipeline.rematerialize!r}, "
+            f"offload={pipeline.offload}). Leave one of them out."
         )
-    return dataclasses.replace(pipeline, rematerialize=memory.rematerialize)
+    if memory.offload not in ("none", "full"):
+        raise ValueError(
+            "What a stage keeps goes to the host as a whole. Received: "
+            f"offload={memory.offload!r}. Say 'full' or 'none'."
+        )
+    offload = memory.offload == "full"
+    return dataclasses.replace(pipeline, rematerialize=memory.rematerialize, offload=offload)
 
 
 def _full_name(name: Any) -> str:
