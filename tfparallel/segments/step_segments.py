@@ -83,10 +83,11 @@ class StepSegments:
         def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
             return self._call(called, original, args, kwargs)
 
+        layer = called.layer
         return shadowed(
-            called.layer,
+            layer,
             "call",
-            wrapped(called.layer, "call", call),
+            wrapped(layer, "call", call),
             during="the tracing of a step",
             why="A segment's weights are gathered before it is called, and freed after; its "
             "activations are kept, on the host if it is said, or computed again.",
