@@ -42,9 +42,10 @@ class Launcher:
         script = folder / "train.py"
         script.write_text(textwrap.dedent(source))
         env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+        # Under nohup the tests ignore SIGHUP, and so would the launcher.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfparallel", "launch", "--standalone"]
-            + ["--workers", str(workers), *options, str(script)],
+            ["env", "--default-signal=HUP", sys.executable, "-m", "tfparallel", "launch"]
+            + ["--standalone", "--workers", str(workers), *options, str(script)],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen},
             cwd=folder,
             env={**env, "PYTHONPATH": str(ROOT)},
