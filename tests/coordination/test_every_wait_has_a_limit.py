@@ -46,6 +46,8 @@ WITHOUT_LIMIT = {
     "coordination/writer.py": "a thread of this process that writes; its waits for others are "
     "the agreement's, its disk is the system's",
     "communication/neighbours.py": "receiving returns every second, to look",
+    "communication/partners.py": "receiving returns every second, to look",
+    "communication/ring_opening.py": _LIMITED,
     "communication/sender.py": "the sender's thread waits for work of this process",
     "coordination/cluster.py": "a `ContextVar`, which does not wait",
     "coordination/meeting.py": "the thread waits for guests until it is closed; " + _LIMITED,
