@@ -15,9 +15,10 @@ import tensorflow as tf
 
 from tfparallel.communication import horovod_collectives as horovod
 from tfparallel.communication.horovod_collectives import HorovodInternalError, HostsUpdatedInterrupt
-from tfparallel.coordination.agreement import Agreement, PeerEndedError
+from tfparallel.coordination.agreement import PeerEndedError
 from tfparallel.coordination.writer import end_all
 from tfparallel.internals import context
+from tfparallel.replicas.training import training_of
 
 
 class ElasticJob(horovod.State):
@@ -106,7 +107,7 @@ class _HostsCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Announcements in a sequence of their own."""
-        own: Agreement | None = getattr(self.model.distribute_strategy.extended, "_agreement", None)
+        own = training_of(self.model.distribute_strategy).agreement()
         self._agreement = own.sequence(f"hosts/{next(own.numbers)}") if own is not None else None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.internals.keras_distribution_hooks import distribution_installed
+from tfparallel.replicas.device_names import devices_here, short_names
 from tfparallel.strategies.mirrored import MirroredStrategy
 from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tfparallel.strategies.tensor_parallel import TensorParallelStrategy
@@ -141,9 +142,9 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 def _local_devices(device_type: str | None) -> list[str]:
     kinds = [device_type.upper()] if device_type else ["TPU", "GPU", "CPU"]
-    found = (tf.config.list_logical_devices(kind) for kind in kinds)
+    found = (devices_here(kind) for kind in kinds)
     devices: list = next((each for each in found if each), [])
-    return [f"{d.device_type}:{d.name.rpartition(':')[2]}".lower() for d in devices]
+    return [name.lower() for name in short_names(device.name for device in devices)]
 
 
 def get_device_count(device_type: str | None = None) -> int:

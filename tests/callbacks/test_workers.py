@@ -91,10 +91,15 @@ def test_workers_with_parts_of_the_weights_save_the_whole_together(zygote, expec
     assert_all_equal(expected, tmp_path)  # what data parallel workers end with
 
 
-@pytest.mark.long
 @pytest.mark.timeout(200)
-def test_workers_go_on_with_what_their_compression_left_out(zygote, expected, tmp_path):
-    compressed = "multi_worker_compressed"
+@pytest.mark.parametrize(
+    "compressed",
+    [
+        pytest.param("multi_worker_compressed", marks=pytest.mark.long),
+        "multi_worker_compressed_around_replicas",
+    ],
+)
+def test_workers_go_on_with_what_their_compression_left_out(zygote, expected, tmp_path, compressed):
     uninterrupted, backups = tmp_path / "uninterrupted", tmp_path / "backups"
     uninterrupted.mkdir()
     assert train(zygote, "", uninterrupted, training=compressed) == [0, 0]

@@ -306,11 +306,11 @@ def parameter_server_async_dataset_other(*arguments):
     parameter_server(*arguments, mode="async", num_workers=1, as_dataset=True, is_other=True)
 
 
-def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, compression=None):
+def multi_worker(backup_dir, results, kill_at, tf_config, save_freq=1, **options):
     """Two workers, or one without a `TF_CONFIG`."""
     if tf_config:
         os.environ["TF_CONFIG"] = tf_config
-    strategy = tfparallel.MultiWorkerMirroredStrategy(compression=compression)
+    strategy = tfparallel.MultiWorkerMirroredStrategy(**options)
     x, y = tiny_data(ROWS)
     arguments = (backup_dir, results, kill_at)
     _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=save_freq)
@@ -358,6 +358,12 @@ def sharded_workers_without_noise(*arguments):
 def multi_worker_compressed(*arguments):
     """Workers that remember what they have not sent, each something else."""
     multi_worker(*arguments, compression=tfparallel.compression.PowerSGD(rank=1))
+
+
+def multi_worker_compressed_around_replicas(*arguments):
+    """The same, where what trains in a worker is a strategy of its own."""
+    inner = tfparallel.MirroredStrategy
+    multi_worker(*arguments, compression=tfparallel.compression.PowerSGD(rank=1), inner=inner)
 
 
 def multi_worker_by_the_clock(*arguments):

@@ -125,10 +125,10 @@ class TensorParallel(StrategySection):
 
     def arguments(self) -> dict[str, Any]:
         import keras
-        import tensorflow as tf
 
-        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-        devices = self.devices or [d.name for d in tf.config.list_logical_devices(kind)]
+        from tfparallel.replicas.device_names import all_devices_here
+
+        devices = self.devices or all_devices_here()
         if len(devices) % self.replicas:
             raise ValueError(
                 f"`replicas` must divide the number of devices. Received: {self.replicas} replicas "
@@ -325,12 +325,11 @@ class Hybrid(WithMemory):
 
     def arguments(self) -> dict[str, Any]:
         import keras
-        import tensorflow as tf
 
         import tfparallel
+        from tfparallel.replicas.device_names import all_devices_here
 
-        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-        all_on_data = {"data": len(tf.config.list_logical_devices(kind))}
+        all_on_data = {"data": len(all_devices_here())}
         layout: Any = keras.distribution.LayoutMap() if self.layout else None
         for pattern, axes in self.layout.items():
             layout[pattern] = keras.distribution.TensorLayout(axes)
@@ -422,7 +421,7 @@ class Data(Section):
     drop_remainder: bool = False
 
 
-class Training(Section):
+class TrainingSection(Section):
     """How long to train; `seed` fixes the initial weights, the shuffling and Dropout."""
 
     epochs: int = Field(default=3, ge=1)
@@ -438,7 +437,7 @@ class RunConfig(Section):
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
-    training: Training = Training()
+    training: TrainingSection = TrainingSection()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -73,7 +73,8 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         # Where a step runs that was not handed to the pool.
         return (self._cluster.worker_devices()[0][0],)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Returns when the workers have done all steps, also those that fail."""
         if hasattr(self, "_pool"):
             self._pool.join()
 

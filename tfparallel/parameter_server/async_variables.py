@@ -28,7 +28,7 @@ class HandedIn:
     def _settle(self) -> None:
         """On the chief, waits for the steps under way."""
         if tf.executing_eagerly():
-            self.distribute_strategy.extended._settle()
+            self.distribute_strategy.extended.settle()
 
     def _seen(self) -> tf.Tensor | None:
         """What a worker's step sees; None elsewhere, and of weights that it has not assigned."""

@@ -9,6 +9,7 @@ from tfparallel.coordination.security import check_network
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.device_names import all_devices_here
 
 
 def stage_devices(
@@ -28,7 +29,7 @@ def stage_devices(
     """
     cluster = _find_cluster(devices, resolver)
     if cluster is None:
-        return check_devices(devices) or _all_devices(), None
+        return check_devices(devices) or all_devices_here(), None
     check_network(cluster.tasks, insecure_network)
     if made_first is not None:
         cluster.check_nothing_is_trained(made_first)
@@ -56,8 +57,3 @@ def _find_cluster(
     if resolver is None or sum(map(len, resolver.cluster_spec().as_dict().values())) < 2:
         return None
     return StageCluster(resolver)
-
-
-def _all_devices() -> list[str]:
-    gpus = tf.config.list_logical_devices("GPU")
-    return [device.name for device in gpus or tf.config.list_logical_devices("CPU")]

@@ -21,8 +21,9 @@ from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.internals import TrainerCall
+from tfparallel.internals import BaseOptimizer, TrainerCall
 from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.replicas.training import GradientMemory
 
 
 class AxisOfProcesses(Protocol):
@@ -61,6 +62,9 @@ class AxisOfProcesses(Protocol):
 
     def _in_multi_worker_mode(self) -> bool:
         """Whether what `run` returns is this worker's only."""
+
+    def compression_of(self, optimizer: BaseOptimizer) -> GradientMemory | None:
+        """What compresses the gradients of a built optimizer between workers."""
 
     def _link_times(self) -> LinkTimes:
         """What collectives between processes have taken so far, where the transport is our own."""

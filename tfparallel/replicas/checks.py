@@ -9,12 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.internals import DistributedVariable
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_distribution_hooks import is_distribution_watched
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.internals.keras_trainer import strategy_of
-from tfparallel.replicas.device_names import device_names
+from tfparallel.replicas.device_names import all_devices_here, device_names, devices_here
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 _THREE_LINES = (
@@ -260,7 +261,7 @@ def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
     devices = device_names(devices, what)
     if not devices:
         raise ValueError(f"`{what}` needs at least one device. Received: an empty list.")
-    existing = {(d.device_type, _index(d.name)): d.name for d in tf.config.list_logical_devices()}
+    existing = {(d.device_type, _index(d.name)): d.name for d in devices_here()}
     seen: dict[tuple, str] = {}
     for device in devices:
         key = _parse(device, what)
@@ -277,6 +278,16 @@ def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
             )
         seen[key] = device
     return devices
+
+
+def devices_of_process(devices: Any, what: str = "devices") -> list[str] | None:
+    """As `check_devices`; without any, all that this process has, also among others of a cluster.
+
+    None where `TF_CONFIG` names a cluster, of which TensorFlow has something to say.
+    """
+    if devices is None and read_tf_config() is None:
+        return all_devices_here()
+    return check_devices(devices, what)
 
 
 def check_device(device: Any, what: str = "device") -> list[str]:

@@ -1,12 +1,12 @@
 """What the compression of a model's gradients remembers from step to step, on this worker."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 
 from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.training import GradientMemory, training_of
 
 
 def compression_state(model: keras.Model) -> dict[str, np.ndarray]:
@@ -38,12 +38,11 @@ def set_compression_state(
             ) from error
 
 
-def _compressions_of(model: keras.Model) -> dict[str, Any]:
+def _compressions_of(model: keras.Model) -> dict[str, GradientMemory]:
     """What compresses the gradients of each optimizer, by how its arrays' names begin."""
-    extended = getattr(model.distribute_strategy, "extended", None)
-    compression_of = getattr(extended, "compression_of", lambda optimizer: None)
+    training = training_of(model.distribute_strategy)
     numbered = [(i, each) for i, each in enumerate(optimizers_of(model)) if each.built]
-    found = {f"optimizer_{i}/" if i else "": compression_of(each) for i, each in numbered}
+    found = {f"optimizer_{i}/" if i else "": training.compression_of(each) for i, each in numbered}
     return {prefix: each for prefix, each in found.items() if each is not None}
 
 

@@ -32,6 +32,24 @@ def device_names(devices: Any, what: str) -> list[str]:
     return [_name(device, what) for device in devices]
 
 
+def devices_here(kind: str | None = None) -> list[tf.config.LogicalDevice]:
+    """Logical devices of this process, of one kind or of all.
+
+    Once a process is one of a cluster, TensorFlow lists the devices of all of them.
+    """
+    listed = tf.config.list_logical_devices(kind)
+    if len({_task_of(device.name) for device in listed}) < 2:
+        return listed
+    with tf.init_scope(), tf.device("CPU:0"):
+        here = _task_of(tf.zeros([]).device)
+    return [device for device in listed if _task_of(device.name) == here]
+
+
+def all_devices_here() -> list[str]:
+    """Names of the GPUs of this process, or of its CPUs where it has no GPU."""
+    return [device.name for device in devices_here("GPU") or devices_here("CPU")]
+
+
 def hosts_of(devices: Iterable[str]) -> list[str]:
     """The CPU of each device's process."""
     return [device_util.canonicalize("/device:CPU:0", device) for device in devices]
@@ -70,13 +88,17 @@ def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:
 
 def _name(device: Any, what: str) -> str:
     if _is_number(device):
-        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-        return f"{kind}:{device}"
+        return f"{'GPU' if devices_here('GPU') else 'CPU'}:{device}"
     if isinstance(device, tf.config.LogicalDevice):
         return device.name
     if not isinstance(device, str):
         raise TypeError(_expected(what, device))
     return device
+
+
+def _task_of(name: str) -> tuple:
+    spec: Any = tf.DeviceSpec.from_string(name)
+    return spec.job, spec.task
 
 
 def _is_number(value: Any) -> bool:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
@@ -40,6 +41,7 @@ from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
+from tfparallel.replicas.training import GradientMemory
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
@@ -55,6 +57,7 @@ class ReplicatedExtended(MirroredExtended):
 
     _num_workers = 1
     _id_in_cluster = 0
+    _agreement: Agreement | None = None  # of several workers
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
     _workers: AxisOfProcesses | None = (
@@ -245,6 +248,19 @@ class ReplicatedExtended(MirroredExtended):
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
         return apply(gradients, variables)
+
+    # ---- what callbacks ask: `training.Training` -------------------------------------------------
+
+    def settle(self) -> None:
+        """Every step is done when it returns."""
+
+    def agreement(self) -> Agreement | None:
+        """That of the workers, if there are several."""
+        return self._agreement if self._num_workers > 1 else None
+
+    def compression_of(self, optimizer: BaseOptimizer) -> GradientMemory | None:
+        """What the workers around this process compress with, if there are any."""
+        return None if self._workers is None else self._workers.compression_of(optimizer)
 
     # ---- across workers: this one is all there is, unless it has others around it ----------------
 

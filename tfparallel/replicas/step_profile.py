@@ -39,7 +39,7 @@ def profile_step(strategy: Any, model: keras.Model, batch: Any) -> StepLanes:
         step, state = TracedStep(model), values_of(model)
         with collected_graphs() as nodes:
             step.run(state, batch)
-        agreement = extended._agreement if extended._num_workers > 1 else None
+        agreement = extended.agreement()
         offset = _offset(agreement)  # nobody begins before all have traced
         with profiled() as ran, extended._link_journal() as journal:
             step.run(state, batch)

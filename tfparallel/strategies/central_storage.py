@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfparallel.central_storage.extended import CentralStorageExtended
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.checks import check_devices, devices_of_process
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
@@ -35,7 +35,7 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         parameter_device: str | None = None,
         memory: MemoryPolicy | None = None,
     ):
-        compute_devices = check_devices(compute_devices, "compute_devices")
+        compute_devices = devices_of_process(compute_devices, "compute_devices")
         central = check_devices(parameter_device, "parameter_device")
         extended = CentralStorageExtended(self, compute_devices, central[0] if central else None)
         super().__init__(extended, (memory or MemoryPolicy()).during)

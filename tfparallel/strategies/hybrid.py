@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
@@ -21,6 +20,7 @@ from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.device_names import all_devices_here
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
@@ -202,8 +202,7 @@ def _mesh(mesh: Any) -> Mesh:
         devices: Sequence = [_full_name(name) for name in np.asarray(mesh.devices).flatten()]
     elif isinstance(mesh, Mapping) and mesh:
         sizes, names = list(mesh.values()), list(mesh)
-        gpus = tf.config.list_logical_devices("GPU")
-        devices = [each.name for each in gpus or tf.config.list_logical_devices("CPU")]
+        devices = all_devices_here()
     else:
         raise TypeError(
             "Expected a keras.distribution.DeviceMesh, or the size of each axis by its name, such "

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.checks import devices_of_process
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
@@ -34,5 +34,5 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
         memory: MemoryPolicy | None = None,
     ):
-        extended = MirroredLocalExtended(self, check_devices(devices), cross_device_ops)
+        extended = MirroredLocalExtended(self, devices_of_process(devices), cross_device_ops)
         super().__init__(extended, (memory or MemoryPolicy()).during)

@@ -9,7 +9,7 @@ import keras
 from tfparallel.coordination.cluster import is_started_by_horovodrun, read_tf_config
 from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.checks import devices_of_process
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.in_one_process import LocalShardedExtended
@@ -147,7 +147,7 @@ def _extended(
             f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "
             "Start the script with `tfparallel launch`, or leave `transport` out."
         )
-    return LocalShardedExtended(strategy, check_devices(devices), sharding, replicas)
+    return LocalShardedExtended(strategy, devices_of_process(devices), sharding, replicas)
 
 
 def _check_takes_all(devices: Sequence[str] | None, of: str) -> None:

@@ -12,6 +12,7 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.internals.keras_layers import layout_map_of
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.device_names import all_devices_here, short_names
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
 from tfparallel.tensor_parallel.branch_layouts import FoundBranches, given_branches
@@ -158,6 +159,5 @@ def _all_devices(of_cluster: Sequence[str] | None) -> Any:
     if of_cluster is not None:
         numbers = [f"cpu:{i}" for i in range(len(of_cluster))]
         return keras.distribution.DeviceMesh((1, len(numbers)), ("batch", "model"), numbers)
-    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-    names = [f"{d.device_type}:{d.name.rpartition(':')[2]}".lower() for d in devices]
+    names = [name.lower() for name in short_names(all_devices_here())]
     return keras.distribution.DeviceMesh((1, len(names)), ("batch", "model"), names)

@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfparallel.replicas.checks import check_devices
+from tfparallel.replicas.device_names import devices_here
 
 _BATCH_NAMES = ("batch", "data")
 
@@ -110,11 +110,11 @@ def _numbered(names: np.ndarray, of_cluster: Sequence[str]) -> np.ndarray:
 def _existing(names: np.ndarray) -> np.ndarray:
     """Full names of the devices of this process that a mesh calls `cpu:0`."""
     upper = [str(name).upper() if "/" not in str(name) else str(name) for name in names]
-    count = len(tf.config.list_logical_devices())
-    if len(set(upper)) > count:
+    here = [device.name for device in devices_here()]
+    if len(set(upper)) > len(here):
         raise ValueError(
-            f"The mesh has {len(set(upper))} devices, and this process has {count}: "
-            f"{[d.name for d in tf.config.list_logical_devices()]}. Received: {upper}. Take a "
+            f"The mesh has {len(set(upper))} devices, and this process has {len(here)}: "
+            f"{here}. Received: {upper}. Take a "
             "smaller mesh. Logical CPU devices are made by "
             "`tf.config.set_logical_device_configuration` before TensorFlow starts."
         )

@@ -32,6 +32,7 @@ from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.callbacks.backup.workers import Workers
 from tfparallel.replicas.compression_state import compression_state, set_compression_state
 from tfparallel.replicas.random_states import random_state, set_random_state
+from tfparallel.replicas.training import training_of
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ def take_snapshot(
 ) -> dict[str, BackupPart]:
     """Copies the state of a training; returns the parts that this worker writes, by name."""
     # Where steps run behind the caller's back, those that were handed out are waited for.
-    getattr(call.model.distribute_strategy.extended, "_settle", _nothing)()
+    training_of(call.model.distribute_strategy).settle()
     call.tell_what_is_not_saved()
     parts = {}
     model_state = {}
@@ -78,10 +79,6 @@ def take_snapshot(
         part = parts[f"shards-{workers.rank}"] = BackupPart()
         part["numbers"] = shards
     return parts
-
-
-def _nothing() -> None:
-    return None
 
 
 class Restoration:

@@ -5,7 +5,10 @@ One worker is the common case: it agrees with itself.
 
 from typing import Any
 
+import tensorflow as tf
+
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.replicas.training import training_of
 
 
 class Workers:
@@ -15,9 +18,9 @@ class Workers:
         rank, num_workers: this worker's position, and how many there are.
     """
 
-    def __init__(self, strategy: Any):
-        own: Agreement | None = getattr(strategy.extended, "_agreement", None)
-        if own is None or own.num_workers == 1:
+    def __init__(self, strategy: tf.distribute.Strategy):
+        own = training_of(strategy).agreement()
+        if own is None:
             self._agreement, self.num_workers, self.rank = None, 1, 0
         else:
             self._agreement = own.sequence(f"backup/{next(own.numbers)}")

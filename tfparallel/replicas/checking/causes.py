@@ -19,6 +19,7 @@ from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import compile_loss_of, layers_of, seed_generators_of
 from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
+from tfparallel.replicas.compressed_gradients import CompressedGradients
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
 
@@ -120,16 +121,16 @@ def _untrained(call: Callable) -> Callable:
 @contextlib.contextmanager
 def _uncompressed(strategy: tf.distribute.Strategy) -> Iterator[Any]:
     """Within it, gradients are sent as they are; gives the compressor that is left out, if any."""
-    extended = strategy.extended
-    compressor = getattr(extended, "_compressor", None)
-    if compressor is None or extended._num_workers == 1:
+    workers = strategy.extended._workers or strategy.extended
+    compresses = isinstance(workers, CompressedGradients) and workers._num_workers > 1
+    if not compresses or workers._compressor is None:
         yield None
         return
-    extended._compressor = None
+    compressor, workers._compressor = workers._compressor, None
     try:
         yield compressor
     finally:
-        extended._compressor = compressor
+        workers._compressor = compressor
 
 
 # ---- what is seen on one device ------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tfparallel.replicas.checking.traces import no_trace, put_back_seeds
 from tfparallel.replicas.checking.whole_float32 import whole_float32
 from tfparallel.replicas.checks import check_model
 from tfparallel.replicas.random_states import random_state
+from tfparallel.replicas.training import training_of
 
 _NUDGES = 3  # steps with weights moved in their last digit, to see what rounding does
 _MARGIN = 10  # rounding is up to this times what a nudge did
@@ -110,17 +111,13 @@ class Pair:
     @property
     def rank(self) -> int | None:
         """Of this process; None if there is one only."""
-        agreement = self._agreement()
+        agreement = training_of(self.strategy).agreement()
         return None if agreement is None else agreement.rank
 
     def all_ranks(self, flag: bool) -> bool:
         """Whether `flag` is true on all ranks, which have to take the same steps."""
-        agreement = self._agreement()
+        agreement = training_of(self.strategy).agreement()
         return flag if agreement is None else all(agreement.exchange("check a step", flag))
-
-    def _agreement(self) -> Any:
-        extended = self.strategy.extended
-        return extended._agreement if getattr(extended, "_num_workers", 1) > 1 else None
 
     def differences(self) -> tuple[Difference, ...]:
         """Between the two after a step, traced anew."""
