@@ -7,6 +7,7 @@ _SMALL = 64  # tensors of at most so small a part of a bucket wait for one anoth
 # Large enough to reach the network's bandwidth, small enough that the first is under way while
 # later gradients are being computed.
 SENT_BUCKET_BYTES = 8 << 20
+HOROVOD_BUCKET_BYTES = 16 << 20  # of which its own fusion makes one collective
 COMPRESSED_BUCKET_BYTES = 16 << 20  # before compression: of that less is sent
 
 

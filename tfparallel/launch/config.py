@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.launch.config_problems import ConfigError, describe_problems
 from tfparallel.launch.config_yaml import apply_override, read_yaml
 
@@ -223,7 +224,7 @@ class Horovod(WithMemory):
     name: Literal["horovod"]
     compression: Compression = Compression()
     reduction: Literal["ring", "hierarchical", "adasum"] = "ring"
-    bucket_bytes: int = Field(default=16 << 20, ge=1)
+    bucket_bytes: int = Field(default=HOROVOD_BUCKET_BYTES, ge=1)
 
     def arguments(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE, open_logical_cpus
 from tfparallel.machine.gpu_shares import VISIBLE
 
 if TYPE_CHECKING:
-    import tensorflow as tf
+    pass
 
 _HALF_MB = 8192  # of memory for each of two devices on the only GPU
 _STAND_INS = 2
@@ -80,10 +80,3 @@ def open_devices() -> None:
         halves = [tf.config.LogicalDeviceConfiguration(memory_limit=_HALF_MB)] * _STAND_INS
         tf.config.set_logical_device_configuration(gpus[0], halves)
     open_logical_cpus()
-
-
-def visible_gpus() -> "list[tf.config.PhysicalDevice]":
-    """The GPUs that TensorFlow finds in this process."""
-    import tensorflow as tf
-
-    return list(tf.config.list_physical_devices("GPU"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.horovod_collectives import (
     hvd,
@@ -70,7 +71,7 @@ class HorovodStrategy(KerasStrategy):
         compression: Meeting | str | None = None,
         *,
         reduction: str = "ring",
-        bucket_bytes: int = 16 << 20,
+        bucket_bytes: int = HOROVOD_BUCKET_BYTES,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
         stall_timeout_s: float | None = 300.0,
