@@ -13,15 +13,21 @@ def horovodrun(
     module: str, *arguments: object, num_ranks: int = 2, options: Sequence[str] = ()
 ) -> tuple[int, str]:
     """Exit status and output of `tests/horovod/MODULE.py ARGUMENTS` on ranks of this host."""
+    return run_program(["-m", f"tests.horovod.{module}", *map(str, arguments)], num_ranks, options)
+
+
+def run_program(
+    arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
+) -> tuple[int, str]:
+    """The same of Python with `arguments`."""
     launcher = Path(sys.executable).with_name("horovodrun")
     # An elastic job's ranks get only a few of the launcher's variables.
-    path = f"PYTHONPATH={REPOSITORY}"
-    program = ["env", path, sys.executable, "-m", f"tests.horovod.{module}"]
+    program = ["env", f"PYTHONPATH={REPOSITORY}", sys.executable]
     transport = [] if "--mpi" in options else ["--gloo"]  # one built with both would take MPI
     # Where a test of this process has started Horovod, its size of buckets is in the environment.
     variables = {k: v for k, v in os.environ.items() if k != "HOROVOD_FUSION_THRESHOLD"}
     finished = subprocess.run(
-        [launcher, *transport, "-np", str(num_ranks), *options, *program, *map(str, arguments)],
+        [launcher, *transport, "-np", str(num_ranks), *options, *program, *arguments],
         env=variables,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,

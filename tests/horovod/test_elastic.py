@@ -1,6 +1,7 @@
 """Real `horovodrun`: a training whose ranks die, return or are added goes on from its backup."""
 
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 
-from tests.horovod.launching import horovodrun
+from tests.horovod.launching import horovodrun, run_program
 from tests.horovod.resumable import BATCHES, SAVE_FREQ, compiled_model, fit
 from tests.multi_process.pool import REPOSITORY
 
@@ -20,6 +21,21 @@ def undisturbed():
     """Losses and weights of one device."""
     keras.backend.clear_session()
     return fit(compiled_model())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_example_trains_as_its_first_lines_say(monkeypatch, tmp_path):
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    monkeypatch.setenv("HOSTS_FILE", str(tmp_path / "hosts"))
+    options = ["--min-np", "1", "--max-np", "4", "--network-interface", "lo"]
+    options += ["--host-discovery-script", str(REPOSITORY / "examples" / "discover_hosts.sh")]
+    program = [str(REPOSITORY / "examples" / "elastic.py"), str(tmp_path / "backups")]
+    status, output = run_program(program, 2, options)
+    assert status == 0, output
+    assert {"rank 0 of 2", "rank 1 of 2"} == set(re.findall(r"rank \d of \d", output)), output
+    accuracies = [float(each) for each in re.findall(r"- accuracy: ([\d.]+)", output)]
+    assert len(accuracies) == 5 and accuracies[-1] > 0.9 > accuracies[0], output
 
 
 def results(folder):

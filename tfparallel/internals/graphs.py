@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -17,7 +19,7 @@ from tensorflow.python.distribute import device_util
 
 # Functions of graphs. A stage's passes are functions of ours, as those of `tf.function` are inlined
 # once for every microbatch; numbers make their names unique.
-from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.eager.polymorphic_function import atomic_function, polymorphic_function
 
 # Which of a function's inputs it only reads.
 from tensorflow.python.framework import auto_control_deps_utils, ops
@@ -30,8 +32,10 @@ from tensorflow.python.ops import gradients_util, handle_data_util
 
 __all__ = [
     "FuncGraph",
+    "FunctionCall",
     "RemoteFunction",
     "add_function",
+    "call_that_traces",
     "call_with_captures",
     "captures_through",
     "changed_variables",
@@ -117,6 +121,45 @@ def captures_through(graph: FuncGraph, hook: Callable) -> Iterator[None]:
         yield
     finally:
         del graph.capture
+
+
+class FunctionCall:
+    """The call of a `tf.function` that a thread is in: traced, optimised, and run.
+
+    TensorFlow tells nobody when such a call ends, so the thread's stack is looked at. A call is
+    known by the dictionary of its keywords, which is its own: a frame would keep alive all that was
+    passed, and its number is another's as soon as it has gone.
+    """
+
+    def __init__(self, thread: int, keywords: dict):
+        self._thread, self._keywords = thread, keywords
+
+    def is_running(self) -> bool:
+        """Whether it has not ended; asked from whatever thread."""
+        frame = sys._current_frames().get(self._thread)
+        return any(keywords is self._keywords for keywords in _keywords_of_calls(frame))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionCall) and other._keywords is self._keywords
+
+    __hash__ = None  # type: ignore[assignment]  # nobody needs it
+
+
+def call_that_traces() -> FunctionCall | None:
+    """The outermost call of a `tf.function` that this thread is in; None if there is none."""
+    calls = list(_keywords_of_calls(sys._getframe(1)))
+    return FunctionCall(threading.get_ident(), calls[-1]) if calls else None
+
+
+_CALL = inspect.unwrap(polymorphic_function.Function.__call__).__code__
+
+
+def _keywords_of_calls(frame: FrameType | None) -> Iterator[dict]:
+    """Of the calls of `tf.function`s in a stack, the innermost first."""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["kwds"]
+        frame = frame.f_back
 
 
 def run_independently(graph: FuncGraph, operations: Iterable) -> None:

@@ -78,6 +78,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "AtomicFunction",
         "from_func_graph",
     ),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": ("Function",),
     "tensorflow.python.eager.polymorphic_function.tf_method_target": ("TfMethodTarget",),
     "tensorflow.python.eager.record": (
         "could_possibly_record",
@@ -315,6 +316,9 @@ NAMED_IN: Mapping[str, tuple[str, ...]] = {
         "_handle_or_self",
         "flat_targets",
         "self",
+    ),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__": (
+        "kwds",
     ),
     "tensorflow.python.framework.func_graph.func_graph_from_py_func": (
         "deps_control_manager",

@@ -37,6 +37,7 @@ from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
+from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import drawn_by_row
@@ -104,13 +105,15 @@ class KerasStrategy(DescribedStrategy):
         elif is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
         if not is_step and not is_predict_step(fn):
-            return super().run(fn, args, kwargs, options)
+            with spoken_of(self, fn):
+                return super().run(fn, args, kwargs, options)
         model = fn.__self__ if is_step else model_of_predict_step(fn)
+        step = fn if is_step else model.predict_step
         if self.extended._divides_data:
             checks.check_states_of_rows(self, model)
         extended = self.extended
-        draws = drawn_by_row(extended._row_seeds, model)
-        with draws, extended._step_of(model), extended._kept_in_step_of(model):
+        draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
+        with told, draws, extended._step_of(model), extended._kept_in_step_of(model):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
             if is_step:

@@ -30,6 +30,7 @@ from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batch import num_rows, split_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
@@ -51,13 +52,14 @@ class SpmdKerasSteps(DescribedStrategy):
             checks.check_model(self, fn.__self__)
             checks.check_states_of_rows(self, fn.__self__)
             model, step = fn.__self__, _step_on_replica(fn, is_split)
-            with model_hooks.weighted_losses(model):
+            with spoken_of(self, fn), model_hooks.weighted_losses(model):
                 return super().run(step, args, kwargs, options)
         if is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
-        if is_predict_step(fn) and not is_split:
-            return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
-        return super().run(fn, args, kwargs, options)
+        with spoken_of(self, fn):
+            if is_predict_step(fn) and not is_split:
+                return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
+            return super().run(fn, args, kwargs, options)
 
     def all_rows(self, tensors: Any) -> Any:
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
