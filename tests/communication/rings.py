@@ -49,13 +49,21 @@ def connect_all(
     timeout_s: float | None = 10.0,
     host="127.0.0.1",
     small_bytes: int | None = AMONG_PARTNERS,
+    answer_s: float = 30.0,
 ) -> list[Ring]:
     board = Board(num_workers)
 
     def connect(rank):
         exchange = board.of(rank)
         return connect_ring(
-            rank, num_workers, host, exchange, timeout_s, tasks=TASKS, small_bytes=small_bytes
+            rank,
+            num_workers,
+            host,
+            exchange,
+            timeout_s,
+            tasks=TASKS,
+            small_bytes=small_bytes,
+            answer_s=answer_s,
         )
 
     return on_all(num_workers, connect)

@@ -1,14 +1,17 @@
 """The ring sums what all workers hold, and says who is gone."""
 
+import contextlib
 import socket
+import threading
 
 import numpy as np
 import pytest
 
-from tests.communication.rings import AROUND, connect_all, on_all
+from tests.communication.rings import AROUND, Board, connect_all, on_all
 from tfparallel.communication import ring_opening
 from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
 from tfparallel.communication.ring import Ring
+from tfparallel.communication.ring_opening import connect_ring
 
 
 @pytest.fixture(params=[2, 3, 5])
@@ -154,17 +157,26 @@ def test_workers_in_different_collectives_are_told_so(other):
     assert "bytes of float32" in str(errors[0])
 
 
+def before_each_connection(monkeypatch, does):
+    """`does(host, port)` before a worker connects to another."""
+    connect = ring_opening._connect
+
+    def connect_later(rank, address, guest, deadline):
+        does(address[0], address[1])
+        return connect(rank, address, guest, deadline)
+
+    monkeypatch.setattr(ring_opening, "_connect", connect_later)
+
+
 def test_a_stranger_is_turned_away(monkeypatch):
     """Something on the network connects first, and does not know the token."""
-    connect = ring_opening._connect
     strangers = []
 
-    def connect_after_a_stranger(host, port, token):
+    def send_what_it_does_not_know(host, port):
         strangers.append(socket.create_connection((host, port)))
-        strangers[-1].sendall(b"x" * len(token))
-        return connect(host, port, token)
+        strangers[-1].sendall(b"x" * 100)
 
-    monkeypatch.setattr(ring_opening, "_connect", connect_after_a_stranger)
+    before_each_connection(monkeypatch, send_what_it_does_not_know)
     rings = connect_all(2)
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
     np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
@@ -173,32 +185,123 @@ def test_a_stranger_is_turned_away(monkeypatch):
 
 def test_silent_strangers_hold_up_nobody(monkeypatch):
     """More of them than are let in at once, and one that says half of what it should."""
-    connect = ring_opening._connect
     strangers = []
 
-    def connect_after_strangers(host, port, token):
-        for _ in range(70):
+    def come_silently(host, port):
+        for _ in range(140):
             strangers.append(socket.create_connection((host, port)))
-        strangers[-1].sendall(token[:8])
-        return connect(host, port, token)
+        strangers[-1].sendall(b"\0" * 30)
 
-    monkeypatch.setattr(ring_opening, "_connect", connect_after_strangers)
-    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 9.0)
-    rings = connect_all(2)
+    before_each_connection(monkeypatch, come_silently)
+    rings = connect_all(2, answer_s=9.0)
     assert all(isinstance(ring, Ring) for ring in rings), rings
     for stranger in strangers:
         stranger.close()
 
 
+class Eavesdropper:
+    """Passes on what workers say to one another, and keeps it."""
+
+    def __init__(self):
+        self.heard, self.reached = bytearray(), []
+
+    def between(self, exchange):
+        """An exchange of addresses, after which workers reach this one in place of the others."""
+
+        def exchange_false_addresses(kind, value):
+            values = exchange(kind, value)
+            if kind != "open a ring":
+                return values
+            return [[*self._in_front_of(host, port), token] for host, port, token in values]
+
+        return exchange_false_addresses
+
+    def _in_front_of(self, host, port):
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._pass_on, args=(listener, host, port), daemon=True).start()
+        return listener.getsockname()
+
+    def _pass_on(self, listener, host, port):
+        while True:
+            guest, _ = listener.accept()
+            true = socket.create_connection((host, port))
+            self.reached.append((host, port))
+            for ends in ((guest, true), (true, guest)):
+                threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source, target):
+        with contextlib.suppress(OSError):
+            while more := source.recv(1 << 16):
+                self.heard += more
+                target.sendall(more)
+
+
+def test_the_token_does_not_cross_the_network():
+    board, eavesdropper, tokens = Board(2), Eavesdropper(), []
+
+    def connect(rank):
+        exchange = eavesdropper.between(board.of(rank))
+
+        def exchange_and_keep(kind, value):
+            tokens.extend([value[2]] if kind == "open a ring" else [])
+            return exchange(kind, value)
+
+        return connect_ring(rank, 2, "127.0.0.1", exchange_and_keep, 10.0, small_bytes=AROUND)
+
+    rings = on_all(2, connect)
+    totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
+    np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
+    assert len(tokens) == 2 and len(eavesdropper.heard) > 6 * (32 + 68 + 36) / 2
+    for token in tokens:
+        assert token.encode() not in eavesdropper.heard
+        assert bytes.fromhex(token) not in eavesdropper.heard
+
+
+def test_a_stranger_in_place_of_a_worker_is_not_believed():
+    """It listens at the worker's address, asks, and sends back what it has heard."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def deceive():
+            for _ in range(3):
+                guest, _ = stranger.accept()
+                guest.sendall(b"c" * 32)
+                said = guest.recv(1000)
+                guest.sendall(bytes(4) + said[36:68])
+
+        threading.Thread(target=deceive, daemon=True).start()
+        board = Board(2)
+
+        def connect(rank):
+            def exchange(kind, value):
+                values = board.of(rank)(kind, value)
+                if kind != "open a ring":
+                    return values
+                return [[*stranger.getsockname(), token] for _, _, token in values]
+
+            return connect_ring(rank, 2, "127.0.0.1", exchange, answer_s=5.0)
+
+        errors = on_all(2, connect)
+    assert all("does not know the job's token" in str(error) for error in errors), errors
+
+
+def test_workers_with_other_secrets_do_not_meet(monkeypatch):
+    keys = iter(range(100))
+    key_of = ring_opening.key_of
+    monkeypatch.setattr(
+        ring_opening, "key_of", lambda token: key_of(token, {"TFPARALLEL_SECRET": str(next(keys))})
+    )
+    errors = connect_all(2, answer_s=5.0)
+    assert all("has another TFPARALLEL_SECRET" in str(error) for error in errors), errors
+
+
 def test_a_rank_that_never_comes_is_missed_in_time(monkeypatch):
-    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(ring_opening, "_connect", lambda host, port, token: socket.socket())
-    errors = connect_all(2)
+    monkeypatch.setattr(ring_opening, "_connect", lambda *_: socket.socket())
+    errors = connect_all(2, answer_s=0.3)
     assert all("no rank that knows the token" in str(error) for error in errors), errors
+    assert "of ['the previous one', 1]" in str(errors[0])
 
 
-def test_a_host_that_cannot_be_reached_is_named_by_all(monkeypatch):
-    monkeypatch.setattr(ring_opening, "_CONNECT_TIMEOUT_S", 0.3)
-    errors = connect_all(2, host="127.255.255.255")
+def test_a_host_that_cannot_be_reached_is_named_by_all():
+    errors = connect_all(2, host="127.255.255.255", answer_s=0.3)
     assert all(isinstance(error, ConnectionError) for error in errors), errors
     assert "rank 0 at 127.255.255.255" in str(errors[1])

@@ -4,21 +4,22 @@ Likewise among partners, where the lower rank lets the higher one in.
 """
 
 import contextlib
-import itertools
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
 from tfparallel.communication.ring import Ring
-from tfparallel.coordination.listening import all_known, listen
+from tfparallel.coordination.listening import Door, listen
+from tfparallel.coordination.proof import introduce, key_of, until
 
-_CONNECT_TIMEOUT_S = 30.0
 _TOKEN_BYTES = 16
-_GUEST = struct.Struct("<q")  # follows the token: the rank of a partner, or
+_GUEST = struct.Struct("<q")  # what a guest says: its rank, as a partner, or
 _PREVIOUS = -1
 
 
@@ -31,10 +32,11 @@ def connect_ring(
     liveness: Liveness | None = None,
     tasks: Sequence[str] = (),
     small_bytes: int | None = None,
+    answer_s: float = 60.0,
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
 
-    A connection counts only if it knows the token that its receiver drew.
+    A connection counts only if both ends prove that they know the token that its receiver drew.
 
     Args:
         rank, num_workers: this worker's position, and how many there are.
@@ -45,27 +47,27 @@ def connect_ring(
             longer only where single messages take longer. More of them would add in another order
             each time they start, and a resumed training would not have the same bits: they take
             `SMALL_BYTES`.
+        answer_s: for all connections of this worker to be there. All others are when it begins.
 
     Raises:
         OSError: if a worker could not reach another. All workers raise, and say which ones failed.
         PeerLostError: if a worker ends while links are measured.
     """
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token = secrets.token_hex(_TOKEN_BYTES)
     problem = None
     connections: dict[int, socket.socket] = {}
     to_next: list[socket.socket] = []
     partners = {each.partner for each in all_reduce_exchanges(rank, num_workers)}
+    expected = {_PREVIOUS, *(each for each in partners if each > rank)}
     with listen(host) as listener:
-        address = [host, listener.getsockname()[1], token.hex()]
-        addresses = exchange("open a ring", address)
+        addresses = exchange("open a ring", [host, listener.getsockname()[1], token])
+        deadline = time.monotonic() + answer_s
         try:
-            to_next.append(_introduced(addresses[(rank + 1) % num_workers], _PREVIOUS))
-            for partner in sorted(each for each in partners if each < rank):
-                connections[partner] = _introduced(addresses[partner], rank)
-            expected = 1 + sum(each > rank for each in partners)
-            with contextlib.closing(all_known(listener, token, _CONNECT_TIMEOUT_S)) as guests:
-                for guest in itertools.islice(guests, expected):
-                    connections[_who(guest)] = guest
+            with _letting_in(listener, key_of(token), expected, deadline, connections):
+                next_rank = (rank + 1) % num_workers
+                to_next.append(_connect(next_rank, addresses[next_rank], _PREVIOUS, deadline))
+                for partner in sorted(each for each in partners if each < rank):
+                    connections[partner] = _connect(partner, addresses[partner], rank, deadline)
         except OSError as error:
             problem = f"rank {rank} at {host}: {error}"
     problems = [each for each in exchange("have opened a ring", problem) if each]
@@ -83,23 +85,62 @@ def connect_ring(
     return ring
 
 
-def _introduced(address: Sequence, guest: int) -> socket.socket:
-    """A connection to a worker, which knows whose it is."""
+@contextlib.contextmanager
+def _letting_in(
+    listener: socket.socket,
+    key: bytes,
+    expected: set[int],
+    deadline: float,
+    connections: dict[int, socket.socket],
+) -> Iterator[None]:
+    """Lets guests in while this worker is one itself: all wait for one another's answers."""
+    with ThreadPoolExecutor(1) as pool:
+        letting_in = pool.submit(_let_in, listener, key, expected, deadline, connections)
+        try:
+            yield
+        except BaseException:
+            listener.shutdown(socket.SHUT_RDWR)  # nobody is let in any more
+            raise
+        letting_in.result()
+
+
+def _let_in(
+    listener: socket.socket,
+    key: bytes,
+    expected: set[int],
+    deadline: float,
+    connections: dict[int, socket.socket],
+) -> None:
+    with Door(listener, key, _GUEST.size) as door:
+        while missing := expected - set(connections):
+            guest = door.next(deadline - time.monotonic())
+            if guest is None:
+                names = ["the previous one" if each < 0 else each for each in sorted(missing)]
+                raise TimeoutError(
+                    f"no rank that knows the token has connected in time, of {names}"
+                )
+            (who,) = _GUEST.unpack(guest.message)
+            if who not in missing:
+                guest.close()
+                continue
+            connections[who] = guest.connection
+            guest.answer()
+            guest.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _connect(rank: int, address: Sequence, guest: int, deadline: float) -> socket.socket:
+    """A connection to `rank`, which knows whose it is."""
     host, port, token = address
-    return _connect(host, port, bytes.fromhex(token) + _GUEST.pack(guest))
-
-
-def _who(guest: socket.socket) -> int:
-    guest.settimeout(_CONNECT_TIMEOUT_S)
-    guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    said = guest.recv(_GUEST.size, socket.MSG_WAITALL)
-    if len(said) < _GUEST.size:
-        raise ConnectionResetError("a rank that had connected has gone")
-    return _GUEST.unpack(said)[0]
-
-
-def _connect(host: str, port: int, token: bytes) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(token)
+    whom = f"rank {rank} at {host}:{port}"
+    message, look = _GUEST.pack(guest), until(deadline, "it")
+    try:
+        connection = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
+    except OSError as error:
+        raise ConnectionError(f"{whom}: {error}") from error
+    try:
+        introduce(connection, key_of(token), message, look)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        connection.close()
+        raise ConnectionError(f"{whom}: {error}") from error
     return connection

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.coordination.probe import task_names
 from tfparallel.coordination.serving import say_done, say_here
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.waiting import wait_for_tasks
 from tfparallel.internals import keep_traced_functions, variables_alive
 
@@ -18,7 +19,7 @@ def connect(
     own_type: str,
     own_index: int,
     servers: Sequence[tuple[str, int]],
-    timeout_s: float | None,
+    timeouts: Timeouts,
     protocol: str = "grpc",
 ) -> None:
     """Waits for all servers and makes their devices this process's; they end when it ends.
@@ -29,7 +30,7 @@ def connect(
         tasks: "host:port" of all tasks of each type, without those that work beside the cluster.
         own_type, own_index: this task.
         servers: the type and index of every other task.
-        timeout_s: how long to wait for them; None waits for ever.
+        timeouts: how long to wait for them, at the start and at the end.
         protocol: of the servers.
 
     Raises:
@@ -41,7 +42,7 @@ def connect(
     named = task_names(tasks, *tasks)
     wait_for_tasks(
         {f"{kind} {index}": named[f"{kind} {index}"] for kind, index in servers},
-        timeout_s,
+        timeouts.start_s,
         f"{own_type} {own_index}",
         "Timeouts.start_s",
     )
@@ -56,7 +57,7 @@ def connect(
         protocol=protocol,
     )
     if _connected is None:
-        atexit.register(lambda: say_done(_servers_to_tell))
+        atexit.register(lambda: say_done(_servers_to_tell, timeouts.end_s / 2))
     _servers_to_tell[:] = [device_name(kind, index) for kind, index in servers]
     say_here(_servers_to_tell)
     _connected = tasks

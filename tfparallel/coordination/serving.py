@@ -28,6 +28,7 @@ import tensorflow as tf
 from tfparallel.coordination.patience import Silence, Wait
 from tfparallel.coordination.port import start_at_own_port
 from tfparallel.coordination.probe import is_listening, what_answers
+from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.waiting import look
 
 _MAILBOX_FD = 200
@@ -35,7 +36,6 @@ _MAILBOX = f"/proc/self/fd/{_MAILBOX_FD}"
 _HAS_COME, _DONE = b"here", b"done"
 _HERE = "/device:CPU:0"
 _POLL_S = 1.0
-_LAST_CALLS_S = 10.0
 
 
 def serve(
@@ -43,8 +43,7 @@ def serve(
     task_type: str,
     task_index: int,
     chief_address: str,
-    start_s: float | None,
-    chief_s: float,
+    timeouts: Timeouts,
     protocol: str = "grpc",
 ) -> NoReturn:
     """Serves until the chief is done, then ends this process.
@@ -53,8 +52,8 @@ def serve(
         cluster: all tasks.
         task_type, task_index: this one.
         chief_address: "host:port".
-        start_s: how long to wait for a chief that has not been there; None waits for ever.
-        chief_s: how long a chief that has been there may be gone.
+        timeouts: `start_s` for a chief that has not been there; `chief_s` for one that is gone to
+            come back; `end_s` for the last calls of one that is done.
         protocol: of the servers.
 
     Raises:
@@ -73,7 +72,7 @@ def serve(
         speaker,
     )
     try:
-        _wait_for_end(reading_end, speaker, chief_address, start_s, chief_s)
+        _wait_for_end(reading_end, speaker, chief_address, timeouts)
     except TimeoutError as error:
         sys.stderr.write(f"{error}\n")
         _exit_without_destructors(1)
@@ -83,17 +82,17 @@ def serve(
     _exit_without_destructors(0)
 
 
-def _wait_for_end(
-    reading_end: int, speaker: str, chief: str, start_s: float | None, chief_s: float
-) -> None:
+def _wait_for_end(reading_end: int, speaker: str, chief: str, timeouts: Timeouts) -> None:
     """Until the chief says that it is done; TimeoutError where it never comes, or has died."""
     silence = Silence([chief], time.monotonic())
-    start: Wait | None = Wait(speaker, "start", start_s, time.monotonic(), "Timeouts.start_s")
+    start: Wait | None = Wait(
+        speaker, "start", timeouts.start_s, time.monotonic(), "Timeouts.start_s"
+    )
     while True:
         readable, _, _ = select.select([reading_end], [], [], _POLL_S)
         said = os.read(reading_end, 4096) if readable else b""
         if _DONE in said:
-            _serve_to_the_end_of(chief)
+            _serve_to_the_end_of(chief, timeouts.end_s)
             return
         is_there = is_listening(chief)
         silence.heard(time.monotonic(), [chief] if is_there else [])
@@ -101,16 +100,17 @@ def _wait_for_end(
             start = None
         if start is not None:
             look(start, f"the chief ({chief}, where {what_answers(chief) or 'it is'})")
-        elif silence.longer_than(chief_s):
+        elif silence.longer_than(timeouts.chief_s):
             raise TimeoutError(
                 f"Expected the chief ({chief}) to say that it is done. Received: nothing, and its "
-                f"port has been closed for {chief_s:g} s: it died. ({speaker} is speaking.)"
+                f"port has been closed for {timeouts.chief_s:g} s: it died. ({speaker} is "
+                "speaking.)"
             )
 
 
-def _serve_to_the_end_of(chief_address: str) -> None:
+def _serve_to_the_end_of(chief_address: str, limit_s: float) -> None:
     """Serves the chief's last calls: it still deletes what it keeps here, and would complain."""
-    deadline_s = time.monotonic() + _LAST_CALLS_S
+    deadline_s = time.monotonic() + limit_s
     while is_listening(chief_address) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S / 5)
 
@@ -138,7 +138,7 @@ def say_here(devices: Iterable[str]) -> None:
     _tell(devices, _HAS_COME)
 
 
-def say_done(devices: Iterable[str], timeout_s: float = 5.0) -> None:
+def say_done(devices: Iterable[str], timeout_s: float) -> None:
     """Tells the servers at `devices` that the chief is done; called on the chief, at its end.
 
     A server that is stopped or dead cannot be told: no more than `timeout_s` is spent on all.

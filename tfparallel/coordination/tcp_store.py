@@ -1,28 +1,25 @@
 """A `Store` of our own: rank 0 keeps it in memory, the others reach it over TCP.
 
-For jobs that have no coordination service. Every connection first proves that it knows the job's
-token, in time and without sending it; messages are lines of JSON, in clear. A rank is alive while
+For jobs that have no coordination service. Both ends of every connection first prove that they know
+the job's token (`proof.py`); messages are lines of JSON, in clear. A rank is alive while
 its first connection is open: the system closes it when the process ends, however it ends.
 """
 
 import contextlib
-import hashlib
-import hmac
 import json
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfparallel.coordination.listening import listen
+from tfparallel.coordination.listening import Door, Guest, listen
+from tfparallel.coordination.proof import NotKnownError, introduce, key_of, until
 from tfparallel.coordination.store import RankHasEnded
 
-_CONNECT_TIMEOUT_S = 30.0
-_GREETING_TIMEOUT_S = 5.0
-_CHALLENGE_BYTES = 32
-_ANSWER_S = 30.0  # rank 0 answers at once, or does not run
+_ACCEPTING_S = 60.0  # at a time
 _MOST_CONNECTIONS = 4096  # each has a thread; a rank needs a handful
 _LARGEST_MESSAGE_BYTES = 1 << 24
 
@@ -52,22 +49,22 @@ class StoreServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
+        with contextlib.suppress(OSError), Door(self._listener, key_of(self.token)) as door:
+            while True:  # until it is closed
+                guest = door.next(_ACCEPTING_S)
+                if guest is None:
+                    continue
                 if self._places.acquire(blocking=False):
-                    threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+                    threading.Thread(target=self._serve, args=[guest], daemon=True).start()
                 else:
-                    connection.close()
+                    guest.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, guest: Guest) -> None:
         """Answers the requests of one connection until it closes."""
-        rank = None
+        rank, connection = None, guest.connection
         try:
             with connection, contextlib.suppress(OSError):  # the client has ended
-                connection.settimeout(_GREETING_TIMEOUT_S)
-                if not _knows_token(connection, self.token):
-                    return
+                guest.answer()
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -83,18 +80,6 @@ class StoreServer:
             self._places.release()
             if rank is not None:
                 self._state.leave(rank)
-
-
-def _knows_token(connection: socket.socket, token: str) -> bool:
-    """Whether the other side proves, by a hash of what it is sent, that it knows the token."""
-    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-    connection.sendall(challenge)
-    shown = connection.recv(hashlib.sha256().digest_size, socket.MSG_WAITALL)
-    return hmac.compare_digest(shown, _proof(token, challenge))
-
-
-def _proof(token: str, challenge: bytes) -> bytes:
-    return hmac.digest(token.encode(), challenge, "sha256")
 
 
 class _State:
@@ -160,13 +145,16 @@ class TcpStore:
     Args:
         host, port, token: of the server.
         rank: this worker's.
+        answer_s: how long rank 0 may take to let this one in, and to answer: it does at once, or
+            does not run.
     """
 
-    def __init__(self, host: str, port: int, token: str, rank: int):
-        self._host, self._port, self._token = host, port, token
+    def __init__(self, host: str, port: int, token: str, rank: int, answer_s: float = 30.0):
+        self._host, self._port, self._key, self._answer_s = host, port, key_of(token), answer_s
         self._thread = threading.local()
         self._presence = self._connect()
-        _ask(self._presence, 0.0, do="join", rank=rank, host=socket.gethostname())
+        request = {"do": "join", "rank": rank, "host": socket.gethostname()}
+        _ask(self._presence, answer_s, 0.0, request)
 
     def put(self, key: str, value: str) -> bool:
         """See `Store`."""
@@ -200,49 +188,41 @@ class TcpStore:
         stream = getattr(self._thread, "stream", None)
         if stream is None:
             stream = self._thread.stream = self._connect()
-        return _ask(stream, request.get("timeout_s", 0.0), **request)
+        return _ask(stream, self._answer_s, request.get("timeout_s", 0.0), request)
 
     def _connect(self) -> _Stream:
-        deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + self._answer_s
         while True:
             try:
-                connection = socket.create_connection(
-                    (self._host, self._port), timeout=_CONNECT_TIMEOUT_S
-                )
+                connection = socket.create_connection((self._host, self._port), self._answer_s)
                 break
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-        self._prove(connection)
+        try:
+            introduce(connection, self._key, b"", until(deadline, "it"))
+        except (NotKnownError, TimeoutError) as error:
+            connection.close()
+            raise ConnectionError(
+                f"Expected rank 0 at {self._host}:{self._port}, which keeps what the ranks agree "
+                f"on, to prove within {self._answer_s:g} s that it knows the job's token. Received "
+                f"from what listens there: {error}."
+            ) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return _Stream(connection, connection.makefile("rwb"))
 
-    def _prove(self, connection: socket.socket) -> None:
-        """Shows that this rank knows the token, once it has been asked to."""
-        challenge = b""
-        with contextlib.suppress(OSError):  # a stranger, or a rank 0 that does not run
-            challenge = connection.recv(_CHALLENGE_BYTES, socket.MSG_WAITALL)
-        if len(challenge) < _CHALLENGE_BYTES:
-            connection.close()
-            raise ConnectionError(
-                f"Expected rank 0 at {self._host}:{self._port}, which keeps what the ranks agree "
-                f"on. Received: {challenge!r} from what listens there, within "
-                f"{_CONNECT_TIMEOUT_S:g} s."
-            )
-        connection.sendall(_proof(self._token, challenge))
 
-
-def _ask(stream: _Stream, waits_s: float, **request: Any) -> Any:
+def _ask(stream: _Stream, answer_s: float, waits_s: float, request: Mapping[str, Any]) -> Any:
     try:
-        stream.connection.settimeout(waits_s + _ANSWER_S)
+        stream.connection.settimeout(waits_s + answer_s)
         stream.file.write(json.dumps(request).encode() + b"\n")
         stream.file.flush()
         line = stream.file.readline()
     except TimeoutError as error:
         raise ConnectionError(
-            f"Rank 0, which keeps what the ranks agree on, has not answered for {_ANSWER_S:g} s: "
+            f"Rank 0, which keeps what the ranks agree on, has not answered for {answer_s:g} s: "
             "it is stopped, or cut off."
         ) from error
     except OSError as error:

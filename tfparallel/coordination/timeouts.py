@@ -11,7 +11,8 @@ class WorkerTimeouts:
 
     Attributes:
         start_s: for all workers to start.
-        silent_s: for a worker that does not answer at all: stopped, or cut off.
+        silent_s: for a worker that does not answer at all: stopped, or cut off; and for connections
+            between all of them to be opened, at the start.
         stall_s: for a worker that answers and does not come to a collective or an announcement: in
             a slow callback, reading data, compiling.
         write_s: for a worker that writes its part of a backup.
@@ -39,6 +40,8 @@ class Timeouts:
         chief_s: all others, for a chief that is gone to come back.
         stage_s: pipelines: the chief, for a process that does not answer (its stages may compute
             for as long as they like); None waits for ever for one that is stopped.
+        end_s: all others, at the end, for the last calls of a chief that is done; the chief, half
+            as long, for them to be told that it is.
     """
 
     start_s: float | None = 600.0
@@ -47,3 +50,4 @@ class Timeouts:
     ps_s: float = 30.0
     chief_s: float = 20.0
     stage_s: float | None = 15.0
+    end_s: float = 10.0

@@ -36,6 +36,7 @@ from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 
 _SHUTDOWN_TIMEOUT_S = 5.0
+_GLOO_TIMEOUT_S = 30.0  # Gloo's default (gloo/context.cc)
 
 
 class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
@@ -96,7 +97,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         encoded = broadcast(encoded, self._process_set)
         host, port, token = bytes(encoded.numpy()).decode().split()
         rank = self._id_in_cluster
-        store = TcpStore(host, int(port), token, rank)
+        store = TcpStore(host, int(port), token, rank, _answer_s())
         return Agreement(store, "horovod", rank, self._num_workers)
 
     def _watch_for_stalls(self, timeout_s: float) -> None:
@@ -287,6 +288,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             yield
         finally:
             self._waits_for_last = True
+
+
+def _answer_s() -> float:
+    """How long rank 0 may not answer: as long as a rank in Horovod's own transport Gloo."""
+    return float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _GLOO_TIMEOUT_S)
 
 
 def _tensors_of(gradients: list) -> list[tf.Tensor]:

@@ -77,7 +77,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         if self._num_workers > 1:
             self._agree_on_seed()
             self._agree_on_collectives(addresses)
-            self._open_ring(stall_s, [f"/job:{job}/task:{i}" for job, i in tasks])
+            names = [f"/job:{job}/task:{i}" for job, i in tasks]
+            self._open_ring(stall_s, timeouts.silent_s, names)
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
                 draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
@@ -120,7 +121,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         others = {f"rank {rank}": each for rank, each in enumerate(addresses) if rank != own}
         return watch_once(others, silent_s, always, cuts_all=False)
 
-    def _open_ring(self, stall_s: float | None, tasks: list[str]) -> None:
+    def _open_ring(self, stall_s: float | None, silent_s: float, tasks: list[str]) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
 
         In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
@@ -137,6 +138,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 stall_s,
                 self._watch,
                 tasks,
+                answer_s=silent_s,
             )
         except PeerLostError:
             raise  # it was there, and has ended

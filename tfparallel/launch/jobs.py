@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tfparallel.coordination.proof import SECRET_VARIABLE
 from tfparallel.launch.cpus import share_cpus
 from tfparallel.launch.job_life import Ending
 from tfparallel.launch.nodes import Place, place_over_ssh
@@ -48,7 +49,9 @@ def print_plan(args: argparse.Namespace, place: Place | None) -> None:
 
 
 def _told(env: Mapping[str, str]) -> list[str]:
-    return [f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(_SHOWN_IN_A_DRY_RUN)]
+    """All but the job's secret, which the shell that runs the line has, too."""
+    shown = {k: v for k, v in env.items() if k.startswith(_SHOWN_IN_A_DRY_RUN)}
+    return [f"{k}={v}" for k, v in sorted(shown.items()) if k != SECRET_VARIABLE]
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 Node 0 listens; each of the others connects, says what it has, and is told what all have:
 
-    node 1   {"round": 0, "rank": 1, "job": ..., "addresses": {"worker": ["10.0.0.2:4711"]}}
+    node 1   {"round": 0, "rank": 1, "addresses": {"worker": ["10.0.0.2:4711"]}}
     node 0   [{"worker": [...]}, {"worker": [...]}]        once all have come
 
-A job that is started again meets again, in the next round. Imports no TensorFlow.
+Both prove that they start the same job, by a key made of its command and, where it is set, of the
+job's secret (`proof.py`). A job that is started again meets again, in the next round. Imports no
+TensorFlow.
 """
 
 import contextlib
@@ -14,17 +16,20 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from io import BufferedRWPair
+from collections.abc import Callable, Mapping
 
+from tfparallel.coordination.listening import Door, Guest, listen
 from tfparallel.coordination.patience import Wait
+from tfparallel.coordination.proof import SECRET_VARIABLE, NotKnownError, introduce, key_of
 from tfparallel.launch.nodes import Place
 
 Offer = Mapping[str, list[str]]  # the addresses of a node's processes, by role
 
 _POLL_S = 0.2
-_MESSAGE_S = 5.0  # for a guest to say what it wants
-_LARGEST_MESSAGE_BYTES = 1 << 20
+_CONNECT_S = 5.0  # at a time
+_BACKLOG = 1024
+_LARGEST_OFFER_BYTES = 1 << 16
+_LARGEST_ANSWER_BYTES = 1 << 24
 
 
 class Rendezvous:
@@ -42,18 +47,20 @@ class Rendezvous:
 
     def __init__(self, place: Place, what: str, limit_s: float, note: Callable[[str], None]):
         self.place, self._limit_s, self._note = place, limit_s, note
-        self._job = hashlib.sha256(f"{place.num_nodes} {what}".encode()).hexdigest()
-        self._listener: socket.socket | None = None
+        self._key = key_of(hashlib.sha256(f"{place.num_nodes} {what}".encode()).hexdigest())
+        self._opened = contextlib.ExitStack()
+        self._door: Door | None = None
 
     def __enter__(self) -> "Rendezvous":
         if self.place.rank == 0:
-            self._listener = socket.create_server(("", self.place.port), backlog=1024)
-            self._listener.settimeout(_POLL_S)
+            listener = self._opened.enter_context(
+                listen(self.place.host, self.place.port, _BACKLOG)
+            )
+            self._door = self._opened.enter_context(Door(listener, self._key, _LARGEST_OFFER_BYTES))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        self._opened.close()
 
     def own_host(self) -> str:
         """The address by which the other hosts reach this one."""
@@ -73,68 +80,70 @@ class Rendezvous:
         """
         if self.place.rank == 0:
             return self._gather(number, offer)
-        request = {"round": number, "rank": self.place.rank, "job": self._job, "addresses": offer}
-        with self._connected() as connection, connection.makefile("rwb") as stream:
-            connection.settimeout(self._limit_s)
-            stream.write(json.dumps(request).encode() + b"\n")
-            stream.flush()
-            answer = stream.readline(_LARGEST_MESSAGE_BYTES)
-        if not answer:
-            raise ValueError(
-                f"Expected node 0 of this job at {self.place.host}:{self.place.port}, started "
-                f"with the same command and --nnodes {self.place.num_nodes}. Received: a refusal. "
-                f"(Node {self.place.rank} is speaking.)"
-            )
+        request = {"round": number, "rank": self.place.rank, "addresses": offer}
+        wait = self._wait("answer, when all nodes have come")
+        node_0 = f"node 0 ({self.place.host}:{self.place.port})"
+        with self._connected() as connection:
+            try:
+                answer = introduce(
+                    connection,
+                    self._key,
+                    json.dumps(request).encode(),
+                    lambda: self._look(wait, node_0),
+                    _LARGEST_ANSWER_BYTES,
+                )
+            except NotKnownError as error:
+                raise ValueError(
+                    f"Expected {node_0} to be of this job, started with the same command, --nnodes "
+                    f"{self.place.num_nodes} and {SECRET_VARIABLE}. Received: a refusal: {error}. "
+                    f"(Node {self.place.rank} is speaking.)"
+                ) from error
         return json.loads(answer)
 
     def _gather(self, number: int, offer: Offer) -> list[Offer]:
         """Waits for all others, then tells each what all have."""
+        assert self._door is not None
         offers: dict[int, Offer] = {0: offer}
         wait = self._wait("come to the rendezvous")
-        with contextlib.ExitStack() as guests:
-            streams = []
+        with contextlib.ExitStack() as stack:
+            guests = []
             while len(offers) < self.place.num_nodes:
                 missing = [r for r in range(self.place.num_nodes) if r not in offers]
                 self._look(wait, f"nodes {missing}")
-                for connection in self._next_guest():
-                    request, stream = self._heard(connection, number)
-                    if request is None or request["rank"] in offers:
-                        stream.close()  # it would keep the connection open
-                        connection.close()
-                        continue
-                    guests.callback(connection.close)
-                    streams.append(stream)
-                    offers[request["rank"]] = request["addresses"]
+                if (guest := self._door.next(_POLL_S)) is None:
+                    continue
+                rank, addresses = self._offer_of(guest, number)
+                if rank not in missing:
+                    guest.close()
+                    continue
+                offers[rank] = addresses
+                stack.callback(guest.close)
+                guests.append(guest)
             everything = [offers[rank] for rank in range(self.place.num_nodes)]
-            for stream in streams:
+            for guest in guests:
                 with contextlib.suppress(OSError):  # it has gone; its workers will be missed
-                    stream.write(json.dumps(everything).encode() + b"\n")
-                    stream.flush()
+                    guest.answer(json.dumps(everything).encode())
         return everything
 
-    def _next_guest(self) -> Iterator[socket.socket]:
-        assert self._listener is not None
-        with contextlib.suppress(TimeoutError):
-            yield self._listener.accept()[0]
+    def _offer_of(self, guest: Guest, number: int) -> tuple[int, Offer]:
+        """Which node has come, and what it has; node -1, which nobody waits for, of another round.
 
-    def _heard(self, connection: socket.socket, number: int) -> tuple[dict | None, BufferedRWPair]:
-        """The request of a launcher of this job, or None of anybody else."""
-        connection.settimeout(_MESSAGE_S)
-        stream = connection.makefile("rwb")
+        It knows the job, so that it is a launcher, of this version or another.
+        """
         try:
-            request = json.loads(stream.readline(_LARGEST_MESSAGE_BYTES))
-            is_ours = (request["job"], request["round"]) == (self._job, number)
-            is_known = 0 < int(request["rank"]) < self.place.num_nodes
-            return (request if is_ours and is_known else None), stream
-        except (OSError, ValueError, KeyError, TypeError):
-            return None, stream
+            request = json.loads(guest.message)
+            if request["round"] == number:
+                return int(request["rank"]), dict(request["addresses"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            self._note(f"A launcher of this job is of another version: {error!r}.")
+        return -1, {}
 
     def _connected(self) -> socket.socket:
         wait = self._wait("listen")
         address = self.place.host, self.place.port
         while True:
             try:
-                return socket.create_connection(address, timeout=_MESSAGE_S)
+                return socket.create_connection(address, timeout=_CONNECT_S)
             except OSError as error:
                 self._look(wait, f"node 0 ({address[0]}:{address[1]}: {error.strerror or error})")
                 time.sleep(_POLL_S)

@@ -5,12 +5,26 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
+from tfparallel.coordination.proof import SECRET_VARIABLE
 from tfparallel.launch.nodes import Place
 from tfparallel.launch.processes import WorkerCommand
 
 # Variables that a job is told things by; ssh itself passes none of them.
 _PASSED = ("TF_", "KERAS_", "XLA_", "NCCL_", "CUDA_", "TFPARALLEL_")
+_NOT_PASSED = (
+    "TFPARALLEL_JOB",  # marks processes of this machine
+    SECRET_VARIABLE,  # everybody on a host can read command lines: ssh sends it
+)
 _PASSED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "VIRTUAL_ENV")
+
+
+_REFUSED = (
+    f"Expected sshd to take {SECRET_VARIABLE}, which this job is started with. Received: none. Add "
+    f"'AcceptEnv {SECRET_VARIABLE}' to its configuration on every host, or unset the variable."
+)
+_REQUIRES_SECRET = (
+    f'[ -n "${SECRET_VARIABLE}" ] || {{ echo {shlex.quote(_REFUSED)} >&2; exit 2; }}; '
+)
 
 
 def command_on(
@@ -33,15 +47,17 @@ def command_on(
         *("--rendezvous", f"{meeting}:{place.port}"),
     )
     told = [f"{k}={v}" for k, v in environ.items() if _is_passed(k)]
+    has_secret = bool(environ.get(SECRET_VARIABLE))
     launch = [sys.executable, "-m", "tfparallel", "launch", *about_nodes, *arguments]
     line = (  # without the terminal's carriage returns
-        f"stty -opost 2>/dev/null; cd {shlex.quote(os.getcwd())} && "
-        f"exec env {shlex.join([*told, *launch])}"
+        f"stty -opost 2>/dev/null; {_REQUIRES_SECRET if has_secret else ''}"
+        f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*told, *launch])}"
     )
     options = ["-tt", "-o", "BatchMode=yes", *(["-p", str(port)] if port else [])]
+    if has_secret:
+        options += ["-o", f"SendEnv={SECRET_VARIABLE}"]
     return WorkerCommand(host, ("ssh", *options, host, line), dict(environ))
 
 
 def _is_passed(name: str) -> bool:
-    is_ours_alone = name == "TFPARALLEL_JOB"  # marks processes of this machine
-    return name in _PASSED_NAMES or (name.startswith(_PASSED) and not is_ours_alone)
+    return name in _PASSED_NAMES or (name.startswith(_PASSED) and name not in _NOT_PASSED)

@@ -45,8 +45,7 @@ class ParameterServerCluster:
             self.task_type,
             self.task_index,
             self.tasks["chief"][0],
-            timeouts.start_s,
-            timeouts.chief_s,
+            timeouts,
             self.protocol,
         )
 
@@ -58,7 +57,7 @@ class ParameterServerCluster:
         servers = [("ps", i) for i in range(self.num_ps)]
         servers += [("worker", i) for i in range(self.num_workers)]
         tasks = {kind: self.tasks[kind] for kind in ("chief", "worker", "ps")}
-        connect(tasks, "chief", self.task_index, servers, timeouts.start_s, self.protocol)
+        connect(tasks, "chief", self.task_index, servers, timeouts, self.protocol)
 
     def device(self, task_type: str, index: int, kind: str = "CPU", number: int = 0) -> str:
         """The full name of a device of a task."""

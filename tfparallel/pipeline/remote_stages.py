@@ -79,14 +79,14 @@ class StageCluster:
         """Serves until the chief is done, and ends this process; for all but the chief."""
         kind, index = self._own
         spec, chief = tf.train.ClusterSpec(self.tasks), self._address(self._ranked[0])
-        serve(spec, kind, index, chief, timeouts.start_s, timeouts.chief_s, self._protocol)
+        serve(spec, kind, index, chief, timeouts, self._protocol)
 
     def connect(self, timeouts: Timeouts) -> None:
         """Waits for all tasks and makes their devices ours; chief only."""
         if has_one_thread():  # which has better to do than to look for work
             let_idle_threads_sleep()
         servers = self._ranked[1:]
-        connect(self.tasks, *self._own, servers, timeouts.start_s, self._protocol)
+        connect(self.tasks, *self._own, servers, timeouts, self._protocol)
         addresses = {f"{kind} {i}": self._address((kind, i)) for kind, i in servers}
         if timeouts.stage_s is not None:
             watch_once(addresses, timeouts.stage_s, always, cuts_all=True)
