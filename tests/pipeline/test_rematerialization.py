@@ -1,5 +1,7 @@
 """Which microbatches' activations are computed again, and where the others wait."""
 
+import graphlib
+
 import pytest
 import tensorflow as tf
 
@@ -22,8 +24,8 @@ def test_what_would_be_computed_again_at_once_is_kept(name, kept):
         assert {pair for pair in pairs if not chosen.is_done(*pair)} == expected
 
 
-def traced_step(**options):
-    schedule = build_schedule("1f1b", 2, 3)
+def traced_step(schedule=None, **options):
+    schedule = schedule or build_schedule("1f1b", 2, 3)
     weights = []
     for device in DEVICES[1:3]:
         with tf.device(device):
@@ -34,7 +36,7 @@ def traced_step(**options):
         executor = Executor(schedule, DEVICES[1:3], **options)
         losses = []
         with tf.GradientTape() as tape:
-            for m in range(3):
+            for m in range(schedule.num_microbatches):
                 x = tf.ones([2, 5]) * float(m + 1)
                 for stage, weight in enumerate(weights):
 
@@ -72,3 +74,42 @@ def test_what_is_kept_waits_on_the_host_until_its_backward_pass_is_next():
     assert sum(not op.inputs[0].op.control_inputs for op in fetched) == 1
     for ours, theirs in zip(step(), traced_step()()):
         tf.debugging.assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_device_keeps_two_passes_at_most_until_they_are_on_the_host(name):
+    """It may be asynchronous: each forward pass is behind the copies of all but the one before."""
+    num_microbatches = 6
+    schedule = build_schedule(name, 2, num_microbatches)
+    step = traced_step(schedule, hosts=[DEVICES[0]] * 2)
+    graph = step.get_concrete_function().graph
+    behind = waited_for(graph)
+    for device, actions in zip(DEVICES[1:3], schedule.orders):
+        copies = [op for op in graph.get_operations() if op.name.startswith("offload")]
+        made_by = {copy.inputs[0].op: copy for copy in copies}
+        forward = [op for op in graph.get_operations() if op in made_by and op.device == device]
+        assert len(forward) == num_microbatches  # traced in this order
+        order = [a.microbatch if a.kind == "forward" else None for a in actions]
+        for place, microbatch in enumerate(order):
+            if microbatch is None:
+                continue
+            earlier = {made_by[forward[m]] for m in order[: max(place - 1, 0)] if m is not None}
+            assert earlier <= behind[forward[microbatch]]
+            if place and order[place - 1] is not None:  # this one is copied meanwhile
+                assert made_by[forward[order[place - 1]]] not in behind[forward[microbatch]]
+    for ours, theirs in zip(step(), traced_step(schedule)()):
+        tf.debugging.assert_equal(ours, theirs)
+
+
+def waited_for(graph):
+    """For each operation all that it waits for, directly or not."""
+    waits: dict = {}
+    for operation in sorted_by_need(graph):
+        needed = {*(x.op for x in operation.inputs), *operation.control_inputs}
+        waits[operation] = needed.union(*(waits[each] for each in needed))
+    return waits
+
+
+def sorted_by_need(graph):
+    needs = {op: {*(x.op for x in op.inputs), *op.control_inputs} for op in graph.get_operations()}
+    return graphlib.TopologicalSorter(needs).static_order()
