@@ -1,10 +1,9 @@
 """Which microbatches' activations are computed again, and where the others wait."""
 
-import graphlib
-
 import pytest
 import tensorflow as tf
 
+from tests.graphs import waited_for
 from tests.pipeline.test_executor import DEVICES
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
@@ -99,17 +98,3 @@ def test_a_device_keeps_two_passes_at_most_until_they_are_on_the_host(name):
                 assert made_by[forward[order[place - 1]]] not in behind[forward[microbatch]]
     for ours, theirs in zip(step(), traced_step(schedule)()):
         tf.debugging.assert_equal(ours, theirs)
-
-
-def waited_for(graph):
-    """For each operation all that it waits for, directly or not."""
-    waits: dict = {}
-    for operation in sorted_by_need(graph):
-        needed = {*(x.op for x in operation.inputs), *operation.control_inputs}
-        waits[operation] = needed.union(*(waits[each] for each in needed))
-    return waits
-
-
-def sorted_by_need(graph):
-    needs = {op: {*(x.op for x in op.inputs), *op.control_inputs} for op in graph.get_operations()}
-    return graphlib.TopologicalSorter(needs).static_order()
