@@ -27,6 +27,7 @@ _FUNCTIONAL = {
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}  # whose first input is the condition
 _IN_HOST_MEMORY = {tf.string, tf.resource}
+DIRECTIONS = ("to_device", "to_host", "between_devices")
 HOST = "HOST"
 GPU_0 = "/job:localhost/replica:0/task:0/device:CPU:1"
 
@@ -54,8 +55,24 @@ class Audit:
 
     def totals(self) -> dict[str, int]:
         """The number of copies in each direction."""
-        directions = ("to_device", "to_host", "between_devices")
-        return {direction: self.copies[direction].total() for direction in directions}
+        return {direction: self.copies[direction].total() for direction in DIRECTIONS}
+
+    def row(self) -> dict:
+        """What the committed table says of a step: its copies, and its collectives if it has any.
+
+        A collective is named with its device and hint.
+        """
+        row: dict = self.totals()
+        return {**row, "collectives": dict(self.collectives)} if self.collectives else row
+
+    def faults(self) -> dict[str, list]:
+        """What no step may have, by what it does on a GPU."""
+        found = {
+            "int32 through a RemoteCall, a crash": self.narrow_remote_calls,
+            "no kernel on a GPU, where it is asked for": list(self.without_kernel),
+            "runs Python": self.python_calls,
+        }
+        return {what: operations for what, operations in found.items() if operations}
 
 
 def audit(graph: tf.Graph) -> Audit:

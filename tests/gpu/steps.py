@@ -1,5 +1,7 @@
 """The steps under audit: every strategy of one process, on stand-ins for two GPUs."""
 
+import json
+
 import keras
 import tensorflow as tf
 
@@ -8,9 +10,12 @@ from tests import helpers
 from tests.conformance.models import MODELS
 from tests.gpu.audit import Audit, audit
 from tests.tensor_parallel.layouts import LayoutOfAnything
+from tfparallel.internals import CollectiveAllReduce
+from tfparallel.internals.keras_layers import layers_of
 
 GPUS = ["CPU:1", "CPU:2"]
 ROWS = 12
+_Nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
 
 
 def _tensor_parallel() -> tf.distribute.Strategy:
@@ -24,9 +29,22 @@ def _pipeline(schedule: str, **options) -> tf.distribute.Strategy:
     )
 
 
+class _MirroredOverNccl(tfparallel.MirroredStrategy):
+    """Reduces as on GPUs of their own. `step_graph` makes it do so when variables are there.
+
+    What reduces with NCCL can be traced here, not run.
+    """
+
+    def reduce_as_on_gpus(self) -> None:
+        options = tf.distribute.experimental.CommunicationOptions(implementation=_Nccl)
+        devices = self.extended._devices
+        self.extended._user_cross_device_ops = CollectiveAllReduce(devices, len(devices), options)
+
+
 STRATEGIES = {
     "one_device": lambda: tfparallel.OneDeviceStrategy(GPUS[0]),
     "mirrored": lambda: tfparallel.MirroredStrategy(GPUS),
+    "mirrored_nccl": lambda: _MirroredOverNccl(GPUS),
     "central_storage": lambda: tfparallel.CentralStorageStrategy(GPUS, "CPU:0"),
     "sharded": lambda: tfparallel.ShardedStrategy(GPUS, min_size=1),
     "tensor_parallel": _tensor_parallel,
@@ -36,16 +54,26 @@ STRATEGIES = {
     "pipeline_offload": lambda: _pipeline("1f1b", offload=True),
 }
 SIZES = {"static": ROWS, "unknown": None}
-EVERY = [(strategy, model, size) for strategy in STRATEGIES for model in MODELS for size in SIZES]
+# Whether a size is known is a matter of the stages, which all schedules call; a step for any size
+# has all copies that one for a known size has. So has what reduces otherwise.
+FOR_ANY_SIZE = {"mirrored_nccl", "pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"}
+EVERY = [
+    (strategy, model, size)
+    for strategy in STRATEGIES
+    for model in MODELS
+    for size in SIZES
+    if size == "unknown" or strategy not in FOR_ANY_SIZE
+]
 # What shares its code with another, and other sizes, are for `--everything`.
 BY_DEFAULT = {
     ("one_device", "embedding", "unknown"),
     ("mirrored", "mlp", "static"),
     ("mirrored", "cnn", "unknown"),
     ("mirrored", "embedding", "unknown"),
+    ("mirrored_nccl", "embedding", "unknown"),
     ("central_storage", "cnn", "static"),
     ("sharded", "mlp", "unknown"),
-    ("tensor_parallel", "mlp", "static"),
+    ("tensor_parallel", "embedding", "static"),
     ("pipeline", "mlp", "unknown"),
     ("pipeline", "embedding", "static"),
     ("pipeline", "embedding", "unknown"),
@@ -72,9 +100,13 @@ def step_graph(strategy: tf.distribute.Strategy, model_name: str, rows: int | No
     model_case = MODELS[model_name]
     with strategy.scope():
         model = model_case.build()
+        if isinstance(strategy, tfparallel.PipelineStrategy):
+            model = _with_statistics_apart(model)
         model.compile(helpers.momentum_sgd(), **model_case.compile_options())
     batch = model_case.data(ROWS)
     model.train_on_batch(*batch)  # makes all variables
+    if isinstance(strategy, _MirroredOverNccl):
+        strategy.reduce_as_on_gpus()
 
     @tf.function(autograph=False)
     def step(*data):
@@ -82,6 +114,15 @@ def step_graph(strategy: tf.distribute.Strategy, model_name: str, rows: int | No
 
     specs = tf.nest.map_structure(lambda x: tf.TensorSpec((rows, *x.shape[1:]), _dtype(x)), batch)
     return step.get_concrete_function(*specs).graph
+
+
+def _with_statistics_apart(model: keras.Model) -> keras.Model:
+    """The same with `synchronized=False`, as a pipeline refuses the other."""
+    norms = [x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization)]
+    if not norms:
+        return model
+    config = json.dumps(model.get_config()).replace('"synchronized": true', '"synchronized": false')
+    return type(model).from_config(json.loads(config))
 
 
 def _dtype(array) -> tf.DType:

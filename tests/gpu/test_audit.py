@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.conformance.models import MODELS
 from tests.gpu.audit import audit
 from tests.gpu.steps import BY_DEFAULT, EVERY, GPUS, STRATEGIES, audited
 from tests.gpu.table import read_table, risen_directions, row_name
@@ -23,11 +24,28 @@ def _steps() -> list:
 @pytest.mark.parametrize(("strategy", "model", "size"), _steps())
 def test_a_step_runs_on_gpus_as_the_table_says(strategy, model, size):
     found = audited(strategy, model, size)
-    assert not found.narrow_remote_calls, "int32 through a RemoteCall: a crash on GPUs"
-    assert not found.without_kernel, "asked for on a GPU, where it has no kernel"
-    assert not found.python_calls
-    expected = read_table().get(row_name(strategy, model, size))
-    assert found.totals() == expected, dict(found.copies)
+    assert not found.faults()
+    assert found.row() == read_table()[row_name(strategy, model, size)], dict(found.copies)
+
+
+def test_the_table_has_every_step_and_no_other():
+    assert read_table().keys() == {row_name(*key) for key in EVERY}
+
+
+def test_collectives_are_nccl_and_on_every_gpu_alike():
+    with_nccl = 0
+    for name, row in read_table().items():
+        by_place = row.get("collectives", {})
+        is_asked = name.startswith("mirrored_nccl")
+        assert any(each.startswith("CollectiveReduceV2") for each in by_place) == is_asked, name
+        assert all(each.endswith(", nccl") for each in by_place), name
+        first, second = (
+            {each.partition(" on ")[0]: n for each, n in by_place.items() if device in each}
+            for device in ("GPU:0", "GPU:1")
+        )
+        assert first == second and sum(map(len, (first, second))) == len(by_place), name
+        with_nccl += is_asked
+    assert with_nccl == len(MODELS)
 
 
 def test_more_copies_in_one_direction_are_refused_whatever_the_others_do():

@@ -35,6 +35,29 @@ def test_wheels_that_overwrite_one_another():
 
 
 @pytest.mark.parametrize(
+    ("wheels", "found", "cure"),
+    [
+        ({"tensorflow-tpu": "2.20.0"}, None, ""),
+        (
+            {"tensorflow-cpu": "2.21.0"},
+            "tensorflow-cpu 2.21.0, which knows no TPU",
+            "pip uninstall tensorflow-cpu; pip install 'tfparallel[tpu]'",
+        ),
+        (
+            {"tensorflow": "2.21.0", "tensorflow-tpu": "2.20.0"},
+            "tensorflow 2.21.0 and tensorflow-tpu 2.20.0, whose files overwrite one another",
+            "pip uninstall tensorflow tensorflow-tpu; pip install 'tfparallel[tpu]'",
+        ),
+        ({}, "no TensorFlow", "pip install 'tfparallel[tpu]'"),
+    ],
+)
+def test_a_tpu_needs_the_wheel_for_it_alone(wheels, found, cure):
+    (finding,) = packages.check_tpu_packages({"keras": "3.12.0", **wheels})
+    assert finding.status == ("ok" if found is None else "problem")
+    assert (found is None or finding.found == found) and finding.cure == cure
+
+
+@pytest.mark.parametrize(
     ("name", "version", "bad"),
     [
         ("keras", "2.15.0", True),

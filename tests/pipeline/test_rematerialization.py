@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+from tests.graphs import waited_for
 from tests.pipeline.test_executor import DEVICES
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
@@ -22,8 +23,8 @@ def test_what_would_be_computed_again_at_once_is_kept(name, kept):
         assert {pair for pair in pairs if not chosen.is_done(*pair)} == expected
 
 
-def traced_step(**options):
-    schedule = build_schedule("1f1b", 2, 3)
+def traced_step(schedule=None, **options):
+    schedule = schedule or build_schedule("1f1b", 2, 3)
     weights = []
     for device in DEVICES[1:3]:
         with tf.device(device):
@@ -34,7 +35,7 @@ def traced_step(**options):
         executor = Executor(schedule, DEVICES[1:3], **options)
         losses = []
         with tf.GradientTape() as tape:
-            for m in range(3):
+            for m in range(schedule.num_microbatches):
                 x = tf.ones([2, 5]) * float(m + 1)
                 for stage, weight in enumerate(weights):
 
@@ -71,4 +72,29 @@ def test_what_is_kept_waits_on_the_host_until_its_backward_pass_is_next():
         assert is_first or all(op.type == "RemoteCall" for op in waits)
     assert sum(not op.inputs[0].op.control_inputs for op in fetched) == 1
     for ours, theirs in zip(step(), traced_step()()):
+        tf.debugging.assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_device_keeps_two_passes_at_most_until_they_are_on_the_host(name):
+    """It may be asynchronous: each forward pass is behind the copies of all but the one before."""
+    num_microbatches = 6
+    schedule = build_schedule(name, 2, num_microbatches)
+    step = traced_step(schedule, hosts=[DEVICES[0]] * 2)
+    graph = step.get_concrete_function().graph
+    behind = waited_for(graph)
+    for device, actions in zip(DEVICES[1:3], schedule.orders):
+        copies = [op for op in graph.get_operations() if op.name.startswith("offload")]
+        made_by = {copy.inputs[0].op: copy for copy in copies}
+        forward = [op for op in graph.get_operations() if op in made_by and op.device == device]
+        assert len(forward) == num_microbatches  # traced in this order
+        order = [a.microbatch if a.kind == "forward" else None for a in actions]
+        for place, microbatch in enumerate(order):
+            if microbatch is None:
+                continue
+            earlier = {made_by[forward[m]] for m in order[: max(place - 1, 0)] if m is not None}
+            assert earlier <= behind[forward[microbatch]]
+            if place and order[place - 1] is not None:  # this one is copied meanwhile
+                assert made_by[forward[order[place - 1]]] not in behind[forward[microbatch]]
+    for ours, theirs in zip(step(), traced_step(schedule)()):
         tf.debugging.assert_equal(ours, theirs)

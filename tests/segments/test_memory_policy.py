@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.conformance.models import MODELS
+from tests.graphs import waited_for
 from tests.helpers import assert_same_training, train
 from tfparallel.internals.ran_operations import collected_graphs
 
@@ -193,6 +194,34 @@ def test_a_device_keeps_nothing_of_what_is_on_the_host():
     every, within = kept(None), kept(tfparallel.MemoryPolicy(offload={"block_*"}))
     logits = 32 * 128 * 4  # of the last layer its input, which is no block's
     assert within == logits and every > 20 * within
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_a_layer_waits_until_what_those_before_the_last_keep_is_on_the_host(name):
+    """On an asynchronous device all would be there at once, however fast the copies are."""
+    strategy = AWAY[name](tfparallel.MemoryPolicy(offload="full"))
+    with strategy.scope():
+        hidden = [keras.layers.Dense(8, "tanh", name=f"hidden_{i}") for i in range(5)]
+        model = keras.Sequential([keras.Input((8,)), *hidden])
+        model.compile("sgd", "mse")
+    model.train_on_batch(np.ones([12, 8]), np.ones([12, 8]))
+
+    @tf.function(autograph=False)
+    def step(x):
+        return strategy.run(model.train_step, args=((x, x),))
+
+    graph = step.get_concrete_function(tf.TensorSpec([12, 8])).graph
+    operations, behind = graph.get_operations(), waited_for(graph)
+    traced = {operation: i for i, operation in enumerate(operations)}
+    copies = [op for op in operations if "offload" in op.name.rpartition("/")[2]]
+    for device in {copy.inputs[0].device for copy in copies}:
+        own = [copy for copy in copies if copy.inputs[0].device == device]
+        products = [op for op in operations if op.type == "MatMul" and op.device == device][:5]
+        assert len(own) >= 5 and all("hidden" in op.name for op in products)
+        for before, last, product in zip([None, *products], products, products[1:], strict=False):
+            done = {copy for copy in own if traced[copy.inputs[0].op] < traced[last]}
+            assert done <= behind[product] and (done or before is None)
+            assert not behind[product] & {*own} - done  # what the last one keeps is on its way
 
 
 def test_the_host_is_no_other_device_for_itself():

@@ -3,21 +3,25 @@
 import asyncio
 import importlib
 import json
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tfparallel.selftest import exactness_checks
+from tfparallel.segments.graph_copy import GraphFunction
+from tfparallel.selftest import exactness_checks, remote_integers
 from tfparallel.selftest.catalogue import CHECKS, FIRST, Check, why_not
 from tfparallel.selftest.children import outcome_of, run_check
 from tfparallel.selftest.command_line import chosen_gpus, outcomes_as_json, show
 from tfparallel.selftest.contenders import IN_ONE_PROCESS, IN_SEVERAL_PROCESSES, all_trials
 from tfparallel.selftest.gpu_checks import (
     Copies,
+    MemoryUse,
     copies_of_profile,
     judge_copies,
+    judge_memory,
     judge_nccl,
 )
 from tfparallel.selftest.machine_devices import Bench, bench_of_json
@@ -182,6 +186,45 @@ def test_copies_are_held_against_the_batch(copies, message):
     else:
         with pytest.raises(CheckFailedError, match=message):
             judge_copies(copies, 10, 1000)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "message"),
+    [
+        ([(90, 100), (50, 60)], [(95, 100), (50, 60)], None),
+        ([(90, 100), (50, 60)], [(101, 100), (50, 60)], "peak .* of 4 .* of 16"),
+        ([(90, 100), (50, 60)], [(90, 100), (80, 60)], "90%, 133%"),
+        ([(90, 100), (50, 60)], [(90, 100), (30, 60)], "90%, 50%"),
+    ],
+)
+def test_memory_is_held_against_fewer_microbatches_and_the_prediction(few, many, message):
+    uses = [[MemoryUse(*(n << 20 for n in each)) for each in own] for own in (few, many)]
+    if message is None:
+        assert judge_memory(*uses).text.endswith("of what summary predicts: 95%, 83%")
+    else:
+        with pytest.raises(CheckFailedError, match=message):
+            judge_memory(*uses)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_integers_that_arrive_are_told_from_others(monkeypatch, is_wide):
+    device = "/job:localhost/replica:0/task:0/device:CPU:1"
+    assert remote_integers.arrives(device, is_wide)
+
+    class OffByOne(GraphFunction):
+        def __call__(self, device, arguments):
+            doubled, following = super().__call__(device, arguments)
+            return [doubled, following + 1]
+
+    monkeypatch.setattr(remote_integers, "GraphFunction", OffByOne)
+    assert not remote_integers.arrives(device, is_wide)
+
+
+def test_how_a_process_ends_that_may_crash():
+    run = [sys.executable, "-c"]
+    assert remote_integers._ending([*run, "pass"]) == "they arrive"
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    assert remote_integers._ending([*run, crash]) == "ended by SIGSEGV"
 
 
 def test_a_failure_is_shown_with_what_to_do():

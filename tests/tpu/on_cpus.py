@@ -13,9 +13,10 @@ class CpuExtended(SpmdExtended, MirroredExtended):
 class CpuStrategy(SpmdKerasSteps, tf.distribute.MirroredStrategy):
     """What `TPUStrategy` is over the stock one: it adds the mixins, and connects."""
 
-    def __init__(self):
+    def __init__(self, num_cores: int = 2):
+        devices = [f"CPU:{i}" for i in range(num_cores)]
         # TensorFlow's collectives on CPUs keep their keys in the process: another test's may clash.
-        super().__init__(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+        super().__init__(devices, tf.distribute.ReductionToOneDevice())
         self._extended.__class__ = CpuExtended
 
     def reduce(self, reduce_op, value, axis):

@@ -159,3 +159,39 @@ def test_a_loss_by_row_is_summed_over_all_rows(strategy):
 
     reference, candidate = (train(each, build=build, **options) for each in (None, strategy))
     assert_same_training(reference.results(), candidate.results())
+
+
+class Noting(keras.Sequential):
+    """Notes how many rows its steps are traced for."""
+
+    def train_step(self, data):
+        self.traced.append(data[0].shape[0])
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "weighted"),
+    [(24, {6}, True), (26, {None}, False)],
+    ids=["whole_batches", "a_smaller_last_one"],
+)
+def test_arrays_of_whole_batches_are_traced_for_their_size(strategy, rows, sizes, weighted):
+    """Two replicas have six rows each of a batch of twelve."""
+    x, y = tiny_data(rows)
+    weights = {"sample_weight": np.linspace(0.5, 1.5, rows)} if weighted else {}
+
+    def trained(scope):
+        with scope:
+            keras.utils.set_random_seed(1)
+            model = Noting(tiny_model().layers)
+            model.traced = []
+            model.compile(momentum_sgd(), **tiny_compile_options())
+        history = model.fit(x, y, batch_size=12, epochs=2, verbose=0, shuffle=False, **weights)
+        return model, history.history
+
+    model, history = trained(strategy.scope())
+    reference, expected = trained(tf.distribute.get_strategy().scope())
+    assert set(model.traced[1:]) == sizes  # the first is of Keras's symbolic build
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert history.keys() == expected.keys()
+    np.testing.assert_allclose(history["loss"], expected["loss"], atol=1e-5)

@@ -38,6 +38,7 @@ KNOWN_BAD: Mapping[str, tuple[tuple[str, str], ...]] = {
     "numpy": (("<1.26", "tfparallel needs 1.26 or newer"),),
     "horovod": (("<0.28", "has no process sets for these versions of TensorFlow"),),
 }
+_FOR_TPU = "tensorflow-tpu"
 _SHOWN = ("keras", "numpy", "protobuf", "horovod", "tfparallel")
 _IMPORT = "import tensorflow as tf, keras; print(tf.__version__, keras.__version__)"
 
@@ -73,6 +74,24 @@ def check_clashes(versions: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("wheels", "problem", "no TensorFlow", "pip install 'tfparallel[cpu]'")
 
 
+def check_tpu_packages(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """What a TPU needs: TensorFlow's wheel for it, alone.
+
+    Args:
+        versions: by package, as of `installed`.
+    """
+    own = [name for name in CLASHES[0] if name in versions]
+    if own == [_FOR_TPU]:
+        yield Finding("wheels for TPUs", "ok", f"{_FOR_TPU} {versions[_FOR_TPU]}")
+        return
+    named = " and ".join(f"{name} {versions[name]}" for name in own) or "no TensorFlow"
+    others = f"pip uninstall {' '.join(own)}; " if own else ""
+    wrong = "whose files overwrite one another" if len(own) > 1 else "which knows no TPU"
+    found = f"{named}, {wrong}" if own else named
+    install = "pip install 'tfparallel[tpu]'"
+    yield Finding("wheels for TPUs", "problem", found, f"{others}{install}")
+
+
 def check_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Versions that are known to be wrong; those that matter are shown."""
     bad = list(_known_bad(versions))
@@ -100,7 +119,7 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
     """What TensorFlow and Keras themselves ask for, as `pip check` does, for those two only."""
     missing = [
         text
-        for name in ("tensorflow", "tensorflow-cpu", "keras")
+        for name in ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "keras")
         if name in versions
         for text in _unmet(name, versions)
     ]

@@ -83,8 +83,9 @@ class DividedModels(PlacedInStages):
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)
-            given = self._options.partition, self._placement, self._budget, inputs
-            stages = divide(model, *given, self._agreed)
+            given = self._options.partition, self._placement, self._budget
+            devices = [self._device_of_stage(i) for i in range(self._schedule.num_stages)]
+            stages = divide(model, *given, devices, inputs, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:

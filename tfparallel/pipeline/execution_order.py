@@ -10,7 +10,7 @@ from tfparallel.internals.graphs import run_after
 from tfparallel.pipeline.between_passes import place_shapes
 from tfparallel.pipeline.clustering import hide_from_clustering
 from tfparallel.pipeline.cycles import has_cycle
-from tfparallel.pipeline.passes import Passes
+from tfparallel.pipeline.passes import Pass, Passes
 from tfparallel.pipeline.plans.schedule import Schedule
 
 
@@ -65,3 +65,20 @@ def _edges(schedule: Schedule, passes: Passes) -> Iterator[tuple[tf.Operation, t
         for earlier, each in zip(order, order[2:], strict=False):
             if each in passes.fetches:
                 yield from itertools.product(passes.calls[earlier], passes.fetches[each])
+        yield from _behind_copies([each for each in order if each in passes.calls], passes)
+
+
+def _behind_copies(
+    order: Sequence[Pass], passes: Passes
+) -> Iterator[tuple[tf.Operation, tf.Operation]]:
+    """A forward pass of a device waits until what it has kept is on the host, but for the last.
+
+    A pass of an asynchronous device ends when it is launched: without this all forward passes
+    would be, and all that they keep on the device, while the first copy is still on its way.
+    """
+    waiting: list[tf.Operation] = []
+    for earlier, each in zip(order, order[2:], strict=False):
+        waiting += passes.copies.get(earlier, ())
+        if each[1].kind == "forward":
+            yield from itertools.product(waiting, passes.calls[each])
+            waiting = []

@@ -147,7 +147,7 @@ class Executor:
             latest = self._rounds.latest(inputs)[0] if is_result else None
             in_round = self._rounds.current(microbatch) if latest is None else latest
             action = Action(stage, microbatch, "forward")
-            results = self._outputs(action, concrete, widened(inputs))
+            results = self._outputs((in_round, action), concrete, widened(inputs))
             outputs = narrowed(results, self._functions.returned(concrete))
         if results:
             self._passes.add(in_round, action, results[0].op)
@@ -155,27 +155,29 @@ class Executor:
             self._rounds.note(output.op, in_round, stage)
         return outputs
 
-    def _outputs(self, action: Action, concrete: Any, inputs: list) -> list:
+    def _outputs(self, in_pass: Pass, concrete: Any, inputs: list) -> list:
         """Those of a call, by the cheapest function that gradient tapes allow."""
+        _, action = in_pass
         captures = self._functions.captures(concrete, self._own_copy)
         on_tape = ArgumentsOnTape(inputs, captures)
         arguments = on_tape.arguments
         if has_one_tape(on_tape.seen()):
-            return self._recorded_call(action, concrete, on_tape)
+            return self._recorded_call(in_pass, concrete, on_tape)
         if record.should_record_backprop(on_tape.seen()):
             return call_with_captures(concrete, inputs, on_tape.told_apart()[len(inputs) :])
         name, key = f"tfparallel_stage_{action.stage}", (concrete, "inference")
         function = self._functions.once(key, inference_function, name, concrete)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]
 
-    def _recorded_call(self, action: Action, concrete: Any, on_tape: ArgumentsOnTape) -> list:
+    def _recorded_call(self, in_pass: Pass, concrete: Any, on_tape: ArgumentsOnTape) -> list:
+        _, action = in_pass
         arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
         is_again = self._rematerialization.is_done(action.stage, action.microbatch)
         options = name, concrete, watched, self._recomputes(is_again)
         function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
-        stash = self._offloaded(action, function, stash)
+        stash = self._offloaded(in_pass, function, stash)
 
         is_split = action._replace(kind="backward_weight") in self._schedule.actions
         run = function.backward_halves if is_split else function.backward
@@ -206,11 +208,13 @@ class Executor:
             return asked
         return lambda operation: asked(operation) or is_made_of_weights(operation)
 
-    def _offloaded(self, action: Action, function: StageFunction, stash: list) -> list:
+    def _offloaded(self, in_pass: Pass, function: StageFunction, stash: list) -> list:
         if self._hosts is None:
             return stash
-        host, count = self._hosts[self._schedule.device_of[action.stage]], function.num_activations
-        return [*to_host(stash[:count], host), *stash[count:]]  # weights stay where they are
+        stage, count = in_pass[1].stage, function.num_activations
+        copies = to_host(stash[:count], self._hosts[self._schedule.device_of[stage]])
+        self._passes.copies[in_pass] += [copy.op for copy in copies]
+        return [*copies, *stash[count:]]  # weights stay where they are
 
     def _fetched(self, in_pass: Pass, function: StageFunction, stash: list) -> list:
         if self._hosts is None:

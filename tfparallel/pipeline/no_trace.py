@@ -39,14 +39,14 @@ def without_trace(model: keras.Model) -> Iterator[None]:
         copies = [copy for each in variables for copy in getattr(each, "values", [each])]
         before = [copy.read_value() for copy in copies]
         try:
-            with _ValuesApart(collect_losses=True, initialize_variables=False):
+            with ValuesApart(collect_losses=True, initialize_variables=False):
                 yield
         finally:
             for copy, value in zip(copies, before, strict=True):
                 copy.assign(value)
 
 
-class _ValuesApart(keras.StatelessScope):
+class ValuesApart(keras.StatelessScope):
     """Keeps assigned values; also gives those of other variables, for losses of weights."""
 
     def get_current_value(self, variable: keras.Variable) -> Any:

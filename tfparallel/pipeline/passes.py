@@ -16,6 +16,7 @@ class Passes:
         calls: of each pass, calls of functions of its stage.
         action_of: what each of those is a part of.
         fetches: for each pass, what the host waits with to give it what it takes from there.
+        copies: of each pass, what takes what it keeps to the host.
         sums: on each stage, additions of its gradients.
     """
 
@@ -23,6 +24,7 @@ class Passes:
         self.calls: dict[Pass, list[tf.Operation]] = collections.defaultdict(list)
         self.action_of: dict[tf.Operation, Action] = {}
         self.fetches: dict[Pass, list[tf.Operation]] = collections.defaultdict(list)
+        self.copies: dict[Pass, list[tf.Operation]] = collections.defaultdict(list)
         self.sums: dict[int, list[tf.Operation]] = collections.defaultdict(list)
 
     def add(self, in_round: int, action: Action, operation: tf.Operation) -> None:

@@ -1,13 +1,13 @@
-"""How long each part of a model takes, forward and backward, and how many bytes it makes.
+"""How long each part of a model takes, forward and backward, and how many bytes it makes and sends.
 
-Every part is run by itself on what the parts before it have made of one microbatch, outside of the
-step, as in inference. Nothing of the model changes (`no_trace.py`).
+The model is called with one microbatch, outside of the step, as in inference; every part is timed
+by itself when it is called (`timed_calls.py`), on a stage's device, so that nothing is kept that no
+later part needs. Nothing of the model changes (`no_trace.py`).
 """
 
+import collections
 import contextlib
 import functools
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import functional_graph, outputs_structure
+from tfparallel.pipeline.crossing_bytes import CrossingBytes, nbytes
+from tfparallel.pipeline.link_speed import seconds_per_byte
 from tfparallel.pipeline.memory import num_values
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Part, members
+from tfparallel.pipeline.timed_calls import TimedCalls
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
-_REPEATS = 3
 
 
 class Cost(NamedTuple):
@@ -34,13 +36,17 @@ class Cost(NamedTuple):
         time: of its forward and its backward pass, seconds; for a subclassed model of which no
             batch is known, its number of weights.
         activation_bytes: of its outputs.
+        sending_time: seconds for what would cross a cut right behind it, and back.
     """
 
     time: float
     activation_bytes: int = 0
+    sending_time: float = 0.0
 
 
-def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[Cost]:
+def profile_parts(
+    model: keras.Model, parts: Sequence[Part], inputs: Any, devices: Sequence[str]
+) -> list[Cost]:
     """The cost of each part, of all its calls together.
 
     Args:
@@ -49,12 +55,18 @@ def profile_parts(model: keras.Model, parts: Sequence[Part], inputs: Any) -> lis
         inputs: what the model is called with, a nest of tensors of a microbatch's rows; None where
             that is not known. A functional model, and those in a subclassed one that this does not
             call, are then measured on 8 rows of zeros. If that is not all, weights are counted.
+        devices: of each stage. All are taken to be as fast as the first, all links as the slowest.
     """
-    with tf.init_scope(), without_trace(model):
-        calls = _calls_of(model, parts, inputs)
-        if calls is None:
+    with (
+        tf.init_scope(),
+        without_trace(model),
+        tf.device(devices[0]),
+        _shown_progress(len(parts)) as advance,
+    ):
+        measured = _Measured(parts, TimedCalls(devices[0]), advance)
+        if not _is_measured(model, parts, inputs, measured):
             return [Cost(1.0 + sum(map(num_values, _weights(part)))) for part in parts]
-        return [_cost(part, own) for part, own in zip(_shown(parts), calls, strict=True)]
+        return measured.costs(seconds_per_byte(devices))
 
 
 def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
@@ -76,24 +88,83 @@ def _weights(part: Part) -> Sequence:
     return getattr(part.operation, "weights", ())
 
 
-def _cost(part: Part, calls: Sequence[tuple]) -> Cost:
-    measured = [_measured(part.operation, args, kwargs)[0] for args, kwargs in calls]
-    return Cost(*(sum(numbers) for numbers in zip(Cost(0.0), *measured, strict=True)))
+class _Measured:
+    """What is found out while a model is called.
+
+    Args:
+        parts: of the model.
+        timed: does it.
+        advance: is told of each part when it is first timed.
+    """
+
+    def __init__(self, parts: Sequence[Part], timed: TimedCalls, advance: Callable[[], None]):
+        self._number = {part.key: i for i, part in enumerate(parts)}
+        self._timed, self._advance = timed, advance
+        self._is_timing = False
+        self._seconds: dict[int, float] = {}
+        self._bytes: collections.Counter[int] = collections.Counter()
+        self.crossing = CrossingBytes(len(parts))
+
+    def has(self, part: Part) -> bool:
+        """Whether a call of it has been timed."""
+        return self._number[part.key] in self._seconds
+
+    def call(self, key: tuple, operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """`call(*args, **kwargs)`, which is that of `operation`, timed if it is a part of this key.
+
+        What the timing itself calls is called as it is.
+        """
+        number = self._number.get(key)
+        if number is None or self._is_timing:
+            return call(*args, **kwargs)
+        if number not in self._seconds:
+            self._advance()
+        self._time(number, operation, args, kwargs)
+        self.crossing.take(number, (args, kwargs))
+        outputs = call(*args, **kwargs)
+        self.crossing.make(number, outputs)
+        tensors = [x for x in keras.tree.flatten(outputs) if isinstance(x, tf.Tensor)]
+        self._bytes[number] += sum(map(nbytes, tensors))
+        return outputs
+
+    def _time(self, number: int, operation: Any, args: tuple, kwargs: dict) -> None:
+        self._is_timing = True
+        try:
+            seconds = self._timed.seconds(operation, args, kwargs)
+        finally:
+            self._is_timing = False
+        self._seconds[number] = self._seconds.get(number, 0.0) + seconds
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether a layer is called to time it."""
+        return self._is_timing
+
+    def costs(self, seconds_per_byte: float) -> list[Cost]:
+        """Of each part; nothing of one that is not called."""
+        crossing = enumerate(self.crossing.behind_parts())
+        return [
+            Cost(self._seconds.get(i, 0.0), self._bytes[i], sent * seconds_per_byte)
+            for i, sent in crossing
+        ]
 
 
-def _calls_of(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[list[tuple]] | None:
-    """The arguments of each part's calls, as far as a model can be called; None where they lack."""
-    calls: dict[tuple, list[tuple]] = {part.key: [] for part in parts}
+def _is_measured(
+    model: keras.Model, parts: Sequence[Part], inputs: Any, measured: _Measured
+) -> bool:
+    """Calls the model, its parts timed, as far as it can be called; False where that is not all."""
     if functional_graph(model) is not None and inputs is None:
         inputs = _zeros(functional_graph(model))
     is_called = inputs is not None and type(model).call is not keras.Layer.call
     try:
-        with _noted_calls(model, parts, calls):
+        with _timed_parts(model, parts, measured):
             if is_called:
-                model(inputs, training=False)
+                measured.crossing.give(inputs)
+                outputs = model(inputs, training=False)
+                measured.crossing.take(len(parts) - 1, outputs)  # the loss is on the last stage
             for each in _functional_members(model):
                 own = [part for part in parts if part.models[:1] == (each,)]
-                if own and not any(calls[part.key] for part in own):  # only a `train_step` does
+                if own and not any(map(measured.has, own)):  # only a `train_step` does
                     each(_zeros(functional_graph(each)), training=False)
     except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
         warnings.warn(
@@ -101,8 +172,8 @@ def _calls_of(model: keras.Model, parts: Sequence[Part], inputs: Any) -> list[li
             f"cannot be called with a batch's inputs: {error}",
             stacklevel=2,
         )
-        return None
-    return list(calls.values()) if is_called or all(calls.values()) else None
+        return False
+    return is_called or all(map(measured.has, parts))
 
 
 def _functional_members(model: keras.Model) -> list[keras.Model]:
@@ -115,31 +186,36 @@ def _zeros(graph: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _noted_calls(
-    model: keras.Model, parts: Sequence[Part], calls: dict[tuple, list[tuple]]
-) -> Iterator[None]:
-    """Within it, the arguments of the calls of each part are put into `calls`, by `Part.key`."""
+def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured) -> Iterator[None]:
+    """Within it, parts are timed where they are called."""
     around: list[Calls] = [()]
 
     def run(
-        graph: Any, own: Sequence, _: Callable, inputs: Any, operation_fn: Any, **__: Any
+        graph: Any, own: Sequence, original: Callable, inputs: Any, operation_fn: Any, **rest: Any
     ) -> Any:
+        if measured.is_timing:
+            return original(inputs, operation_fn, **rest)
+        wanted = collections.Counter(id(x) for member in own for x in member.node.input_tensors)
+        wanted.update(map(id, graph.outputs))
         tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
         for member in own:
             args, kwargs = member.node.arguments.fill_in(tensors)
-            if (key := member.key(around[-1])) in calls:
-                calls[key].append((args, kwargs))
+            key = member.key(around[-1])
             around.append(member.within(around[-1]))
-            outputs = operation_fn(member.operation)(*args, **kwargs)
+            call = operation_fn(member.operation)
+            outputs = measured.call(key, member.operation, call, args, kwargs)
             around.pop()
             tensors.update(zip(map(id, member.node.outputs), keras.tree.flatten(outputs)))
+            del args, kwargs, outputs
+            wanted.subtract(map(id, member.node.input_tensors))
+            for x in (*member.node.input_tensors, *member.node.outputs):
+                if not wanted[id(x)]:
+                    tensors.pop(id(x), None)
         outputs = [tensors[id(x)] for x in graph.outputs]
         return keras.tree.pack_sequence_as(outputs_structure(graph), outputs)
 
-    def note(layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if (key := (around[-1], id(layer))) in calls:
-            calls[key].append((args, kwargs))
-        return original(*args, **kwargs)
+    def time_layer(layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        return measured.call((around[-1], id(layer)), layer, original, args, kwargs)
 
     models = {id(each): each for part in parts for each in (model, *part.models)}.values()
     graphs = [(functional_graph(each), each) for each in models]
@@ -154,7 +230,7 @@ def _noted_calls(
                         "_run_through_graph",
                         wrapped(graph, "_run_through_graph", noting),
                         during="the measuring of layers",
-                        why="What the layers of a graph are called with is noted, to time them.",
+                        why="The layers of a graph are timed as they are called.",
                     )
                 )
         for layer in layers.values():
@@ -162,41 +238,18 @@ def _noted_calls(
                 shadowed(
                     layer,
                     "call",
-                    wrapped(layer, "call", functools.partial(note, layer)),
+                    wrapped(layer, "call", functools.partial(time_layer, layer)),
                     during="the measuring of layers",
-                    why="What a subclassed model calls a layer with is noted, to time it.",
+                    why="A layer of a subclassed model is timed as it is called.",
                 )
             )
         yield
 
 
-def _measured(operation: Any, args: Any, kwargs: Any) -> tuple[Cost, list]:
-    """The cost of `operation(*args, **kwargs)`, and its outputs in a list."""
-    inputs = [x for x in tf.nest.flatten((args, kwargs)) if _is_differentiable(x)]
-    weights = [w.value for w in getattr(operation, "trainable_weights", ())]
-    times_s = []
-    for _ in range(_REPEATS + 1):
-        started = time.perf_counter()
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            outputs = keras.tree.flatten(operation(*args, **kwargs))
-        tape.gradient([y for y in outputs if _is_differentiable(y)], [*inputs, *weights])
-        times_s.append(time.perf_counter() - started)
-    size = sum(y.dtype.size * int(tf.size(y)) for y in outputs if isinstance(y, tf.Tensor))
-    return Cost(statistics.median(times_s[1:]), size), outputs
-
-
-def _shown(parts: Sequence) -> Iterator[Any]:
-    """The parts, with a line in the terminal, if there is one, that tells how far they are."""
+@contextlib.contextmanager
+def _shown_progress(count: int) -> Iterator[Callable[[], None]]:
+    """A line in the terminal, if there is one, that tells how far it is; gives what moves it on."""
     console = Console(stderr=True)
-    yield from track(
-        parts,
-        "Measuring layers for the pipeline",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Measuring layers for the pipeline", total=count)
+        yield functools.partial(progress.advance, task)

@@ -71,6 +71,7 @@ def divide(
     partition: Partition,
     placement: Placement,
     budget: Budget,
+    devices: Sequence[str],
     inputs: Any = None,
     agreed: Callable[[list[Cost]], list[Cost]] = list,
 ) -> Stages:
@@ -82,6 +83,7 @@ def divide(
             for every stage a list of shell-style patterns of layer names.
         placement: layers that the user has put on stages.
         budget: of each stage's memory.
+        devices: of each stage, on which parts are measured, and what it takes to send.
         inputs: of one microbatch, to measure with; see `profile_parts`.
         agreed: gives the costs that all workers divide by, of those that this one measured.
 
@@ -97,7 +99,7 @@ def divide(
         )
     is_placed = placement.places(parts)
     if partition == "balanced" and not is_placed:
-        return _balanced(parts, agreed(profile_parts(model, parts, inputs)), budget)
+        return _balanced(parts, agreed(profile_parts(model, parts, inputs, devices)), budget)
     if partition != "balanced" and is_placed:
         raise ValueError(
             "Layers are placed either by patterns or by `with strategy.stage(i):`. Received: "
@@ -133,10 +135,11 @@ def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> S
         len(budget.live),
         memory=memory,
         memory_limit=budget.limit,
+        boundary_costs=[cost.sending_time for cost in costs[:-1]],
         layer_names=[part.name for part in parts],
         num_devices=budget.num_devices,
     )
-    total = sum(cost.time for cost in costs)
+    total = sum(cost.time for cost in costs) or 1.0  # a model may call no layer
     return Stages(
         parts,
         [stage for stage, run in enumerate(runs) for _ in run],

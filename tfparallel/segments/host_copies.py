@@ -38,6 +38,11 @@ class HostCopies:
         self._on_host: dict[int, tf.Tensor] = {}
         self._fetched: dict[tuple[int, frozenset[int]], tf.Tensor] = {}
 
+    @property
+    def made(self) -> list[tf.Operation]:
+        """What has copied tensors to the host so far."""
+        return [copy.op for copy in self._on_host.values()]
+
     def holds(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` goes to the host: numbers of a device that is not the host itself."""
         is_single = tensor.shape.rank == 0
@@ -63,7 +68,8 @@ class HostCopies:
             return again
         with self._graph.as_default():
             if id(tensor) not in self._on_host:
-                (self._on_host[id(tensor)],) = to_host([tensor], _host_of(tensor))
+                with tf.control_dependencies(None):  # at once, not when a backward pass begins
+                    (self._on_host[id(tensor)],) = to_host([tensor], _host_of(tensor))
             with tf.device(tensor.device), tf.control_dependencies(gate):
                 (fetched,), _ = from_host([self._on_host[id(tensor)]])
                 return fetched

@@ -14,11 +14,13 @@ only what was traced before it, in its place too, so no circle can come of it. W
 be on the host meanwhile (`host_copies.py`).
 """
 
+import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfparallel.internals.graphs import is_stateful, take_instead
+from tfparallel.internals.graphs import is_stateful, run_after, take_instead
 from tfparallel.segments.graph_copy import GraphCopy
 from tfparallel.segments.host_copies import ASKS_SHAPE, HostCopies, of_backward
 
@@ -36,6 +38,7 @@ class Segment:
         recomputes: whether an operation's results are computed again from the tensors it takes.
         offloads: whether what it keeps is on the host until its backward pass.
         computed: operations of the call, on the way to its outputs.
+        forward_from: how many operations there were before the call.
         own_backward_from: as `backward_from`, of its own gradient: weights are gathered earlier.
         fetch_gate: what comes back from the host waits for these tensors.
     """
@@ -50,6 +53,7 @@ class Segment:
         self.recomputes: Callable[[tf.Operation], bool] = lambda operation: False
         self.offloads = False
         self.computed: Collection[tf.Operation] = ()
+        self.forward_from = 0
         self.own_backward_from = 0
         self.fetch_gate: Sequence[tf.Tensor] = ()
 
@@ -118,7 +122,9 @@ def rewire(graph: tf.Graph, segments: Iterable[Segment]) -> None:
             instead = _instead(graph, segment, {id(x): x for _, _, x in wanted}, copies)
             for operation, index, tensor in wanted:
                 take_instead(operation, index, instead[id(tensor)])
-    _offload([segment for segment in begun if segment.offloads], operations, copies)
+    offloaded = [segment for segment in begun if segment.offloads]
+    _offload(offloaded, operations, copies)
+    _wait_for_copies(offloaded, operations, copies.made)
 
 
 def _offload(
@@ -140,6 +146,40 @@ def _offload(
                 if is_own and copies.holds(tensor):
                     back = copies.fetched(tensor, segment.fetch_gate)
                     take_instead(operation, index, back)
+
+
+def _wait_for_copies(
+    segments: Iterable[Segment],
+    operations: Sequence[tf.Operation],
+    copies: Collection[tf.Operation],
+) -> None:
+    """Has a forward pass wait until what the segments before the last have kept is on the host.
+
+    An asynchronous device is given its forward passes ahead of time: without this they, and all
+    that they keep, could be there before the first copy is done. A copy is of what was traced
+    before, so no circle can come of it.
+
+    Args:
+        segments: that offload.
+        operations: of the step, before it was rewired.
+        copies: of what they keep, on the host.
+    """
+    traced = {operation: i for i, operation in enumerate(operations)}
+    by_device: dict[str, list[Segment]] = collections.defaultdict(list)
+    for segment in sorted(segments, key=lambda each: each.forward_from):
+        if segment.computed:  # else it is in one that offloads
+            by_device[next(iter(segment.computed)).device].append(segment)
+    for device, own in by_device.items():
+        of_device = [copy for copy in copies if copy.inputs[0].device == device]
+        waiting = sorted(of_device, key=lambda copy: traced[copy.inputs[0].op], reverse=True)
+        for last, segment in itertools.pairwise(own):
+            done = []
+            while waiting and traced[waiting[-1].inputs[0].op] < last.forward_from:
+                done.append(waiting.pop())
+            takers = {each for x in segment.inputs for each in x.consumers()}
+            for taker in takers.intersection(segment.computed):
+                for copy in done:
+                    run_after(taker, copy)
 
 
 def _made_of_weights(

@@ -110,7 +110,7 @@ class StepSegments:
         if weights is not None:
             with record.stop_recording():
                 segment.weights = weights.gather(own[max(0, number - self._prefetch)][0].inputs)
-        begin = len(self._graph.get_operations())
+        segment.forward_from = begin = len(self._graph.get_operations())
         within = _Inside(inside.recomputes or recomputes is not None, segment.offloads)
         with (
             contextlib.nullcontext() if weights is None else weights.given(segment.weights),

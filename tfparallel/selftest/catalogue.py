@@ -6,6 +6,7 @@ _CURE_MACHINE = "tfparallel doctor says what to do about each"
 _CURE_DRIVER = "run nvidia-smi by hand; a driver that hangs needs a restart of the machine"
 _CURE_DEVICE = "TensorFlow cannot use these GPUs: look at its lines on CUDA in the output"
 _CURE_EXACT = "do not train with this strategy here; report the figures with --json"
+_CURE_INTEGERS = "do not train pipelines here; report the output with --json"
 _CURE_JOB = "read the job's output; a firewall on localhost and used up ports are likely"
 _CURE_KERNEL = "report the operation named; training works, with copies through the host"
 _CURE_NCCL = "see docs/gpu.md: another NCCL in LD_LIBRARY_PATH, containers without /dev/shm"
@@ -68,10 +69,12 @@ CHECKS = (
             "pipeline_1f1b",
             "pipeline_interleaved",
             "pipeline_zero_bubble",
+            "hybrid",
         ),
     ),
     _job("multi_worker_mirrored"),
     _job("parameter_server_sync", "--ps", "1"),
+    _job("parameter_server_async", "--ps", "1"),
     Check(
         "exact: horovod",
         "job_checks:train_by_horovodrun",
@@ -82,6 +85,9 @@ CHECKS = (
     Check("compression", "job_checks:compress", cure=_CURE_JOB, is_job=True),
     Check("restart", "job_checks:restart", cure="see docs/backup.md; the output names the file"),
     Check("kernels", "gpu_checks:run_without_soft_placement", cure=_CURE_KERNEL, min_gpus=1),
+    Check(
+        "integers", "remote_integers:pass_integers", cure=_CURE_INTEGERS, min_gpus=1, limit_s=300
+    ),
     Check("nccl", "gpu_checks:find_nccl", cure=_CURE_NCCL, min_gpus=2),
     Check("copies", "gpu_checks:count_copies", cure=_CURE_KERNEL, min_gpus=1),
     Check("launch ahead", "gpu_checks:launch_ahead", cure=_CURE_SPEED, min_gpus=1),

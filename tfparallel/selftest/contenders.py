@@ -12,6 +12,7 @@ from tfparallel.selftest.trials import Trial
 _BATCHES = ("static", "uneven", "tiny")
 _HALF = ("mixed_float16", "mixed_bfloat16")
 _MICROBATCHES = 2
+_CUT = ("pipeline", "hybrid")  # into stages
 
 
 class _LayoutOfTrials(keras.distribution.LayoutMap):
@@ -40,6 +41,14 @@ def _pipeline(schedule: str) -> Callable[[Sequence[str]], tf.distribute.Strategy
     return lambda devices: tfparallel.PipelineStrategy(devices[:2], _MICROBATCHES, schedule)
 
 
+def _hybrid(devices: Sequence[str]) -> tf.distribute.Strategy:
+    """Pipelines of two stages beside one another, as many as there are devices for."""
+    axes = {"data": len(devices) // 2, "pipeline": 2}
+    used = [device.lower() for device in devices[: 2 * axes["data"]]]
+    mesh = keras.distribution.DeviceMesh(tuple(axes.values()), tuple(axes), used)
+    return tfparallel.HybridStrategy(mesh, pipeline=tfparallel.PipelineOptions(_MICROBATCHES))
+
+
 IN_ONE_PROCESS: dict[str, Callable[[Sequence[str]], tf.distribute.Strategy]] = {
     "one_device": lambda devices: tfparallel.OneDeviceStrategy(devices[0]),
     "mirrored": tfparallel.MirroredStrategy,
@@ -50,11 +59,14 @@ IN_ONE_PROCESS: dict[str, Callable[[Sequence[str]], tf.distribute.Strategy]] = {
     "pipeline_1f1b": _pipeline("1f1b"),
     "pipeline_interleaved": _pipeline("interleaved_1f1b"),
     "pipeline_zero_bubble": _pipeline("zero_bubble"),
+    "hybrid": _hybrid,
 }
 # Made in each process of a job; the chief's, for parameter servers.
 IN_SEVERAL_PROCESSES: dict[str, Callable[[], tf.distribute.Strategy]] = {
     "multi_worker_mirrored": lambda: tfparallel.MultiWorkerMirroredStrategy(),
     "parameter_server_sync": lambda: tfparallel.ParameterServerStrategy(mode="sync"),
+    # Without staleness it has one device's results.
+    "parameter_server_async": lambda: tfparallel.ParameterServerStrategy(max_staleness=0),
     "horovod": lambda: tfparallel.HorovodStrategy(),
 }
 
@@ -67,7 +79,7 @@ def all_trials() -> list[Trial]:
 
 def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
     """What a strategy is asked: on GPUs everything; without, what fits into three minutes."""
-    convolutions = "convolutions" if strategy.startswith("pipeline") else "cnn"
+    convolutions = "convolutions" if strategy.startswith(_CUT) else "cnn"
     if on_gpus:
         models = ("mlp", convolutions, "gpt")
         whole = [Trial(model, size) for model in models for size in _BATCHES]

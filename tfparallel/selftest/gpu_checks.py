@@ -24,7 +24,8 @@ _MOST_BACK_BYTES = 4096  # of metrics and counters, a step
 _MORE_THAN_A_BATCH = 1.1
 _SLOWEST_TO_STOCK = 0.9
 _MORE_PEAK = 1.1
-_MICROBATCH_ROWS = 512
+_PREDICTION_OFF = 0.2
+_MICROBATCH_ROWS = 4096
 
 
 class Copies(NamedTuple):
@@ -36,6 +37,13 @@ class Copies(NamedTuple):
     to_host_bytes: int
     between_devices: int
     between_devices_bytes: int
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device, the batch not counted: at the peak of a step, and by the summary."""
+
+    measured: int
+    predicted: int
 
 
 def multiply_on_each_device(bench: Bench) -> Passed:
@@ -198,22 +206,35 @@ def compare_speed(bench: Bench) -> Passed:
 
 
 def measure_memory(bench: Bench) -> Passed:
-    """The peak of 1F1B does not grow with the number of microbatches."""
+    """The peak of 1F1B does not grow with the number of microbatches, and is as predicted."""
     open_devices()
-    few, many = (_peak(bench.devices[:2], number) for number in (4, 16))
-    text = f"peak {few / 2**20:,.0f} MiB of 4 microbatches, {many / 2**20:,.0f} MiB of 16"
-    if many > _MORE_PEAK * few:
+    few, many = (_use_of_pipeline(bench.devices[:2], number) for number in (4, 16))
+    return judge_memory(few, many)
+
+
+def judge_memory(few: Sequence[MemoryUse], many: Sequence[MemoryUse]) -> Passed:
+    """Holds what devices needed for a few microbatches, and for many, against one another.
+
+    Raises:
+        CheckFailedError: where more of them need more, or the prediction is far off.
+    """
+    of_few, of_many = (max(each.measured for each in own) for own in (few, many))
+    text = f"peak {of_few / 2**20:,.0f} MiB of 4 microbatches, {of_many / 2**20:,.0f} MiB of 16"
+    shares = [each.measured / each.predicted for each in many]
+    text += f"; of what summary predicts: {', '.join(f'{share:.0%}' for share in shares)}"
+    if of_many > _MORE_PEAK * of_few or any(abs(share - 1) > _PREDICTION_OFF for share in shares):
         raise CheckFailedError(text)
-    return Passed(text, {"peak_bytes_of_4": few, "peak_bytes_of_16": many})
+    figures = {"peak_bytes_of_4": of_few, "peak_bytes_of_16": of_many, "of_prediction": shares}
+    return Passed(text, figures)
 
 
-def _peak(devices: Sequence[str], num_microbatches: int) -> int:
-    """The most bytes of any device, of a pipeline whose activations outweigh its weights."""
+def _use_of_pipeline(devices: Sequence[str], num_microbatches: int) -> list[MemoryUse]:
+    """Of each device, for a pipeline whose activations outweigh its weights."""
     keras.backend.clear_session()
     rows = _MICROBATCH_ROWS * num_microbatches
     strategy = tfparallel.PipelineStrategy(devices, num_microbatches, "1f1b")
     with strategy.scope():
-        hidden = [keras.layers.Dense(1024, activation="tanh") for _ in range(16)]
+        hidden = [keras.layers.Dense(1024, activation="tanh") for _ in range(24)]
         model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x, y = np.zeros((rows, 64), "float32"), np.zeros((rows, 1), "float32")
@@ -222,7 +243,11 @@ def _peak(devices: Sequence[str], num_microbatches: int) -> int:
         tf.config.experimental.reset_memory_stats(device)
     model.train_on_batch(x, y)
     peaks = [tf.config.experimental.get_memory_info(device)["peak"] for device in devices]
-    return int(max(peaks)) - x.nbytes - y.nbytes
+    stages = strategy.summary(model).stages
+    predicted = [each.parameter_bytes + (each.activation_bytes or 0) for each in stages]
+    batch = x.nbytes + y.nbytes
+    pairs = zip(peaks, predicted, strict=True)
+    return [MemoryUse(int(peak) - batch, bytes_) for peak, bytes_ in pairs]
 
 
 def _wide_model(

@@ -1,10 +1,12 @@
 """TensorFlow's own TPU strategy inside, with our hooks around."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals import TPUExtended
+from tfparallel.machine.packages import check_tpu_packages, installed
 from tfparallel.tpu.spmd_step import SpmdExtended
 
 
@@ -22,7 +24,8 @@ def connect_to_tpu(tpu: str = "local") -> Any:
         An initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
 
     Raises:
-        RuntimeError: if there is none, saying what was looked for.
+        RuntimeError: if there is none, saying what was looked for, and what is wrong with the
+            installed packages: a TensorFlow without TPUs looks for them too, and finds none.
     """
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu)
@@ -32,6 +35,11 @@ def connect_to_tpu(tpu: str = "local") -> Any:
         )
         raise RuntimeError(
             f"TPUStrategy looked for {looked_for} and found none; it needs a machine with a TPU "
-            "and `pip install 'tfparallel[tpu]'`."
+            f"and `pip install 'tfparallel[tpu]'`.{_said_of_packages(installed())}"
         ) from error
     return resolver
+
+
+def _said_of_packages(versions: Mapping[str, str]) -> str:
+    problems = [each for each in check_tpu_packages(versions) if each.status == "problem"]
+    return "".join(f" Here is {each.found}: {each.cure}." for each in problems)

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import record, set_keras_mask, variable_accessed
+from tfparallel.replicas.device_names import hosts_of
 from tfparallel.tensor_parallel.exchanges import scatter_sum
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.known_parts import joined
@@ -145,9 +146,13 @@ def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
 
 
 def index_check(ids: tf.Tensor, count: int) -> tf.Operation:
-    """What no device has would count as zeros; one device says that it is wrong."""
+    """What no device has would count as zeros; the host says that it is wrong.
+
+    A GPU has no strings: asked for there, the message is an error without soft placement.
+    """
     is_known = tf.reduce_all((ids >= 0) & (ids < count))
-    return tf.debugging.Assert(is_known, [f"Expected indices in [0, {count}). Received:", ids])
+    with tf.device(hosts_of([ids.device])[0]):
+        return tf.debugging.Assert(is_known, [f"Expected indices in [0, {count}). Received:", ids])
 
 
 def _by_columns(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
