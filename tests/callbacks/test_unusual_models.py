@@ -155,8 +155,8 @@ CASES = [
     *((name, contextlib.nullcontext) for name in MODELS),
     ("runs Python", mirrored),
     ("holds variables", mirrored),
-    ("GAN", pipeline),
-    ("takes more", mirrored),
+    pytest.param("GAN", pipeline, marks=pytest.mark.long),
+    pytest.param("takes more", mirrored, marks=pytest.mark.long),
 ]
 
 
