@@ -129,14 +129,17 @@ class FitCall:
         Args:
             num_variables: that the backup has.
         """
-        spec = dataset_of_iterator(self.epoch_iterator).element_spec
         strategy = strategy_of(self.model)
         if strategy is None:
             with _optimizers_in_own_scope(self.model):
-                build(self.model, "fit", batch_of_specs(spec))
+                build(self.model, "fit", batch_of_specs(self._spec()))
         if self.model.run_eagerly and count_mirrored(self.model) < num_variables:
+            spec = self._spec()
             run = _run_plainly if strategy is None else strategy.run
             run(self.model.train_step, (tf.nest.map_structure(_zeros, spec),))
+
+    def _spec(self) -> Any:
+        return dataset_of_iterator(self.epoch_iterator).element_spec
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""
