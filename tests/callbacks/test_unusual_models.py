@@ -1,14 +1,19 @@
 """Models that Keras cannot build from `fit`'s data go on as others do, with the same names."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfparallel
 from tests.callbacks.test_backup import Interrupt
 from tests.conformance.cases.unbuilt import GAN
 from tests.helpers import tiny_data
 from tfparallel.callbacks import BackupAndRestore
+from tfparallel.callbacks.backup.model_state import mirrored_state, set_mirrored_state
+from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -93,19 +98,44 @@ def gan():
     return model
 
 
+class HoldsVariables(keras.Model):
+    """With variables of TensorFlow that Keras does not list, and that its step reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.top = keras.layers.Dense(3)
+        self.calls = tf.Variable(1.0)
+        self.decays = [tf.Variable(0.9, trainable=False), {"second": tf.Variable([0.5, 0.25])}]
+        self.module = tf.Module()
+        self.module.factor = tf.Variable(2.0)
+
+    def call(self, x):
+        return self.top(x) * self.decays[0] * self.decays[1]["second"][0] * self.module.factor
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.calls.assign_add(1.0)
+        self.decays[0].assign(1.0 / self.calls)
+        self.decays[1]["second"].assign(self.decays[1]["second"] * 0.9)
+        self.module.factor.assign(self.module.factor + 0.125)
+        return logs
+
+
 MODELS = {
     "takes more": lambda: takes_more(TakesMore()),
     "runs Python": lambda: takes_more(RunsPython(), run_eagerly=True),
     "scaled loss": scaled,
     "GAN": gan,
+    "holds variables": lambda: takes_more(HoldsVariables()),
     "closure": lambda: with_optimizer_around(lambda optimizer: optimizer),
 }
 
 
-def fit(make, *callbacks):
+def fit(make, *callbacks, strategy=contextlib.nullcontext):
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
-    model, (x, y) = make(), tiny_data(12)
+    with strategy():
+        model, (x, y) = make(), tiny_data(12)
     y = np.zeros((12, 3), "float32") if isinstance(model, GAN) else y
     fitted = model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=list(callbacks))
     of_optimizers = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
@@ -113,16 +143,62 @@ def fit(make, *callbacks):
     return state, fitted.history
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_goes_on_with_the_same_names_and_bits(tmp_path, name):
-    expected, history = fit(MODELS[name])
+def mirrored():
+    return tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
+
+
+def pipeline():
+    return tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2).scope()
+
+
+CASES = [
+    *((name, contextlib.nullcontext) for name in MODELS),
+    ("runs Python", mirrored),
+    ("holds variables", mirrored),
+    pytest.param("GAN", pipeline, marks=pytest.mark.long),
+    pytest.param("takes more", mirrored, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_goes_on_with_the_same_names_and_bits(tmp_path, name, strategy):
+    def train(*callbacks):
+        return fit(MODELS[name], *callbacks, strategy=strategy)
+
+    expected, history = train()
     with pytest.raises(KeyboardInterrupt):
-        fit(MODELS[name], BackupAndRestore(tmp_path, save_freq=1, asynchronous=False), Interrupt(5))
-    received, resumed_history = fit(MODELS[name], BackupAndRestore(tmp_path, save_freq=1))
+        train(BackupAndRestore(tmp_path, save_freq=1, asynchronous=False), Interrupt(5))
+    received, resumed_history = train(BackupAndRestore(tmp_path, save_freq=1))
     assert resumed_history == history
     assert [path for path, _ in received] == [path for path, _ in expected]
     pairs = zip(received, expected, strict=True)
     assert all(np.array_equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def test_a_backup_of_before_leaves_variables_in_attributes_alone_and_says_so(caplog):
+    _, model = fit(MODELS["holds variables"]), takes_more(HoldsVariables())
+    model.build((None, 6))
+    state = mirrored_state(model)
+    assert len(state.pop("plain")["paths"]) == 4
+    with caplog.at_level("WARNING", "tensorflow"):
+        set_mirrored_state(model, state, {})
+    assert "holds_variables" in caplog.text and "/calls, " in caplog.text
+    state["plain"] = {"paths": ["calls"], "arrays": [np.zeros(2, "float32")]}
+    with pytest.raises(BackupError, match="a model with 4 variables and a backup with 1"):
+        set_mirrored_state(model, state, {})
+
+
+def test_variables_with_a_term_on_each_replica_are_named(tmp_path, caplog):
+    def make():
+        model = takes_more(HoldsVariables())
+        on_read = tf.VariableSynchronization.ON_READ
+        sums = tf.VariableAggregation.SUM
+        model.seen = tf.Variable(0.0, synchronization=on_read, aggregation=sums, trainable=False)
+        return model
+
+    with caplog.at_level("WARNING", "tensorflow"):
+        fit(make, BackupAndRestore(tmp_path, save_freq=1), strategy=mirrored)
+    assert caplog.text.count("/seen, with a term on each replica") == 1
 
 
 def test_an_optimizer_that_is_not_found_is_named_once(tmp_path, caplog):

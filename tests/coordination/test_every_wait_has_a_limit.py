@@ -133,8 +133,9 @@ def test_the_table_of_waits_has_the_limit_of_horovod():
     pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
     from tfparallel.strategies.horovod import HorovodStrategy
 
-    default = inspect.signature(HorovodStrategy).parameters["stall_timeout_s"].default
-    assert f"| `HorovodStrategy.stall_timeout_s` | {default:g} s |" in DOCS.read_text()
+    for name in ("stall_timeout_s", "start_timeout_s"):
+        default = inspect.signature(HorovodStrategy).parameters[name].default
+        assert f"| `HorovodStrategy.{name}` | {default:g} s |" in DOCS.read_text()
 
 
 @pytest.mark.parametrize("options", [WorkerTimeouts, Timeouts])

@@ -25,6 +25,16 @@ def test_ranks_that_hold_up_the_others_are_named():
     assert "trained" not in output
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("late", [1, 0])
+def test_a_rank_that_does_not_start_is_named_by_who_waits(late):
+    status, output = horovodrun("late", late, 200.0)
+    assert status != 0 and "made" not in output
+    assert f"Expected rank {late} to start within 5 s" in output, output
+    assert f"(rank {1 - late} (on host" in output, output
+
+
 @pytest.fixture(scope="module")
 def process_sets(tmp_path_factory):
     """What three ranks have said, and a function of what they have trained, by name."""

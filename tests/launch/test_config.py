@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -8,10 +9,12 @@ import keras
 import numpy as np
 import pytest
 
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.launch.config import (
     STRATEGIES,
     Compression,
     ConfigError,
+    WaitLimits,
     build_strategy,
     load_config,
 )
@@ -324,6 +327,28 @@ def test_communication_options_reach_the_strategy(write):
     options = load_config(write(f"strategy: {text}")).strategy.arguments()["communication_options"]
     assert options.implementation.name == "RING"
     assert options.timeout_seconds == 5
+
+
+@pytest.mark.parametrize("name", ["multi_worker_mirrored", "sharded"])
+def test_how_long_workers_wait_reaches_the_strategy(write, name):
+    section = f"strategy: {{name: {name}, timeouts: {{silent_s: 5, stall_s: null}}}}"
+    timeouts = load_config(write(section)).strategy.arguments()["timeouts"]
+    assert timeouts == WorkerTimeouts(silent_s=5, stall_s=None)
+    default = load_config(write(f"strategy: {{name: {name}}}")).strategy.arguments()
+    assert default["timeouts"] is None
+    wrong = f"strategy: {{name: {name}, timeouts: {{silent_s: 0}}}}"
+    assert "strategy.timeouts.silent_s: should be greater than 0" in problems_of(write(wrong))[0]
+
+
+def test_the_timeouts_of_a_config_are_those_of_the_strategy():
+    own = {k: f.default for k, f in WaitLimits.model_fields.items()}
+    assert own == dataclasses.asdict(WorkerTimeouts())
+
+
+def test_the_limits_of_horovod_reach_the_strategy(write):
+    section = "strategy: {name: horovod, start_timeout_s: 7, stall_timeout_s: null}"
+    arguments = load_config(write(section)).strategy.arguments()
+    assert (arguments["start_timeout_s"], arguments["stall_timeout_s"]) == (7, None)
 
 
 @pytest.mark.parametrize(

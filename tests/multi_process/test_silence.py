@@ -84,6 +84,36 @@ def test_a_stopped_worker_is_named_by_all_others_which_end(job, victim):
         assert f"Rank {rank} is speaking" in job.log(rank)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["sharded", "sharded collectives"])
+def test_the_limit_that_a_sharded_strategy_is_given_ends_the_survivor(job, strategy):
+    environments = cluster_environments(2)
+    for rank, environment in enumerate(environments):
+        job.start(rank, {**environment, "TEST_STRATEGY": strategy})
+    job.wait_until_all_train()
+    job.processes[1].send_signal(signal.SIGSTOP)
+    assert job.status(0) != 0
+    assert f"rank 1 ({address_of(environments[0], 1)})" in job.log(0), job.log(0)
+    assert "Rank 0 is speaking" in job.log(0), job.log(0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["collectives", "sharded collectives"])
+def test_a_worker_that_answers_and_never_comes_to_tensorflows_collective_is_named(job, strategy):
+    environments = cluster_environments(2)
+    variables = {"TEST_STRATEGY": strategy, "TEST_STALL_S": "6", "TEST_STAYS_AWAY": "1"}
+    for rank, environment in enumerate(environments):
+        job.start(rank, {**environment, **variables})
+    job.wait_until_all_train()
+    assert job.status(0) != 0
+    where = f"rank 1 (/job:worker/task:1 at {address_of(environments[0], 1)})"
+    assert f"Expected {where} to come to a collective within 6 s" in job.log(0), job.log(0)
+    assert "(rank 0 is speaking.)" in job.log(0)
+    assert "DeadlineExceededError" in job.log(0), "what waits has not failed by the watch"
+
+
 @pytest.mark.timeout(240)
 def test_a_worker_whose_network_is_cut_is_named(job, tmp_path):
     with two_hosts() as hosts:

@@ -3,7 +3,24 @@
     python -m tests.simulation.mutants [--only NAME ...]
 
 Each mutant is a copy of the package in which one fix of the project's history is undone. It is
-found if a schedule fails within `--schedules`; the script ends with 1 unless all are.
+found if a schedule fails within `--schedules`; the script ends with 1 unless all are. A name ends
+with the commit that made the fix:
+
+    014e945 lease: what the other owner was quicker to remove is no failure of the disk
+    0aae1cf backup: a lease on the folder, so that two jobs cannot save into one
+    9acc234 simulate: backups, leases, rings and parameter servers in worlds that fail, on the
+            package's own code
+    9e69456 coordination: nobody waits without a word, without a limit or without a name
+    261c18f simulate: the launcher of a host and backups in object stores; what comes late to a
+            store never counts
+    9146083 Session 6: squares of repeated rows, the pipeline's end of data, reads that are
+            asked again, next batch's hash everywhere, and what versions 3.10 to 3.14 need
+    3dfbdab strategies: TPU, seeds by hook, batches with fewer rows than replicas
+    aa35fb9 ParameterServerStrategy: asynchronous mode, whose steps hand their changes in
+    af2bd3a parameter servers: an update is applied and no more under way at once; simulated
+            workers and servers are hit all the time
+    8630276 parameter server: sync training waits for a lost worker and repeats the steps since
+            its copies
 """
 
 import argparse
@@ -67,28 +84,28 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "a power failure does not take the folder of all backups",
+        "a power failure does not take the folder of all backups (9acc234)",
         "backups",
         LOCAL,
         "                self._disk.sync_folder(folder)\n            except",
         "                pass\n            except",
     ),
     Mutant(
-        "a deleted backup has its other name before its files go",
+        "a deleted backup has its other name before its files go (9acc234)",
         "backups",
         LOCAL,
         "            self._disk.sync_folder(self._root)  # before its files go",
         "            pass  # before its files go",
     ),
     Mutant(
-        "a folder that the next owner has removed is an error of the lease, at a begin",
+        "a folder that the next owner has removed is an error of the lease, at a begin (9acc234)",
         "backups",
         LEASE,
         "            self.require()  # the next owner may have removed the folder: say so",
         "            pass  # the next owner may have removed the folder: say so",
     ),
     Mutant(
-        "a folder that the next owner has emptied is an error of the lease, at a search",
+        "a folder that the next owner has emptied is an error of the lease, at a search (9acc234)",
         "backups",
         "callbacks/backup/callback.py",
         "                self._lease.require()  # who has lost the folder finds its files gone",
@@ -102,21 +119,21 @@ MUTANTS = [
         "if self._liveness is not None and (lost := []):",
     ),
     Mutant(
-        "in a store the last claim stays, so that nothing late counts",
+        "in a store the last claim stays, so that nothing late counts (261c18f)",
         "stores",
         LEASE,
         "if forget and self._files.accepted() is None:",
         "if forget:",
     ),
     Mutant(
-        "what another owner has removed from a store keeps its mark until a claim says what counts",
+        "what was removed from a store keeps its mark until a claim says what counts (261c18f)",
         "stores",
         "callbacks/backup/remote_files.py",
         "keeps_mark=may_count",
         "keeps_mark=False",
     ),
     Mutant(
-        "what a store did not answer is asked again, and no backup taken for damaged",
+        "what a store did not answer is asked again, and no backup taken for damaged (9146083)",
         "stores",
         "callbacks/backup/remote_files.py",
         "_ATTEMPTS = 5",
@@ -137,7 +154,7 @@ MUTANTS = [
         "            if not self._owns(worker, step, attempt):\n                pass",
     ),
     Mutant(
-        "nobody sees an update that is applied and still under way",
+        "nobody sees an update that is applied and still under way (af2bd3a)",
         "servers",
         "parameter_server/worker_pool.py",
         "                if is_applied:\n"
@@ -148,7 +165,7 @@ MUTANTS = [
         "            self._note_applied(worker, step, outputs)\n",
     ),
     Mutant(
-        "who waits for workers in a later training waits anew",
+        "who waits for workers in a later training waits anew (af2bd3a)",
         "servers",
         "parameter_server/worker_pool.py",
         "self._error, for_anyone = error, None",

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.coordination.rank_meeting import meet_ranks
 from tfparallel.internals import ResourceVariable
 
 try:
@@ -56,7 +57,7 @@ _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
 
 
-def start(hierarchical: bool, bucket_bytes: int) -> None:
+def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
     """Starts Horovod in this process, unless it runs already.
 
     Args:
@@ -64,8 +65,10 @@ def start(hierarchical: bool, bucket_bytes: int) -> None:
         bucket_bytes: Horovod joins no tensors to more than that, unless it was told a number or
             finds it by itself. By default, it makes one reduction of all buckets that are ready:
             their tensors are copied in and out, and no weight is updated before the last arrives.
+        limit_s: how long to wait for all ranks to start; None waits for ever.
 
     Raises:
+        WaitedTooLong: naming the ranks that have not started.
         ValueError: if Horovod runs already and was started otherwise.
     """
     variable = "HOROVOD_HIERARCHICAL_ALLREDUCE"
@@ -79,6 +82,8 @@ def start(hierarchical: bool, bucket_bytes: int) -> None:
     if os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
+    if not hvd.is_initialized():
+        meet_ranks(os.environ, limit_s)
     hvd.init()
 
 

@@ -81,7 +81,8 @@ class StallWatch:
                     last, wait = counts, self._wait(counts)
                     continue
                 try:
-                    look(wait, self._behind(counts) if wait.waited_s > _NAMES_AFTER_S else _OTHERS)
+                    is_slow = wait.waited_s > min(_NAMES_AFTER_S, self._timeout_s / 8)
+                    look(wait, self._behind(counts) if is_slow else _OTHERS)
                 except WaitedTooLong:
                     missing = self._missing(counts)
                     if missing and not self._stopped.is_set():

@@ -1,6 +1,7 @@
 """Replicas on the devices of several workers, over TensorFlow's collectives or our ring."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,10 +21,12 @@ from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.coordination.watch import Watch, always, watch_once
+from tfparallel.data_parallel.watched_collectives import WatchedCollectives
 from tfparallel.data_parallel.worker_collectives import (
     check_alike,
     options_of_gradients,
     options_of_hosts,
+    without_limit,
 )
 from tfparallel.internals import (
     CollectiveAllReduce,
@@ -33,7 +36,11 @@ from tfparallel.internals import (
     ResourceVariable,
     is_called_by_trainer,
 )
-from tfparallel.internals.distribute import draw_keys_at_call_time, launchers_of
+from tfparallel.internals.distribute import (
+    count_collectives,
+    draw_keys_at_call_time,
+    launchers_of,
+)
 from tfparallel.internals.eager import has_started
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.replicas.device_names import is_in_parts
@@ -61,9 +68,9 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         if len(addresses) > 1 and rank is not None and not self._std_server_started:
             _check_is_first(rank)
             meet(addresses, rank, timeouts.start_s)
-        super().__init__(container_strategy, cluster_resolver, communication_options)
-        MultiWorkerExtended._server_started = self._num_workers > 1
         stall_s = communication_options.timeout_seconds or timeouts.stall_s
+        super().__init__(container_strategy, cluster_resolver, without_limit(communication_options))
+        MultiWorkerExtended._server_started = self._num_workers > 1
         self._watch = self._watch_others(addresses, timeouts.silent_s)
         self._agreement = Agreement(
             CoordinationStore(addresses, tasks, self._watch),
@@ -82,9 +89,18 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
                 draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
+        if self._num_workers > 1:
+            self._watch_collectives(stall_s)
         self._is_in_loop = False
         transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
         self._compress_gradients(compressor, transport)
+
+    def _watch_collectives(self, stall_s: float | None) -> None:
+        """Of the first device here, for all: a collective begins when all devices have come."""
+        watched = WatchedCollectives(self._agreement, stall_s, self._host_device)
+        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
+            count_collectives(launchers_of(cross_device_ops)[0], watched.counter())
+        weakref.finalize(self, watched.stop)
 
     def _agree_on_collectives(self, addresses: list[str]) -> None:
         """NCCL between GPUs; what is of hosts, which the same workers reduce, on CPUs alone."""

@@ -67,6 +67,11 @@ def options_of_gradients(options: Any, kind: str, is_divided: bool) -> Any:
     )
 
 
+def without_limit(options: Any) -> Any:
+    """The options without `timeout_seconds`, which our watch keeps (`collective_watch.py`)."""
+    return Options(bytes_per_pack=options.bytes_per_pack, implementation=options.implementation)
+
+
 def options_of_hosts(options: Any) -> Any:
     """The options of collectives between hosts' memories."""
     return Options(

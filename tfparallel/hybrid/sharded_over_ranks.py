@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
 from tfparallel.communication.horovod_collectives import all_gather_each, hvd, reduce_scatter, start
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.options import Sharding
@@ -21,14 +22,22 @@ class RanksShardedExtended(ShardedExtended, HorovodExtended):
     Args:
         container_strategy: the strategy.
         sharding: what is in parts.
+        timeouts: of which `start_s` and `stall_s` count; None: `HorovodStrategy`'s defaults.
     """
 
-    def __init__(self, container_strategy: tf.distribute.Strategy, sharding: Sharding):
-        start(hierarchical=False, bucket_bytes=SENT_BUCKET_BYTES)
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        sharding: Sharding,
+        timeouts: WorkerTimeouts | None = None,
+    ):
+        timeouts = timeouts or WorkerTimeouts(stall_s=_STALL_TIMEOUT_S)
+        start(False, SENT_BUCKET_BYTES, timeouts.start_s)
         options = {"predivide": 1.0, "bucket_bytes": SENT_BUCKET_BYTES}
         super().__init__(container_strategy, hvd.global_process_set, False, False, options)
         self._sharding = sharding
-        self._watch_for_stalls(_STALL_TIMEOUT_S)
+        if timeouts.stall_s is not None:
+            self._watch_for_stalls(timeouts.stall_s)
 
     def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with self._in_order() as sent:

@@ -22,6 +22,7 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
         uses_ring: whether parts go through the ring where there is one; else through TensorFlow's
             collectives.
         num_copies: 1, or one for each worker, which is in parts on the worker's devices.
+        timeouts: how long workers wait for one another.
 
     Raises:
         ValueError: for another number of copies.
@@ -34,9 +35,12 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
         sharding: Sharding,
         uses_ring: bool = True,
         num_copies: int = 1,
+        timeouts: WorkerTimeouts | None = None,
     ):
         options = tf.distribute.experimental.CommunicationOptions()
-        super().__init__(container_strategy, cluster_resolver, options, None, WorkerTimeouts())
+        super().__init__(
+            container_strategy, cluster_resolver, options, None, timeouts or WorkerTimeouts()
+        )
         if num_copies not in (1, self._num_workers):
             raise ValueError(
                 f"Over {self._num_workers} workers there is one copy, or one in each worker: "

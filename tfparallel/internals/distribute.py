@@ -26,7 +26,9 @@ from tensorflow.python.distribute import (
 # How a variable that is in parts is saved as one.
 from tensorflow.python.training.saving.saveable_object import SaveableObject, SaveSpec
 
-from tfparallel.internals.hooks import hook_once
+from tfparallel.internals.hooks import hook_once, wrapped
+
+_COUNTED = "_tfparallel_counted"
 
 MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
@@ -60,6 +62,7 @@ __all__ = [
     "TPUExtended",
     "become_copy_of",
     "container_of",
+    "count_collectives",
     "device_util",
     "draw_keys_at_call_time",
     "distribute_lib",
@@ -121,6 +124,12 @@ def exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
 
     TensorFlow reduce-scatters on GPUs only; this sends as many bytes, and its rows' sum is that.
     """
+    counted = getattr(launcher, _COUNTED, None)
+    exchange = functools.partial(_exchange_rows, launcher)
+    return exchange(rows) if counted is None else counted(exchange, rows)
+
+
+def _exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
     token = launcher._get_ordering_token()
     exchanged = tf.raw_ops.CollectiveAllToAllV2(
         input=rows,
@@ -131,6 +140,23 @@ def exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
         timeout_seconds=launcher._options.timeout_seconds or 0,
     )
     return tf.ensure_shape(exchanged, rows.shape)
+
+
+def count_collectives(launcher: Any, counted: Callable) -> None:
+    """Has `counted(launch, tensor, ...)` launch each collective of `launcher`, on its device."""
+
+    def on_device(launch: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
+        with tf.device(launcher._device):
+            return counted(launch, *args, **kwargs)
+
+    for name in ("all_reduce", "_all_gather"):
+        hook_once(
+            launcher,
+            name,
+            wrapped(launcher, name, on_device),
+            why="A collective that a worker does not come to is noticed, and ended.",
+        )
+    setattr(launcher, _COUNTED, on_device)
 
 
 def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:

@@ -27,6 +27,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variab
 __all__ = [
     "ResourceVariable",
     "context",
+    "end_collectives",
     "has_one_tape",
     "has_started",
     "keep_traced_functions",
@@ -44,6 +45,11 @@ __all__ = [
 def has_started() -> bool:
     """Whether TensorFlow has opened its devices in this process, as its first operation does."""
     return context.context()._context_handle is not None
+
+
+def end_collectives(message: str) -> None:
+    """Makes all collectives that wait in this process fail, and all later ones."""
+    context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
 def keep_traced_functions() -> None:

@@ -57,6 +57,29 @@ class WithMemory(StrategySection):
     memory: Memory | None = None
 
 
+class WaitLimits(Section):
+    """The fields of `tfparallel.WorkerTimeouts`, in seconds; null waits for ever."""
+
+    start_s: float | None = Field(default=600.0, gt=0)
+    silent_s: float = Field(default=60.0, gt=0)
+    stall_s: float | None = Field(default=1800.0, gt=0)
+    write_s: float | None = Field(default=14_400.0, gt=0)
+
+
+class WithTimeouts(WithMemory):
+    """A strategy of several workers, which wait for one another."""
+
+    timeouts: WaitLimits | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tfparallel
+
+        arguments = super().arguments()
+        given = self.timeouts
+        timeouts = None if given is None else tfparallel.WorkerTimeouts(**given.model_dump())
+        return {**arguments, "timeouts": timeouts}
+
+
 class OneDevice(WithMemory):
     """`device` None is the first GPU, or the CPU where there is none."""
 
@@ -94,7 +117,7 @@ class Mirrored(WithMemory):
         }
 
 
-class Sharded(WithMemory):
+class Sharded(WithTimeouts):
     """`devices` as of `Mirrored`, of one process; the rest as of `ShardedStrategy`."""
 
     class_name = "ShardedStrategy"
@@ -199,7 +222,7 @@ class Compression(Section):
         return None if self.name == "none" else NAMES[self.name](**self._given())
 
 
-class MultiWorkerMirrored(WithMemory):
+class MultiWorkerMirrored(WithTimeouts):
     """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
 
     class_name = "MultiWorkerMirroredStrategy"
@@ -212,6 +235,7 @@ class MultiWorkerMirrored(WithMemory):
 
         options = self.communication.model_dump()
         return {
+            "timeouts": super().arguments()["timeouts"],
             "communication_options": tf.distribute.experimental.CommunicationOptions(**options),
             "compression": self.compression.compressor(),
         }
@@ -225,9 +249,13 @@ class Horovod(WithMemory):
     compression: Compression = Compression()
     reduction: Literal["ring", "hierarchical", "adasum"] = "ring"
     bucket_bytes: int = Field(default=HOROVOD_BUCKET_BYTES, ge=1)
+    stall_timeout_s: float | None = Field(default=300.0, gt=0)
+    start_timeout_s: float | None = Field(default=600.0, gt=0)
 
     def arguments(self) -> dict[str, Any]:
         return {
+            "stall_timeout_s": self.stall_timeout_s,
+            "start_timeout_s": self.start_timeout_s,
             "compression": self.compression.compressor(),
             "reduction": self.reduction,
             "bucket_bytes": self.bucket_bytes,

@@ -49,6 +49,8 @@ class HorovodStrategy(KerasStrategy):
         sparse_as_dense: reduce gradients of embeddings as whole tables instead of rows.
         stall_timeout_s: how long ranks wait in the reduction of gradients for one that does not
             come. They then log which rank that is, and end with an error; None waits for ever.
+        start_timeout_s: how long ranks that Gloo connects wait for all to start; they then end with
+            an error that names who has not. None waits for ever.
         process_set: a `horovod.tensorflow.ProcessSet` to train on, instead of all ranks.
         check_weights_every: after so many steps the ranks compare a hash of their weights, and end
             with an error that names who has other ones. None compares nothing.
@@ -61,6 +63,7 @@ class HorovodStrategy(KerasStrategy):
         TypeError: for an `inner` that is no strategy of one process.
         ValueError: for a `compression` that is none, or a reduction that this Horovod does not
             offer.
+        WaitedTooLong: naming the ranks that have not started.
 
     Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
     https://arxiv.org/abs/1802.05799
@@ -79,9 +82,11 @@ class HorovodStrategy(KerasStrategy):
         check_weights_every: int | None = None,
         inner: Inner | None = None,
         memory: MemoryPolicy | None = None,
+        start_timeout_s: float | None = 600.0,
     ):
         kept_in_step_of = around_inner(memory, inner)
-        _check_options(reduction, bucket_bytes, gradient_predivide_factor, stall_timeout_s)
+        _check_options(reduction, bucket_bytes, gradient_predivide_factor)
+        _check_seconds(stall_timeout_s=stall_timeout_s, start_timeout_s=start_timeout_s)
         compressor = as_meeting(compression)
         if reduction == "adasum" and inner is not None:
             raise ValueError(
@@ -95,7 +100,7 @@ class HorovodStrategy(KerasStrategy):
                 f"{gradient_predivide_factor}. Take one or the other."
             )
         _refuse(reduction, lack_of_build(reduction, hvd.mpi_built(), bool(hvd.nccl_built())))
-        start(reduction == "hierarchical", bucket_bytes)
+        start(reduction == "hierarchical", bucket_bytes, start_timeout_s)
         process_set = process_set or hvd.global_process_set
         if not process_set.included():
             raise ValueError(
@@ -143,17 +148,19 @@ class HorovodStrategy(KerasStrategy):
         return self._workers.compression_report()
 
 
-def _check_options(
-    reduction: str, bucket_bytes: int, predivide: float, stall_timeout_s: float | None
-) -> None:
+def _check_options(reduction: str, bucket_bytes: int, predivide: float) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"Expected a reduction out of {REDUCTIONS}. Received: {reduction!r}.")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1. Received: {bucket_bytes}.")
     if predivide <= 0:
         raise ValueError(f"gradient_predivide_factor must be positive. Received: {predivide}.")
-    if stall_timeout_s is not None and stall_timeout_s <= 0:
-        raise ValueError(f"stall_timeout_s must be positive, or None. Received: {stall_timeout_s}.")
+
+
+def _check_seconds(**limits: float | None) -> None:
+    for name, seconds in limits.items():
+        if seconds is not None and seconds <= 0:
+            raise ValueError(f"{name} must be positive, or None. Received: {seconds}.")
 
 
 def _job(process_set: Any) -> Job:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfparallel.coordination.cluster import is_started_by_horovodrun, read_tf_config
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
@@ -59,12 +60,15 @@ class ShardedStrategy(KerasStrategy):
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
             names workers, else there is one process.
+        timeouts: how long processes wait for one another; those of Horovod for `start_s` and
+            `stall_s` of it (300 s without it). One process waits for nobody.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
         ImportError: if Horovod is not installed where it is asked for.
         ValueError: for devices that do not exist or are named twice, for another `shard` or
             `transport`, and for a number of `replicas` that devices cannot be divided by.
+        WaitedTooLong: naming the processes that have not started.
 
     Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
     models", https://arxiv.org/abs/1910.02054
@@ -84,11 +88,12 @@ class ShardedStrategy(KerasStrategy):
         memory: MemoryPolicy | None = None,
         replicas: int = 1,
         transport: str = "auto",
+        timeouts: WorkerTimeouts | None = None,
     ):
         sharding = Sharding(
             shard, min_size, units, reshard_after_forward, prefetch, gather_dtype, host
         )
-        extended = _extended(self, devices, sharding, replicas, transport)
+        extended = _extended(self, devices, sharding, replicas, transport, timeouts)
         extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
 
@@ -122,6 +127,7 @@ def _extended(
     sharding: Sharding,
     replicas: int,
     transport: str,
+    timeouts: WorkerTimeouts | None,
 ) -> Any:
     """What decides for the strategy, by what the processes of the job meet over."""
     if transport not in TRANSPORTS:
@@ -135,13 +141,13 @@ def _extended(
             )
         from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended  # Horovod's
 
-        return RanksShardedExtended(strategy, sharding)
+        return RanksShardedExtended(strategy, sharding, timeouts)
     cluster = read_tf_config()
     if cluster is not None:
         _check_takes_all(devices, "the workers of TF_CONFIG")
         uses_ring = transport != "collectives"
         resolver = cluster.cluster_resolver()
-        return WorkersShardedExtended(strategy, resolver, sharding, uses_ring, replicas)
+        return WorkersShardedExtended(strategy, resolver, sharding, uses_ring, replicas, timeouts)
     if transport != "auto":
         raise ValueError(
             f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "

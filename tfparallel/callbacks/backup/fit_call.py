@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.callbacks.backup.model_state import count_mirrored
+from tfparallel.callbacks.backup.plain_variables import unsaved_variables
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
 from tfparallel.internals.keras_trainer import (
@@ -100,9 +101,17 @@ class FitCall:
         return True
 
     def tell_what_is_not_saved(self) -> None:
-        """Names optimizers of the model that a backup does not hold; once."""
-        hidden = [] if self._has_told else hidden_optimizers_of(self.model)
+        """Names optimizers and variables of the model that a backup does not hold; once."""
+        if self._has_told:
+            return
         self._has_told = True
+        for path in unsaved_variables(self.model):
+            tf.get_logger().warning(
+                "A backup holds tf.Variables in attributes where all replicas have the same. Not "
+                "saved: %s, with a term on each replica (ON_READ). Make it a keras.Variable.",
+                path,
+            )
+        hidden = hidden_optimizers_of(self.model)
         for optimizer in hidden:
             tf.get_logger().warning(
                 "A backup holds the optimizers that are attributes of the model or its layers, or "
@@ -114,18 +123,23 @@ class FitCall:
     def build_model(self, num_variables: int) -> None:
         """Creates the variables that the first step would create, from the shapes of the data.
 
-        Under a strategy Keras has done so already. A step that only Python can run is run, on
-        zeros: whatever it changes is put back afterwards.
+        Under a strategy Keras has done so already, where it can: not of a step that only Python
+        can run. That is run, on zeros: whatever it changes is put back afterwards.
 
         Args:
             num_variables: that the backup has.
         """
-        if strategy_of(self.model) is None:
-            spec = dataset_of_iterator(self.epoch_iterator).element_spec
+        strategy = strategy_of(self.model)
+        if strategy is None:
             with _optimizers_in_own_scope(self.model):
-                build(self.model, "fit", batch_of_specs(spec))
-            if self.model.run_eagerly and count_mirrored(self.model) < num_variables:
-                self.model.train_step(tf.nest.map_structure(_zeros, spec))
+                build(self.model, "fit", batch_of_specs(self._spec()))
+        if self.model.run_eagerly and count_mirrored(self.model) < num_variables:
+            spec = self._spec()
+            run = _run_plainly if strategy is None else strategy.run
+            run(self.model.train_step, (tf.nest.map_structure(_zeros, spec),))
+
+    def _spec(self) -> Any:
+        return dataset_of_iterator(self.epoch_iterator).element_spec
 
     def start_at(self, epoch: int) -> None:
         """Makes `epoch` the first one, counted from 0."""
@@ -202,6 +216,10 @@ def _optimizers_in_own_scope(model: keras.Model) -> Iterator[None]:
                 )
             )
         yield
+
+
+def _run_plainly(step: Callable, arguments: tuple) -> Any:
+    return step(*arguments)
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:

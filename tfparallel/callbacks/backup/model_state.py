@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks.backup.plain_variables import plain_variables
 from tfparallel.callbacks.backup.saved_shards import shapes_of
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals import SyncOnReadVariable
@@ -35,7 +36,17 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
         if _bounds(v)
     }
     arrays = [None if _bounds(v) else _snapshot(_copies(v)[0]) for v in variables]
-    return {"paths": [v.path for v in variables], "arrays": arrays, **({"cut": cut} if cut else {})}
+    plain = plain_variables(model)
+    of_attributes = {
+        "paths": [*plain],
+        "arrays": [_snapshot(_copies(v)[0]) for v in plain.values()],
+    }
+    return {
+        "paths": [v.path for v in variables],
+        "arrays": arrays,
+        **({"cut": cut} if cut else {}),
+        **({"plain": of_attributes} if plain else {}),
+    }
 
 
 def shards_here(model: keras.Model) -> dict[str, np.ndarray]:
@@ -79,8 +90,17 @@ def set_mirrored_state(
     Raises:
         BackupError: if it is the state of another model.
     """
-    variables = _mirrored_variables(model)
-    _check_same_model(variables, state)
+    variables, plain = _mirrored_variables(model), plain_variables(model)
+    paths = [v.path for v in variables]
+    _check_same_model(paths, variables, state)
+    if "plain" in state:
+        _check_same_model([*plain], [*plain.values()], state["plain"])
+    elif plain:
+        tf.get_logger().warning(
+            "The backup was made before tf.Variables in attributes were saved. They keep the "
+            "values that they have: %s.",
+            ", ".join(plain),
+        )
     for k, (variable, array) in enumerate(zip(variables, state["arrays"], strict=True)):
         if array is not None:
             variable.assign(array)
@@ -88,6 +108,8 @@ def set_mirrored_state(
             behind(variable).assign_here(shards[k])
         else:
             variable.assign(shards[k].reshape(variable.shape))
+    for variable, array in zip(plain.values(), _plain_arrays(state), strict=False):
+        variable.assign(array)
 
 
 def replica_state(model: keras.Model) -> list[list[np.ndarray]]:
@@ -146,10 +168,11 @@ def _bounds(variable: keras.Variable) -> Any:
     return getattr(behind(variable), "worker_bounds", None)
 
 
-def _copies(variable: keras.Variable) -> Sequence[Any]:
-    if hasattr(behind(variable), "parts"):  # one variable, on several parameter servers
-        return (behind(variable),)
-    return getattr(behind(variable), "values", (behind(variable),))
+def _copies(variable: Any) -> Sequence[Any]:
+    own = behind(variable) if isinstance(variable, keras.Variable) else variable
+    if hasattr(own, "parts"):  # one variable, on several parameter servers
+        return (own,)
+    return getattr(own, "values", (own,))
 
 
 def _snapshot(variable: Any) -> np.ndarray:
@@ -161,9 +184,18 @@ def _snapshot(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
 
 
-def _check_same_model(variables: Sequence[keras.Variable], state: dict[str, Any]) -> None:
+def _plain_arrays(state: dict[str, Any]) -> Sequence[np.ndarray]:
+    return state["plain"]["arrays"] if "plain" in state else ()
+
+
+def _check_same_model(
+    paths: Sequence[str], variables: Sequence[Any], state: dict[str, Any]
+) -> None:
     """Compares shapes, dtypes and last names: what comes before depends on who built the model."""
-    mine = [_describe(v.path, v.shape, keras.backend.standardize_dtype(v.dtype)) for v in variables]
+    mine = [
+        _describe(path, v.shape, keras.backend.standardize_dtype(v.dtype))
+        for path, v in zip(paths, variables, strict=True)
+    ]
     theirs = [
         _describe(path, *described)
         for path, described in zip(state["paths"], shapes_of(state), strict=True)

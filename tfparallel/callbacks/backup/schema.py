@@ -144,9 +144,21 @@ class CutVariable(_Checked):
         return self
 
 
+class _Plain(_Checked):
+    paths: list[str]
+    arrays: list[Array]
+
+    @validates_model(mode="after")
+    def _has_a_path_for_each_array(self) -> "_Plain":
+        if len(self.paths) != len(self.arrays):
+            raise ValueError(f"{len(self.paths)} paths for {len(self.arrays)} arrays")
+        return self
+
+
 class _Model(_Checked):
     paths: list[str]
     arrays: list[Array | None]
+    plain: _Plain | None = None  # variables in attributes; None before they were saved
     cut: dict[str, CutVariable] = {}  # by its position
 
     @validates_model(mode="after")

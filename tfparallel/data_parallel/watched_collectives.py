@@ -1,0 +1,66 @@
+"""Counts TensorFlow's collectives as they begin and end, for the watch that ends what waits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.collective_watch import CollectiveWatch
+from tfparallel.internals import ResourceVariable
+from tfparallel.internals.eager import end_collectives
+
+
+class WatchedCollectives:
+    """The counters of one process. The watch begins with the first collective that is launched.
+
+    Args:
+        agreement: of the workers.
+        limit_s: how long a collective may take; None for ever.
+        device: the host's, where counters are.
+    """
+
+    def __init__(self, agreement: Agreement, limit_s: float | None, device: str):
+        self._agreement, self._limit_s, self._device = agreement, limit_s, device
+        self._numbers: list[tuple[ResourceVariable, ResourceVariable]] = []
+        self._watch: CollectiveWatch | None = None
+
+    def counter(self) -> Callable:
+        """A function `(launch, tensor, ...)` that counts what it launches, one after the other."""
+        with tf.init_scope(), tf.device(self._device):
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            begun, ended = (ResourceVariable(0, dtype=tf.int64) for _ in range(2))
+        self._numbers.append((begun, ended))
+
+        def counted(launch: Callable, tensor: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+            self._begin()
+            with tf.device(self._device), tf.control_dependencies([tensor]):
+                number = begun.assign_add(1, read_value=True)
+            with tf.control_dependencies([number]):
+                tensor = tf.identity(tensor)
+            result = launch(tensor, *args, **kwargs)
+            with tf.device(self._device), tf.control_dependencies([result]):
+                ended.assign(number)  # not +1: one that has failed has no end
+            return result
+
+        return counted
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _begin(self) -> None:
+        if self._watch is None:
+            numbers = self._numbers
+            self._watch = CollectiveWatch(
+                self._agreement,
+                lambda: [(int(begun.numpy()), int(ended.numpy())) for begun, ended in numbers],
+                self._limit_s,
+                _end,
+            )
+
+
+def _end(text: str) -> None:
+    tf.get_logger().error("%s", text)
+    end_collectives(text)
