@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.internals import ResourceVariable
 
 try:
@@ -79,7 +80,8 @@ def start(hierarchical: bool, bucket_bytes: int) -> None:
     if os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
-    hvd.init()
+    with waiting_for_others():  # it returns when all ranks have come
+        hvd.init()
 
 
 def all_reduce_sum(
