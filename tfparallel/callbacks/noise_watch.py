@@ -27,7 +27,7 @@ class NoiseWatch:
         self._model, self._extended, self._agreement = model, extended, agreement
         self._noise = NoiseScale(decay=0.5)
         self._probe = extended._probe_noise(every_steps)
-        model.make_train_function(force=True)
+        extended._trace_step_anew(model)
 
     def stop(self) -> None:
         """The next training has a step without squares."""
