@@ -63,7 +63,7 @@ def main(_: list[str]) -> None:
 def make_strategy() -> tf.distribute.Strategy:
     """A pipeline over `--stages` devices, or plain training on one."""
     if FLAGS.stages == 1:
-        return tfparallel.OneDeviceStrategy()
+        return tfparallel.OneDeviceStrategy(f"{open_cpus(1)}:0")
     kind = open_cpus(FLAGS.stages)
     return tfparallel.PipelineStrategy(
         [f"{kind}:{i}" for i in range(FLAGS.stages)],
