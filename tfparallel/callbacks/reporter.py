@@ -162,6 +162,7 @@ def _details(epoch: Epoch, timed: FitClock) -> dict[str, Any]:
     return {
         "traces": epoch.traces,
         "bytes_sent": epoch.links.bytes_sent,
+        "collectives_s": epoch.links.spent_s,
         "callbacks_s": {k: v for k, v in callbacks.items() if k not in saving},
         "saving_s": {k: v for k, v in callbacks.items() if k in saving},
         "input_stage": timed.slowest_stage,

@@ -145,6 +145,7 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
         **latest,
         "traces": sum(each.details["traces"] for each in records),
         "bytes_sent": sum(each.details["bytes_sent"] for each in records),
+        "collectives_s": sum(each.details["collectives_s"] for each in records),
         "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
         "saving_s": added(*(each.details["saving_s"] for each in records)),
         "input_stage": records[-1].details["input_stage"],

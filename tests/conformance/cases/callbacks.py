@@ -118,6 +118,8 @@ def measure(run: Run):
         assert sum(record.seconds.values()) == pytest.approx(record.wall_s, rel=5e-3)
         assert min(record.seconds.values()) >= 0
         assert record.rows_per_s == pytest.approx(record.rows / record.wall_s)
+        if run.row.name in ("multi_worker_2x1", "horovod_2"):  # whose sums are measured
+            assert record.seconds["communication"] + record.seconds["imbalance"] > 0
         assert record.utilisation and all(0 <= each <= 1 for each in record.utilisation.values())
     training.extra["rows"] = [record.rows for record in measured.records]
     training.extra["steps"] = [record.steps for record in measured.records]
