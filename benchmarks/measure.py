@@ -5,11 +5,12 @@
     python benchmarks/measure.py --healthy 20 --only healthy
     python benchmarks/measure.py --cost                # what measuring costs of a step
 
-A training with a fault is right if the fault is named first and, where the fault knows how long it
+A training with a fault is right if the fault is named first and, where it is known what the fault
 took, its category's share of the wall time differs by at most 3 points from that and what the epoch
-before, without the fault, has in that category. Links need root,
-`ip` and `tc`. The cost is that of a step with and without `Measure`, interleaved in one process:
-medians of pairs, for an MLP of 10 M parameters and a small CNN; weights are compared bit by bit.
+before, without the fault, has in that category; `measure_causes.py` says of each fault how it is
+known, or why not. Links need root, `ip` and `tc`. The cost is that of a step with and without
+`Measure`, interleaved in one process: medians of pairs, for an MLP of 10 M parameters and a small
+CNN, also with the noise scale; weights are compared bit by bit.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def judged(name: str) -> Row:
     is_named = found["cause"] in fault.expected
     row = {"name": name, "expected": fault.expected[0], "cause": found["cause"]}
     if not fault.category:
-        return row | {"right": is_named}
+        return row | {"right": is_named, "unknown": fault.unknown}
     is_right = is_named and abs(found["off"]) <= POINTS
     return row | {"injected": found["injected"], "off": found["off"], "right": is_right}
 
@@ -136,6 +137,7 @@ def main() -> None:
                 print(_line(rows[-1]), flush=True)
         Console().print(_table(rows))
     if args.cost or not args.only:
+        measure_cost.open_cpus()
         costs = measure_cost.measured()
         print("\n".join(str(cost) for cost in costs))
         rows += [cost.as_dict() for cost in costs]
@@ -165,7 +167,7 @@ def _run(run: Callable[[], Row], name: str) -> Row:
 
 
 def _line(row: Row) -> str:
-    words = ""
+    words = f"; share not checked: {row['unknown']}" if "unknown" in row else ""
     if "off" in row:
         words = f", {row['injected']:.1%} injected, off by {row['off'] * 100:+.1f} points"
     return f"{'right' if row['right'] else 'WRONG'}  {row['name']}: {row['cause']}{words}"

@@ -3,7 +3,8 @@
     python benchmarks/measure_causes.py NAME FOLDER     # one of them, in this process
 
 Each knows how many seconds of its last epoch it has taken away: it looks at the clock around what
-it does. Ranks of a job are started by `measure.py`.
+it does, or they follow from what was set (a link's speed, a schedule). Where neither is so, `Fault`
+says why. Ranks of a job are started by `measure.py`.
 """
 
 import contextlib
@@ -25,28 +26,41 @@ import numpy as np
 import tensorflow as tf
 
 WIDTH, ROWS, STEPS = 512, 64, 24
+LONG = 100  # steps of an epoch whose data are ahead of it: what they are ahead by is little then
 EPOCHS = 3  # the first one traces, the second one has no fault, the third one has
 DELAY_S = 0.06  # each step, or as long as that all together
+OTHERS_S = 60  # for what other ranks tell when all have trained
 
 
 class Injected:
     """How long a fault has taken, by all threads together.
 
     Attributes:
-        seconds: so far.
         is_on: whether it delays anything; the epoch before shows what there is without it.
         delay_s: each time; longer than some steps, so that nothing can hide most of it.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._done_s = 0.0
+        self._under_way: dict[int, float] = {}  # by thread, when it began
+        self._lock = threading.Lock()
         self.is_on, self.delay_s = False, DELAY_S
+
+    @property
+    def seconds(self) -> float:
+        """So far, with what is under way."""
+        with self._lock:
+            now_s = time.perf_counter()
+            return self._done_s + sum(now_s - began_s for began_s in self._under_way.values())
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        began_s = time.perf_counter()
+        thread = threading.get_ident()
+        with self._lock:
+            self._under_way[thread] = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - began_s
+        with self._lock:
+            self._done_s += time.perf_counter() - self._under_way.pop(thread)
 
     def sleep(self, times: float = 1) -> None:
         """Delays whoever calls it."""
@@ -63,17 +77,78 @@ class Injected:
                     work()
 
 
+_running = Injected()  # of this process, for layers, which know of no other
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of the last epoch.
+
+    Attributes:
+        took_s: by the fault, of all ranks.
+        control: the record of the epoch before.
+        record: of the last one.
+    """
+
+    took_s: float
+    control: Any
+    record: Any
+
+
+def added(told: Told, category: str) -> float:
+    """All that the fault took comes on top of what there was before."""
+    return told.control.seconds[category] + told.took_s
+
+
+def alone(told: Told, category: str) -> float:
+    """Nothing else is of this category, but it is not nothing in the epoch before."""
+    del category
+    return told.took_s
+
+
+def beside_the_step(told: Told, category: str) -> float:
+    """Another thread is held up, ahead of the step, which hides as much as it takes itself."""
+    control = told.control
+    return told.took_s - (control.wall_s - control.seconds[category])
+
+
+def of_the_schedule(told: Told, category: str) -> float:
+    """Two equal stages, two microbatches: (p - 1) / (m + p - 1) of what a step's graph takes."""
+    del category
+    return _graph_s(told.record) * (2 - 1) / (2 + 2 - 1)
+
+
+def of_uneven_stages(told: Told, category: str) -> float:
+    """Two devices' time, less what both have slept, and less the bubble of equal stages."""
+    del category
+    graph_s = _graph_s(told.record)
+    return graph_s - told.took_s / 2 - graph_s * (2 - 1) / (8 + 2 - 1)
+
+
+def of_100_mbit_per_s(told: Told, category: str) -> float:
+    """What was sent, with 66 bytes of headers for each 1448, at the link's speed."""
+    del category
+    return told.record.details["bytes_sent"] * 8 / 100e6 * (1448 + 66) / 1448
+
+
+def _graph_s(record: Any) -> float:
+    return sum(record.seconds[name] for name in ("compute", "bubble", "imbalance"))
+
+
 @dataclass
 class Fault:
     """One training.
 
     Attributes:
+        expected: the cause that `Measure` should name, or several that are as true.
+        category: whose share should be that of the injected seconds; "" where it is not known.
         data: what `fit` is given, made of `Injected`.
         callbacks: beside `Measure`.
         model: compiled.
-        expected: the cause that `Measure` should name, or several that are as true.
-        category: whose share should be that of the injected seconds; "" where nothing was timed.
         options: of `fit`.
+        seconds: that the category should have.
+        unknown: why that is not known.
+        is_always_on: also while a pipeline measures its stages, so that no epoch is without it.
     """
 
     expected: tuple[str, ...]
@@ -82,6 +157,9 @@ class Fault:
     callbacks: Callable[[Injected, Path], list] = lambda injected, folder: []
     model: Callable[[], keras.Model] | None = None
     options: dict = field(default_factory=dict)
+    seconds: Callable[[Told, str], float] = added
+    unknown: str = ""
+    is_always_on: bool = False
 
 
 def arrays(rows: int = STEPS * ROWS) -> tuple[np.ndarray, np.ndarray]:
@@ -178,12 +256,11 @@ def slow_disk(injected: Injected) -> tf.data.Dataset:
     batch = tf.io.serialize_tensor(np.ones((ROWS, WIDTH), "float32")).numpy()
     size = len(batch)
 
-    def write() -> None:
-        for _ in range(EPOCHS):
-            with path.open("wb", buffering=0) as file:
-                for _ in range(STEPS):
-                    injected.sleep()
-                    file.write(batch)
+    def write() -> None:  # not closed between epochs: who reads might not have come to the end
+        with path.open("wb", buffering=0) as file:
+            while True:
+                injected.sleep()
+                file.write(batch)
 
     threading.Thread(target=write, daemon=True).start()
     records = tf.data.FixedLengthRecordDataset(str(path), size, buffer_size=1)
@@ -313,11 +390,22 @@ def backups(injected: Injected, folder: Path) -> list:
     return [Saves.timed(callback, injected)]
 
 
-class TracesAgain(keras.callbacks.Callback):
-    """The step, each time."""
+class TracesAgain(SleepsAtTheEnd):
+    """Every third step; what is traced sleeps, as a large model takes its time."""
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        original = model.train_step
+
+        def train_step(data: Any) -> Any:
+            self.injected.sleep()
+            return original(data)
+
+        model.train_step = train_step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.model.make_train_function(force=True)
+        if batch % 3 == 2:
+            self.model.make_train_function(force=True)
 
 
 def tiny_batches(injected: Injected) -> tf.data.Dataset:
@@ -344,7 +432,7 @@ class Slow(keras.layers.Layer):
         @tf.custom_gradient
         def paused(x: tf.Tensor) -> tuple:
             def pause(rows: np.ndarray) -> np.ndarray:
-                time.sleep(DELAY_S / 2)
+                _running.sleep(0.5)
                 return rows
 
             return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), lambda dy: dy
@@ -352,8 +440,41 @@ class Slow(keras.layers.Layer):
         return paused(inputs)
 
 
+ROW_S = 0.002  # that a layer of this kind takes for a row
+
+
+@keras.saving.register_keras_serializable("measure_causes")
+class ByRow(keras.layers.Layer):
+    """Sleeps forward, for each row, as on a device of its own: logical CPUs share their cores."""
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient
+        def paused(x: tf.Tensor) -> tuple:
+            def pause(rows: np.ndarray) -> np.ndarray:
+                _running.sleep(len(rows) * ROW_S / _running.delay_s)
+                return rows
+
+            return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), lambda dy: dy
+
+        return paused(inputs)
+
+
+SLEEPING: dict[Any, type] = {"slow": Slow, "by row": ByRow}
+
+
+def equal_stages(microbatches: int) -> keras.Model:
+    """Two stages that sleep alike."""
+    partition = [["first", "later_1"], ["later_2", "later_last"]]
+    return pipeline([WIDTH, "by row", "by row"], microbatches=microbatches, partition=partition)
+
+
+def four_layers(partition: Any) -> keras.Model:
+    """Of two stages; each sleeps alike."""
+    return pipeline([WIDTH, *["by row"] * 4], partition=partition)
+
+
 def pipeline(widths: list, stages: int = 2, microbatches: int = 8, **options: Any) -> keras.Model:
-    """Dense layers of these widths, "slow" among them, on logical CPUs."""
+    """Dense layers of these widths, and those of `SLEEPING`, on logical CPUs."""
     import tfparallel
 
     cpus = [f"CPU:{i}" for i in range(stages)]
@@ -361,7 +482,9 @@ def pipeline(widths: list, stages: int = 2, microbatches: int = 8, **options: An
     with strategy.scope():
         names = ["first", *(f"later_{i}" for i in range(1, len(widths)))]
         layers = [
-            Slow(name=name) if width == "slow" else keras.layers.Dense(width, "relu", name=name)
+            SLEEPING[width](name=name)
+            if width in SLEEPING
+            else keras.layers.Dense(width, "relu", name=name)
             for name, width in zip(names, widths, strict=True)
         ]
         last = keras.layers.Dense(1, name="later_last")
@@ -427,14 +550,27 @@ def _callback(kind: type) -> Callable[[Injected, Path], list]:
 FAULTS: dict[str, Fault] = {
     "map, one thread": Fault(("input: map",), "input", slow_map),
     "map, many threads": Fault(
-        ("input: map",), "", lambda i: slow_map(i, num_parallel_calls=2, deterministic=True)
+        ("input: map",),
+        "",
+        lambda i: slow_map(i, num_parallel_calls=2, deterministic=True),
+        unknown="two threads sleep at once, beside steps: what is left to wait for is not set",
     ),
     "from_generator": Fault(("input: generator",), "input", slow_generator),
     "Python generator": Fault(
-        ("input: generator", "input"), "", endless, options={"steps_per_epoch": STEPS}
+        ("input: generator", "input"),
+        "input",
+        endless,
+        options={"steps_per_epoch": STEPS},
+        seconds=beside_the_step,
     ),
-    "PyDataset": Fault(("input: generator", "input"), "", SlowFiles),
-    "disk": Fault(("input: files",), "", slow_disk),
+    "PyDataset": Fault(("input: generator", "input"), "input", SlowFiles, seconds=beside_the_step),
+    "disk": Fault(
+        ("input: files",),
+        "input",
+        slow_disk,
+        options={"steps_per_epoch": STEPS},
+        seconds=beside_the_step,
+    ),
     "filter": Fault(("input: filter",), "input", slow_filter),
     "interleave": Fault(("input: map", "input: files"), "input", slow_interleave),
     "callback sleeps at the end": Fault(
@@ -453,31 +589,67 @@ FAULTS: dict[str, Fault] = {
     "callback of the epoch": Fault(
         ("host: callback AtTheEpochsBeginning",), "host", callbacks=_callback(AtTheEpochsBeginning)
     ),
-    "tiny batch": Fault(("host: tiny batch",), "", tiny_batches, model=tiny_model),
-    "ModelCheckpoint": Fault(("saving: ModelCheckpoint",), "saving", callbacks=checkpoints),
-    "ModelCheckpoint, whole": Fault(("saving: ModelCheckpoint",), "saving", callbacks=whole_models),
-    "BackupAndRestore of Keras": Fault(
-        ("saving: BackupAndRestore",), "saving", callbacks=keras_backups
+    "tiny batch": Fault(
+        ("host: tiny batch",),
+        "",
+        tiny_batches,
+        model=tiny_model,
+        unknown="nothing is added: Keras takes for a step what it takes",
     ),
-    "BackupAndRestore": Fault(("saving: BackupAndRestore",), "saving", callbacks=backups),
-    "retracing": Fault(("tracing: retracing",), "", callbacks=lambda i, f: [TracesAgain()]),
-    "run_eagerly": Fault(("run_eagerly",), "", model=lambda: plain_model(run_eagerly=True)),
-    "one thread": Fault(("threads",)),
-    "slow stage": Fault(("imbalance: stage",), "", model=lambda: pipeline([WIDTH, "slow", "slow"])),
+    "ModelCheckpoint": Fault(
+        ("saving: ModelCheckpoint",), "saving", callbacks=checkpoints, seconds=alone
+    ),
+    "ModelCheckpoint, whole": Fault(
+        ("saving: ModelCheckpoint",), "saving", callbacks=whole_models, seconds=alone
+    ),
+    "BackupAndRestore of Keras": Fault(
+        ("saving: BackupAndRestore",), "saving", callbacks=keras_backups, seconds=alone
+    ),
+    "BackupAndRestore": Fault(
+        ("saving: BackupAndRestore",), "saving", callbacks=backups, seconds=alone
+    ),
+    "retracing": Fault(("tracing: retracing",), "tracing", callbacks=_callback(TracesAgain)),
+    "run_eagerly": Fault(
+        ("run_eagerly",),
+        "",
+        model=lambda: plain_model(run_eagerly=True),
+        unknown="it slows down computing itself, whose share it leaves as it is",
+    ),
+    "one thread": Fault(
+        ("threads",), unknown="it slows down computing itself, whose share it leaves as it is"
+    ),
+    "slow stage": Fault(
+        ("imbalance: stage",),
+        "imbalance",
+        model=lambda: pipeline([WIDTH, "slow", WIDTH]),  # no partition divides a layer
+        seconds=of_uneven_stages,
+        is_always_on=True,
+    ),
     "unbalanced partition": Fault(
         ("imbalance: stage",),
-        "",
-        model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition=[["first"], ["later_*"]]),
+        "imbalance",
+        model=lambda: four_layers([["first", "later_1"], ["later_[234]", "later_last"]]),
+        seconds=of_uneven_stages,
+        is_always_on=True,
     ),
     "few microbatches": Fault(
-        ("bubble: schedule",), "", model=lambda: pipeline([WIDTH] * 4, microbatches=2)
+        ("bubble: schedule",),
+        "bubble",
+        model=lambda: equal_stages(2),
+        seconds=of_the_schedule,
+        is_always_on=True,
     ),
-    "slow rank": Fault(("imbalance: rank",), "", model=workers_with_a_slow_one),
+    "slow rank": Fault(("imbalance: rank",), "imbalance", model=workers_with_a_slow_one),
     "callback of one rank": Fault(
-        ("imbalance: rank",), "", model=workers, callbacks=on_rank_1(SleepsAtTheEnd)
+        ("imbalance: rank",), "imbalance", model=workers, callbacks=on_rank_1(SleepsAtTheEnd)
     ),
-    "data of one rank": Fault(("imbalance: rank",), "", slow_map_on_rank_1, model=workers),
-    "link of 100 Mbit/s": Fault(("communication: slow link",), "", model=workers),
+    "data of one rank": Fault(("imbalance: rank",), "imbalance", slow_map_on_rank_1, model=workers),
+    "link of 100 Mbit/s": Fault(
+        ("communication: slow link",),
+        "communication",
+        model=workers,
+        seconds=of_100_mbit_per_s,
+    ),
 }
 OF_RANKS = ("slow rank", "callback of one rank", "data of one rank", "link of 100 Mbit/s")
 
@@ -497,26 +669,43 @@ def seldom(injected: Injected, folder: Path) -> list:
 
 
 def mapped_ahead(injected: Injected) -> tf.data.Dataset:
-    """The slow map on all threads, ahead of the step."""
-    return slow_map(injected, num_parallel_calls=16, deterministic=True).prefetch(16)
+    """The slow map on 16 threads, ahead of the step, and of the next epoch."""
+
+    def pause(x: np.ndarray) -> np.ndarray:
+        injected.sleep()
+        return x
+
+    def paused(x: tf.Tensor, y: tf.Tensor) -> tuple:
+        return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), y
+
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 16  # else there is a thread for each core
+    return batches().repeat().map(paused, num_parallel_calls=16).prefetch(16).with_options(options)
 
 
 # What helps, by the name of the fault.
 CURED: dict[str, Fault] = {
-    "map, one thread": Fault(("none",), "", mapped_ahead),
+    "map, one thread": Fault(("none",), "", mapped_ahead, options={"steps_per_epoch": LONG}),
     "callback sleeps at the end": Fault(("none",), "", callbacks=_callback(SleepsSometimes)),
-    "tiny batch": Fault(("none",), "", model=tiny_model),
+    "tiny batch": Fault(
+        ("none",),
+        "",
+        lambda injected: batches().repeat(),
+        model=tiny_model,
+        options={"steps_per_epoch": 300},
+    ),
     "ModelCheckpoint": Fault(("none",), "", callbacks=seldom),
     "retracing": Fault(("none",)),
     "run_eagerly": Fault(("none",)),
     "one thread": Fault(("none",)),
-    "few microbatches": Fault(("none",), "", model=lambda: pipeline([WIDTH] * 4)),
+    "few microbatches": Fault(("none",), "", model=lambda: equal_stages(8), is_always_on=True),
     "unbalanced partition": Fault(
-        ("none",), "", model=lambda: pipeline([WIDTH, 2048, 2048, 2048], partition="balanced")
+        ("none",), "", model=lambda: four_layers("balanced"), is_always_on=True
     ),
     "data of one rank": Fault(("none",), "", model=workers),
     "link of 100 Mbit/s": Fault(("none",), "", model=lambda: workers(compression="power_sgd")),
 }
+
 
 HEALTHY: dict[str, Callable[[], tuple[keras.Model, Any]]] = {
     "arrays": lambda: (plain_model(), arrays()),
@@ -547,20 +736,23 @@ def _under(name: str, devices: Any) -> keras.Model:
 
 def run(name: str, folder: Path, is_cured: bool = False) -> dict[str, Any]:
     """One training; what it injected and what `Measure` says of its last epoch."""
+    global _running
     os.environ["MEASURE_FOLDER"] = str(folder)
     fault, injected = (CURED if is_cured else FAULTS)[name], Injected()
+    _running, injected.is_on = injected, fault.is_always_on
     keras.utils.set_random_seed(0)
     model = (fault.model or plain_model)()
     ready = batches() if is_cured else dataset()
     data = ready if fault.data is None else fault.data(injected)
     callbacks = fault.callbacks(injected, folder)
-    return _measured(model, data, callbacks, injected, fault.category, **fault.options)
+    is_job = name in OF_RANKS
+    return _measured(model, data, callbacks, injected, fault, folder if is_job else None)
 
 
 def run_healthy(name: str) -> dict[str, Any]:
     """One training that nothing slows down."""
     model, data = HEALTHY[name]()
-    return _measured(model, data, [], Injected(), "")
+    return _measured(model, data, [], Injected(), Fault(("none",)))
 
 
 def _measured(
@@ -568,24 +760,26 @@ def _measured(
     data: Any,
     callbacks: list,
     injected: Injected,
-    category: str,
-    **options: Any,
+    fault: Fault,
+    shared: Path | None = None,
 ) -> dict[str, Any]:
     from tfparallel.callbacks import Measure
 
     measure = Measure(verbose=0)
-    before: list[float] = []
+    marks: list[float] = []
     verdicts: list = []
 
     class Marks(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == EPOCHS - 1:
-                injected.delay_s = max(DELAY_S, 4 * measure.records[-1].step.median)
+                if not fault.is_always_on:
+                    injected.delay_s = max(DELAY_S, 4 * measure.records[-1].step.median)
                 injected.is_on = True
-            before.append(injected.seconds)
+            marks.append(injected.seconds)
 
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            marks.append(injected.seconds)
             verdicts.append(measure.verdict)
 
     x, y = data if isinstance(data, tuple) else (data, None)
@@ -598,13 +792,11 @@ def _measured(
         epochs=EPOCHS,
         verbose=0,
         callbacks=[Marks(), *callbacks, measure, Reads()],
-        **options,
+        **fault.options,
     )
     control, record = measure.records[-2:]
-    took_s = injected.seconds - before[-1]
-    others_s = 0.0 if category == "saving" else control.seconds.get(category, 0.0)
-    off_s = record.seconds.get(category, 0.0) - others_s - took_s
-    return {
+    took_s = _of_all_ranks(marks[-1] - marks[-2], shared)
+    told = {
         "cause": verdicts[-1].cause,
         "text": verdicts[-1].text,
         "shares": record.shares,
@@ -612,9 +804,28 @@ def _measured(
         "steps": record.steps,
         "rows_per_s": record.rows_per_s,
         "wall_s": record.wall_s,
-        "injected": took_s / record.wall_s,
-        "off": off_s / record.wall_s,
     }
+    if not fault.category:
+        return told
+    told |= {"took_s": took_s, "control": dict(control.seconds), "control_s": control.wall_s}
+    expected_s = fault.seconds(Told(took_s, control, record), fault.category)
+    off_s = record.seconds[fault.category] - expected_s
+    return told | {"injected": expected_s / record.wall_s, "off": off_s / record.wall_s}
+
+
+def _of_all_ranks(took_s: float, shared: Path | None) -> float:
+    """What the faults of all ranks took; the second one has them."""
+    if shared is None:
+        return took_s
+    partial, path = shared / f"partial-{rank()}", shared / f"took-{rank()}"
+    partial.write_text(str(took_s))
+    partial.rename(path)
+    until = time.monotonic() + OTHERS_S
+    while len(found := sorted(shared.glob("took-*"))) < 2:
+        if time.monotonic() > until:
+            raise TimeoutError(f"Expected what 2 ranks took within {OTHERS_S} s. Found: {found}.")
+        time.sleep(0.05)
+    return sum(float(each.read_text()) for each in found)
 
 
 def open_cpus(count: int) -> None:
@@ -631,6 +842,8 @@ def main(name: str, folder: str, cured: str = "") -> None:
     found = run_healthy(name) if is_healthy else run(name, Path(folder), bool(cured))
     if rank() == 0:
         print("RESULT " + json.dumps(found), flush=True)
+    if name not in OF_RANKS:
+        os._exit(0)  # data without end, and a pipe that nobody writes to, are not waited for
 
 
 if __name__ == "__main__":

@@ -1,14 +1,34 @@
-"""What measuring costs: trainings with and without `Measure`, one after the other, many times."""
+"""What measuring costs: trainings with and without `Measure`, one after the other, many times.
 
+    python benchmarks/measure_cost.py --pairs 5 --models CNN
+
+Squares of gradients are noted between two replicas, so `noise_every` is measured on two logical
+CPUs. The figure is a median over steps, which does not see every twentieth one: a training that
+notes squares in all of its steps, and one that does in the first alone, tell what a step costs that
+notes them and what the others cost; `noise_every=20` is a twentieth of the one and the rest of the
+other.
+"""
+
+import argparse
+import contextlib
 import dataclasses
+import os
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+EVERY = 20  # the noise_every of which the cost is told
 PAIRS, STEPS, ROWS = 15, 40, 64
 WIDTH = 1800  # 10 M parameters in three layers
 
@@ -18,7 +38,7 @@ class Cost:
     """Of one model.
 
     Attributes:
-        model: its name.
+        model: its name, and what is measured of it.
         step_ms: without measuring, median.
         share: of a step that measuring adds; median of pairs.
         spread: half of the distance between the quarters of the pairs.
@@ -65,33 +85,65 @@ def _cnn() -> tuple[keras.Model, np.ndarray]:
     return model, rng.normal(size=(STEPS * ROWS, 28, 28, 1)).astype("float32")
 
 
-def measured() -> list[Cost]:
-    """Of both models."""
-    return [_cost("MLP of 10 M parameters", _mlp), _cost("small CNN", _cnn)]
+MODELS = {"MLP of 10 M parameters": _mlp, "small CNN": _cnn}
 
 
-def _cost(name: str, make: Any) -> Cost:
+def open_cpus() -> None:
+    """Two, before TensorFlow starts."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(cpu, logical)
+
+
+def measured(pairs: int = PAIRS, words: Sequence[str] = ()) -> list[Cost]:
+    """Of the models whose names hold one of `words`, or of all; `open_cpus` comes first."""
+    costs = []
+    for name, make in MODELS.items():
+        if words and not any(each in name for each in words):
+            continue
+        costs.append(_cost(name, make, pairs))
+        each = _cost(f"{name}, noise_every=1", make, pairs, noise_every=1)
+        none = _cost(f"{name}, noise in the first step", make, pairs, noise_every=10**9)
+        costs += [each, none, _sampled(f"{name}, noise_every={EVERY}", each, none)]
+    return costs
+
+
+def _sampled(name: str, each: Cost, none: Cost) -> Cost:
+    """Every `EVERY`th step as `each`, the others as `none`."""
+    share = each.share / EVERY + none.share * (1 - 1 / EVERY)
+    spread = max(each.spread / EVERY, none.spread)
+    return Cost(name, none.step_ms, share, spread, each.is_equal and none.is_equal)
+
+
+def _cost(name: str, make: Any, pairs: int, noise_every: int | None = None) -> Cost:
+    import tfparallel
     from tfparallel.callbacks import Measure
 
     trained = []
     for _ in range(2):
         keras.utils.set_random_seed(0)
-        model, x = make()
-        model.compile("sgd", "mse")
+        scope: Any = contextlib.nullcontext()
+        if noise_every is not None:
+            scope = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
+        with scope:
+            model, x = make()
+            model.compile("sgd", "mse")
         trained.append(model)
     y = np.zeros((len(x), 1), "float32")
     seconds: list[tuple[float, float]] = []
-    for pair in range(PAIRS + 1):
+    for pair in range(pairs + 1):
         own = [0.0, 0.0]
         for i in (0, 1) if pair % 2 else (1, 0):
             clock = _StepClock()
-            callbacks = [clock, Measure(verbose=0)] if i else [clock]
+            measure = Measure(verbose=0, noise_every=noise_every)
             data = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
-            trained[i].fit(x, y, callbacks=callbacks, **data)
+            trained[i].fit(x, y, callbacks=[clock, measure] if i else [clock], **data)
+            if i and noise_every is not None and measure.total is not None:
+                assert "noise" in measure.total.details  # so that there is something to pay for
             own[i] = clock.step_s
         seconds.append((own[0], own[1]))
-    pairs = seconds[1:]  # the first ones trace
-    shares = [(b - a) / a for a, b in pairs]
+    timed = seconds[1:]  # the first ones trace
+    shares = [(b - a) / a for a, b in timed]
     quarters = statistics.quantiles(shares, n=4)
     is_equal = all(
         np.array_equal(a, b)
@@ -99,7 +151,7 @@ def _cost(name: str, make: Any) -> Cost:
     )
     return Cost(
         name,
-        statistics.median(a for a, _ in pairs) * 1e3,
+        statistics.median(a for a, _ in timed) * 1e3,
         statistics.median(shares),
         (quarters[2] - quarters[0]) / 2,
         is_equal,
@@ -120,3 +172,18 @@ class _StepClock(keras.callbacks.Callback):
     def step_s(self) -> float:
         """Seconds."""
         return statistics.median(b - a for a, b in zip(self._began, self._began[1:], strict=False))
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of trainings with and without")
+    parser.add_argument("--models", nargs="*", default=[], help="parts of names")
+    args = parser.parse_args()
+    open_cpus()
+    for cost in measured(args.pairs, args.models):
+        print(cost, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,8 @@ EXAMPLES = (
         "The devices wait for data",
         "A map that takes longer than a step, one batch after the other.",
         "dataset.map(decode)",
-        "dataset.map(decode, num_parallel_calls=16).prefetch(16)   # AUTOTUNE where it computes",
+        "options.threading.private_threadpool_size = 16   # where the map waits, not computes\n"
+        "dataset.map(decode, num_parallel_calls=16).prefetch(16).with_options(options)",
     ),
     Example(
         "tiny batch",
@@ -87,9 +88,11 @@ EXAMPLES = (
         "retracing",
         "tracing",
         "The step is traced again and again",
-        "Something makes Keras trace its step anew: here a callback, elsewhere shapes that differ.",
-        "model.make_train_function(force=True)   # in a callback; or compile() again",
-        "# once",
+        "Something makes Keras trace its step anew: here a callback, at each third batch; "
+        "elsewhere shapes that differ, or Python numbers.",
+        "def on_train_batch_end(self, batch, logs=None):\n"
+        "    if batch % 3 == 2: self.model.make_train_function(force=True)",
+        "# traced once: no such callback",
     ),
     Example(
         "run_eagerly",
@@ -111,17 +114,12 @@ EXAMPLES = (
         "few microbatches",
         "bubble",
         "A pipeline that is empty a third of the time",
-        "Two stages and two microbatches: at its beginning and end one stage waits for the other.",
+        "Two stages and two microbatches: at its beginning and end one stage waits for the other. "
+        "Layers sleep for each row here, as if each stage had a device of its own: logical CPUs "
+        "share their cores, and gain nothing. Where passes of few rows take as long as those of "
+        "many, as of small layers, more microbatches are slower: compare samples/s.",
         "PipelineStrategy(2, num_microbatches=2)",
         "PipelineStrategy(2, num_microbatches=8)",
-    ),
-    Example(
-        "unbalanced partition",
-        "stages",
-        "A pipeline that waits for its slowest stage",
-        "Four of five layers on the second stage.",
-        'PipelineStrategy(2, 8, partition=[["first"], ["later_*"]])',
-        'PipelineStrategy(2, 8, partition="balanced")',
     ),
     Example(
         "data of one rank",
@@ -158,7 +156,8 @@ as logical CPUs, are no faster together than one: they are for trying things out
 Below, one training for each cause, with what `Measure` said of it, and the same after the cure.
 Pictures show where the time of a step goes, in milliseconds. Made by
 `python benchmarks/worth_it.py` on {machine}; times are those of that machine, which other programs
-used, too. Where figures come from: [Where the time goes](measure.md).
+used, too: those of data, tiny batches, tracing, bubbles, ranks and links are of 24 November 2026,
+with a load of 10 beside them. Where figures come from: [Where the time goes](measure.md).
 """
 
 

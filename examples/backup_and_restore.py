@@ -69,6 +69,7 @@ def train(strategy_name: str, backup_dir: str, result: str) -> None:
         epochs=EPOCHS,
         verbose=2,
         callbacks=[
+            tfparallel.callbacks.Measure(f"{backup_dir}-measured", verbose=1),
             tfparallel.callbacks.BackupAndRestore(backup_dir, save_freq=SAVE_FREQ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1),
         ],

@@ -62,7 +62,14 @@ def main() -> None:
         model = keras.Model(x, layers.Concatenate()([encoder(each) for each in x]))
         model.compile(keras.optimizers.Adam(1e-3), loss=nt_xent)
     before = accuracy_of_nearest(encoder, images, labels)
-    model.fit(views, np.zeros(len(images)), batch_size=256, epochs=options.epochs, verbose=2)
+    model.fit(
+        views,
+        np.zeros(len(images)),
+        batch_size=256,
+        epochs=options.epochs,
+        verbose=2,
+        callbacks=[tfparallel.callbacks.Measure(verbose=1)],
+    )
     after = accuracy_of_nearest(encoder, images, labels)
     print(f"nearest neighbour is the same digit: {before:.4f} before, {after:.4f} after training")
 

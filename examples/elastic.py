@@ -57,6 +57,7 @@ def main(job: tfparallel.ElasticJob) -> None:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    measure = tfparallel.callbacks.Measure(verbose=1)
     backup = tfparallel.callbacks.BackupAndRestore(sys.argv[1], save_freq=SAVE_FREQ)
     model.fit(
         x,
@@ -64,7 +65,7 @@ def main(job: tfparallel.ElasticJob) -> None:
         batch_size=GLOBAL_BATCH,
         epochs=EPOCHS,
         verbose=2 if strategy.rank == 0 else 0,
-        callbacks=[backup, job.callback(check_freq=SAVE_FREQ)],
+        callbacks=[measure, backup, job.callback(check_freq=SAVE_FREQ)],
     )
 
 

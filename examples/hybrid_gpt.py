@@ -50,7 +50,14 @@ def main(_: list[str]) -> None:
     with strategy.scope():
         model = compiled_gpt()
     x, y = training_data()
-    history = model.fit(x, y, batch_size=FLAGS.batch_size, shuffle=False, verbose=0)
+    history = model.fit(
+        x,
+        y,
+        batch_size=FLAGS.batch_size,
+        shuffle=False,
+        verbose=0,
+        callbacks=[tfparallel.callbacks.Measure(verbose=1)],
+    )
     print(on_mesh.summary(model))
     print(on_mesh.profile(model, (x[: FLAGS.batch_size], y[: FLAGS.batch_size])))
     print(f"loss {history.history['loss'][-1]:.4f}")

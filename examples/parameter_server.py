@@ -86,7 +86,7 @@ def main(_):
             print(f"step {line['step']}: test loss {line['loss']:.4f}, AUC {line['auc']:.4f}")
         return
 
-    callbacks = []
+    callbacks = [tfparallel.callbacks.Measure(verbose=1)]
     if FLAGS.checkpoints:
         callbacks.append(CheckpointsForEvaluator(FLAGS.checkpoints, keep=5))
     if FLAGS.backup:

@@ -46,7 +46,12 @@ def main(_: list[str]) -> None:
     x, y = training_data()
     is_pipeline = FLAGS.stages > 1
     history = model.fit(
-        x, y, batch_size=FLAGS.batch_size, shuffle=False, verbose=0 if FLAGS.quick else 1
+        x,
+        y,
+        batch_size=FLAGS.batch_size,
+        shuffle=False,
+        verbose=0 if FLAGS.quick else 1,
+        callbacks=[tfparallel.callbacks.Measure(verbose=1)],
     )
     if is_pipeline:
         print(strategy.summary(model))
@@ -58,7 +63,7 @@ def main(_: list[str]) -> None:
 def make_strategy() -> tf.distribute.Strategy:
     """A pipeline over `--stages` devices, or plain training on one."""
     if FLAGS.stages == 1:
-        return tfparallel.OneDeviceStrategy()
+        return tfparallel.OneDeviceStrategy(f"{open_cpus(1)}:0")
     kind = open_cpus(FLAGS.stages)
     return tfparallel.PipelineStrategy(
         [f"{kind}:{i}" for i in range(FLAGS.stages)],

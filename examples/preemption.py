@@ -66,7 +66,10 @@ def train(strategy_name: str, num_kills: str, backup_dir: str, result: str) -> N
             ]
         )
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    callbacks = [tfparallel.callbacks.BackupAndRestore(backup_dir, save_freq=SAVE_FREQ)]
+    callbacks = [
+        tfparallel.callbacks.Measure(f"{backup_dir}-measured", verbose=1),
+        tfparallel.callbacks.BackupAndRestore(backup_dir, save_freq=SAVE_FREQ),
+    ]
     if restart < int(num_kills) and restart % num_workers == rank:
         killer = threading.Thread(target=kill_this_process, daemon=True)
         starts = iter([killer.start])

@@ -37,7 +37,8 @@ def main() -> None:
     x = rng.normal(size=(2048, 64)).astype("float32")
     print(strategy.summary(model, x[:128]))
     y = np.argmax(x[:, :10], axis=1)
-    model.fit(x, y, batch_size=128, epochs=2, verbose=2)
+    measure = tfparallel.callbacks.Measure(verbose=1)
+    model.fit(x, y, batch_size=128, epochs=2, verbose=2, callbacks=[measure])
 
     variables = [*model.variables, *model.optimizer.variables]
     whole = sum(np.prod(v.shape) * 4 for v in variables)

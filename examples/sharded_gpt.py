@@ -64,7 +64,8 @@ def main(_: list[str]) -> None:
         model = compiled_gpt()
     x, y = training_data()
     batch = FLAGS.batch_size
-    history = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    measure = tfparallel.callbacks.Measure(verbose=1)
+    history = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[measure])
     if FLAGS.shard != "none":
         print(strategy.summary(model, x[:batch]))
     stored = bytes_stored(model)

@@ -38,7 +38,14 @@ def main(_: list[str]) -> None:
     with strategy.scope():
         model = compiled_gpt()
     x, y = training_data()
-    history = model.fit(x, y, batch_size=FLAGS.batch_size, shuffle=False, verbose=0)
+    history = model.fit(
+        x,
+        y,
+        batch_size=FLAGS.batch_size,
+        shuffle=False,
+        verbose=0,
+        callbacks=[tfparallel.callbacks.Measure(verbose=1)],
+    )
     print(strategy.summary(model))
     print(f"loss {history.history['loss'][-1]:.6f}")
     print(f"one row: {1000 * seconds_of_one_row(model, x[:1]):.1f} ms")

@@ -46,6 +46,15 @@ def test_steps_that_are_done_again_were_in_vain():
     assert found.productive_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
 
 
+def test_what_the_start_waits_for_others_has_a_name_of_its_own():
+    lines = [start(0, 0.0), beat(0, 9.0, 0, **{"waiting for workers": 6.0})]
+    lines += [beat(0, 10.0, 1, **{"waiting for workers": 6.0, "compute": 1.0})]
+    found = goodput(lines)
+    assert found.lost_s["waiting for workers"] == 6.0
+    assert found.lost_s["start"] == 3.0
+    assert "waiting for workers 6.0 s" in str(found)
+
+
 def test_a_run_that_never_came_to_a_step():
     found = goodput([start(0, 0.0), start(1, 5.0), beat(1, 9.0, 0), beat(1, 10.0, 1, compute=1.0)])
     assert found.lost_s["down"] == 5.0

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import time
 
 import keras
@@ -11,6 +14,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
+from tests.launch.jobs import ROOT
 from tfparallel.callbacks import BackupAndRestore, Measure
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.reading import read_records
@@ -195,6 +199,33 @@ def test_a_screen_for_each_epoch_and_one_for_all(capsys):
     assert "epoch 1: 3 steps" in told and "epoch 2: 3 steps" in told and "training: 6" in told
     assert "speed-up" in told and "of 1, efficiency" in told
     assert measure.verdict.text.split()[0] in told
+
+
+ENDLESS = """
+import time
+import keras, numpy as np
+from tfparallel.callbacks import Measure
+
+def endless():
+    while True:
+        time.sleep(0.05)
+        yield np.ones((4, 4), "float32"), np.ones((4, 1), "float32")
+
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(endless(), steps_per_epoch=5, verbose=0, callbacks=[Measure(verbose=0)])
+print("trained")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_interpreter_ends_though_data_do_not():
+    """It waits for the threads of iterators that are still there, and those wait for it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}
+    command = [sys.executable, "-c", ENDLESS]
+    told = subprocess.check_output(command, env=environment, text=True, timeout=180)
+    assert told.split()[-1] == "trained"
 
 
 @pytest.mark.parametrize(

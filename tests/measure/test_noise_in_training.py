@@ -64,6 +64,31 @@ def test_replicas_and_microbatches_tell_the_same(name):
     assert noise["variance"] == pytest.approx(variance, rel=1e-4)
 
 
+def test_statistical_efficiency_is_on_the_screen(capsys):
+    """By its definition, of squares that are taken by hand: (scale + 1) / (scale + batch)."""
+    measure = Measure(noise_every=1)
+    model = compiled(STRATEGIES["mirrored"]())
+    data = tiny_data(26)
+    model.fit(*data, batch_size=13, epochs=2, shuffle=False, verbose=0, callbacks=[measure])
+    squared, variance = by_hand(*data, (5, 4, 4))
+    scale = variance / squared
+    assert scale > 1  # so that there is something to tell
+    expected = (scale + 1) / (scale + 13)
+    assert measure.total.details["noise"]["efficiency"] == pytest.approx(expected, rel=1e-4)
+    told = capsys.readouterr().out
+    assert told.count(f"statistical efficiency: {expected:.0%}, ") == 3  # two epochs, and all
+
+
+def test_the_training_tells_the_noise_of_its_last_epoch():
+    """Smoothed over all epochs until then; that of the first one is the least known."""
+    measure = Measure(verbose=0, noise_every=1)
+    model = compiled(STRATEGIES["mirrored"](), optimizer="sgd")
+    model.fit(*tiny_data(26), batch_size=13, epochs=3, verbose=0, callbacks=[measure])
+    variances = [each.details["noise"]["variance"] for each in measure.records]
+    assert len(set(variances)) == 3
+    assert measure.total.details["noise"]["variance"] == variances[-1]
+
+
 def test_only_some_steps_are_looked_at():
     """Of 4 steps the first and the third."""
     measure = Measure(verbose=0, noise_every=2)

@@ -14,6 +14,7 @@ from tests.helpers import (
     train,
 )
 from tests.tpu.on_cpus import CpuStrategy
+from tfparallel.callbacks import Measure
 from tfparallel.tpu.spmd_step import _own_rows
 
 
@@ -123,6 +124,31 @@ def test_a_model_of_another_strategy_is_refused(strategy):
     model.compile(momentum_sgd(), **tiny_compile_options())
     with strategy.scope(), pytest.raises(ValueError, match="outside of its scope|another"):
         strategy.run(model.train_step, args=(tiny_data(4),))
+
+
+def test_profile_says_what_shows_a_step_of_a_tpu(strategy):
+    """In our words, and both things that it names are there."""
+    with strategy.scope():
+        model = tiny_model()
+        model.compile(momentum_sgd(), **tiny_compile_options())
+    with pytest.raises(NotImplementedError) as refused:
+        strategy.profile(model, tiny_data(4))
+    text = str(refused.value)
+    assert text.startswith("CpuStrategy draws no step.") and model.name in text
+    assert "TensorBoard(folder, profile_batch=(10, 12))" in text and "callbacks.Measure()" in text
+    keras.callbacks.TensorBoard("unused", profile_batch=(10, 12))
+
+
+def test_a_training_is_measured(strategy):
+    """What the refusal points to: shares that sum up, of a training that is one device's."""
+    measure = Measure(verbose=0)
+    with strategy.scope():
+        model = tiny_model()
+        model.compile(momentum_sgd(), **tiny_compile_options())
+    data = tf.data.Dataset.from_tensor_slices(tiny_data(16)).batch(8, drop_remainder=True)
+    model.fit(data, epochs=2, verbose=0, callbacks=[measure])
+    assert (measure.total.steps, measure.total.rows) == (4, 32)
+    assert sum(measure.total.seconds.values()) == pytest.approx(measure.total.wall_s, rel=5e-3)
 
 
 def test_slicing_a_batch_is_one_xla_program_of_static_shapes():

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,8 +82,10 @@ class FitClock:
                 self._time(callback)
 
     def stop(self) -> None:
-        """Takes all hooks away."""
+        """Takes all hooks away, and lets go of the training's data."""
         self._hooks.close()
+        if self._input is not None:
+            self._input.close()
 
     def note_batch(self) -> None:
         """Keras has begun a step; a resumed training leaves out those that it has had."""
@@ -100,11 +103,12 @@ class FitClock:
         return self._fit.epoch_iterator.data_adapter.batch_size
 
     def _sources(self, links: Callable[[], LinkTimes]) -> Sources:
+        own = weakref.proxy(self)  # no circle, which would keep the data until it is collected
         return Sources(
             links=links,
             traces=_Traces(self._model),
-            waited_s=lambda: 0.0 if self._input is None else self._input.waited_s,
-            rows=lambda: None if self._input is None else self._input.rows,
+            waited_s=lambda: 0.0 if own._input is None else own._input.waited_s,
+            rows=lambda: None if own._input is None else own._input.rows,
             splits_python=not (self._model.run_eagerly or self._model.jit_compile),
         )
 

@@ -7,7 +7,7 @@ import keras
 
 from tfparallel.callbacks.backup.workers import exchange
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.measure.noise_scale import NoiseScale, noise_rows, suggest
+from tfparallel.measure.noise_scale import NoiseScale, efficiency, noise_rows, suggest
 from tfparallel.replicas.noise_probe import mean_estimate
 
 
@@ -27,7 +27,7 @@ class NoiseWatch:
         self._model, self._extended, self._agreement = model, extended, agreement
         self._noise = NoiseScale(decay=0.5)
         self._probe = extended._probe_noise(every_steps)
-        model.make_train_function(force=True)
+        extended._trace_step_anew(model)
 
     def stop(self) -> None:
         """The next training has a step without squares."""
@@ -45,10 +45,12 @@ class NoiseWatch:
         if smoothed is None:
             return None
         rows = noise_rows(smoothed)
+        is_known = math.isfinite(rows)
         suggested = None if batch_size is None else suggest(rows, batch_size)
         return {
             "squared_gradient": smoothed.squared_gradient,
             "variance": smoothed.variance,
-            "rows": rows if math.isfinite(rows) else None,
+            "rows": rows if is_known else None,
+            "efficiency": efficiency(rows, 1, batch_size) if is_known and batch_size else None,
             "suggestion": None if suggested is None else suggested._asdict(),
         }

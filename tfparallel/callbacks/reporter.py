@@ -13,7 +13,13 @@ from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.machine.processors import threads_told, usable_cores
 from tfparallel.measure.record import Record, added
-from tfparallel.measure.screen import noise_line, print_screen, screen, use_line
+from tfparallel.measure.screen import (
+    efficiency_line,
+    noise_line,
+    print_screen,
+    screen,
+    use_line,
+)
 from tfparallel.measure.shares import NO_PLAN, Plan, Spent, seconds_by_category
 from tfparallel.measure.training_clock import Epoch
 from tfparallel.measure.utilisation import utilisation
@@ -98,7 +104,8 @@ class Reporter:
         if self._writer is not None:
             self._writer.write(record, verdict)
         if is_shown and self._workers.is_chief:
-            lines = [self._compared(record), use_line(record), noise_line(record), *beside()]
+            of_record = [each(record) for each in (use_line, noise_line, efficiency_line)]
+            lines = [self._compared(record), *of_record, *beside()]
             print_screen(screen(record, verdict, [line for line in lines if line]))
         return verdict
 
@@ -155,6 +162,7 @@ def _details(epoch: Epoch, timed: FitClock) -> dict[str, Any]:
     return {
         "traces": epoch.traces,
         "bytes_sent": epoch.links.bytes_sent,
+        "collectives_s": epoch.links.spent_s,
         "callbacks_s": {k: v for k, v in callbacks.items() if k not in saving},
         "saving_s": {k: v for k, v in callbacks.items() if k in saving},
         "input_stage": timed.slowest_stage,

@@ -1,11 +1,12 @@
 """TensorFlow's `CrossDeviceOps` over a transport of our own: what a strategy reduces with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES, plan_buckets
+from tfparallel.communication.exposed_wait import ExposedWait
 from tfparallel.internals import (
     CollectiveAllReduce,
     DistributedValues,
@@ -29,6 +30,12 @@ class BucketedAllReduce(CollectiveAllReduce):
     ):
         super().__init__(**collective_options)
         self._device, self._bucket_bytes = device, bucket_bytes
+        self._exposed = ExposedWait(device)
+
+    @property
+    def exposed_s(self) -> float:
+        """For how long steps have waited for sums when all that is summed was there; of CPUs."""
+        return self._exposed.seconds
 
     # ---- the transport ---------------------------------------------------------------------------
 
@@ -40,6 +47,10 @@ class BucketedAllReduce(CollectiveAllReduce):
         """All workers' tensors, `[rows, ...]`, in the order of ranks."""
         raise NotImplementedError
 
+    def _gather_summed(self, rows: tf.Tensor) -> tf.Tensor:
+        """The same, of a sum in rows: its time is within that of the sums."""
+        return self._gather_rows(rows)
+
     # ---- what is done with it --------------------------------------------------------------------
 
     def _all_reduce_per_replica_values(
@@ -49,12 +60,16 @@ class BucketedAllReduce(CollectiveAllReduce):
         sparse = [is_sparse(value) for value in per_replica_values]
         # Reversed: gradients of the last layers are ready first.
         dense = [i for i, chosen in enumerate(sparse) if not chosen][::-1]
+        began = self._exposed.begin(
+            _tensors_of(part for v in per_replica_values for part in v.values)
+        )
         with tf.device(self._device):
             totals = self._reduce_dense([per_replica_values[i] for i in dense], options)
             for i in [i for i, chosen in enumerate(sparse) if chosen]:
                 results[i] = self._gather_rows_of_gradient(per_replica_values[i])
         for i, total in zip(dense, totals, strict=True):
             results[i] = total
+        self._exposed.end(began, _tensors_of(results))
         return [self._on_all_devices(reduce_op, result) for result in results]
 
     def _reduce_dense(self, per_replica_values: list, options: Any) -> list[tf.Tensor]:
@@ -77,8 +92,8 @@ class BucketedAllReduce(CollectiveAllReduce):
         values = tf.concat([part.values for part in value.values], 0)
         indices = tf.concat([part.indices for part in value.values], 0)
         return tf.IndexedSlices(
-            self._gather_rows(values),
-            self._gather_rows(indices),
+            self._gather_summed(values),
+            self._gather_summed(indices),
             value.values[0].dense_shape,
         )
 
@@ -116,6 +131,10 @@ def is_sparse(value: Any) -> bool:
     """Whether a value, of one replica or `PerReplica`, is a sparse gradient."""
     parts = value.values if isinstance(value, DistributedValues) else [value]
     return any(isinstance(part, tf.IndexedSlices) for part in parts)
+
+
+def _tensors_of(values: Iterable[Any]) -> list[tf.Tensor]:
+    return [each.values if isinstance(each, tf.IndexedSlices) else each for each in values]
 
 
 def _size_bytes(tensor: tf.Tensor) -> int | None:

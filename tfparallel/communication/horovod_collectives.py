@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.coordination.rank_meeting import meet_ranks
+from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.internals import ResourceVariable
 
 try:
@@ -82,9 +83,10 @@ def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
     if os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
-    if not hvd.is_initialized():
-        meet_ranks(os.environ, limit_s)
-    hvd.init()
+    with waiting_for_others():  # it returns when all ranks have come
+        if not hvd.is_initialized():
+            meet_ranks(os.environ, limit_s)
+        hvd.init()
 
 
 def all_reduce_sum(

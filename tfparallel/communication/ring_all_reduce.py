@@ -27,11 +27,12 @@ class RingAllReduce(BucketedAllReduce):
     def __init__(self, ring: Ring, order: ResourceVariable, **options: Any):
         super().__init__(**options)
         self._ring, self._order = ring, order
+        self._sums_s = 0.0  # that went through the ring for `_all_reduce_per_replica_values`
 
     @property
     def times(self) -> LinkTimes:
-        """What the ring's collectives have taken so far."""
-        return self._ring.times
+        """What the ring's collectives have taken so far, and what of it this one's steps hid."""
+        return self._ring.times._replace(hidden_s=self._sums_s - self.exposed_s)
 
     def journal(self) -> AbstractContextManager[LinkJournal]:
         """Within it, what the ring sends and receives is noted."""
@@ -49,14 +50,26 @@ class RingAllReduce(BucketedAllReduce):
 
     def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         packed = join(tensors)
-        total = self._call_ring(self._ring.all_reduce, packed, packed.shape)
+        total = self._call_ring(self._timed(self._ring.all_reduce), packed, packed.shape)
         parts = split(total, [tf.shape(tensor) for tensor in tensors])
         return [
             tf.ensure_shape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
         ]
 
+    def _timed(self, collective: Callable) -> Callable:
+        def timed(*arrays: np.ndarray) -> Any:
+            before_s = self._ring.times.spent_s
+            result = collective(*arrays)
+            self._sums_s += self._ring.times.spent_s - before_s
+            return result
+
+        return timed
+
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._ring.all_gather, rows, [None, *rows.shape[1:]])
+
+    def _gather_summed(self, rows: tf.Tensor) -> tf.Tensor:
+        return self._call_ring(self._timed(self._ring.all_gather), rows, [None, *rows.shape[1:]])
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""

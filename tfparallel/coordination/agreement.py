@@ -13,6 +13,7 @@ from typing import Any
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
 from tfparallel.coordination.store import Store
+from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.coordination.waiting import look
 
 _PATIENCE_S = LONGEST_LOOK_S / 2  # until it is asked whether a silent peer is alive
@@ -72,7 +73,8 @@ class Agreement:
         """
         self._step += 1
         self._put(json.dumps([kind, value]))
-        announced = [json.loads(self._get(rank, kind)) for rank in range(self.num_workers)]
+        with waiting_for_others(self.machine.now_s):
+            announced = [json.loads(self._get(rank, kind)) for rank in range(self.num_workers)]
         if any(their_kind != kind for their_kind, _ in announced):
             raise DisagreementError(
                 "All workers must do the same, in the same order. Received: "

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from tfparallel.coordination.port import listener_at, port_taken
 from tfparallel.coordination.probe import answering, ask, describe_answer
+from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.coordination.waiting import wait_until_nobody_is_missing
 
 _SIGN = b"tfparallel "
@@ -50,7 +51,7 @@ def meet(addresses: Sequence[str], rank: int, limit_s: float | None) -> None:
             del others[name]
         return ", ".join(f"{name} ({others[name]}, where {answers[name]})" for name in others)
 
-    with _listening(addresses[rank], f"rank {rank}", _SIGN + job):
+    with _listening(addresses[rank], f"rank {rank}", _SIGN + job), waiting_for_others():
         wait_until_nobody_is_missing(missing, f"rank {rank}", "start", limit_s, "start_s")
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.coordination.patience import Wait
 from tfparallel.coordination.probe import what_answers
+from tfparallel.coordination.waited import waiting_for_others
 
 _POLL_S = 0.2
 
@@ -96,4 +97,5 @@ def wait_for_tasks(
             if answer
         )
 
-    wait_until_nobody_is_missing(missing, speaker, "start", limit_s, option, clock)
+    with waiting_for_others(clock.now_s):
+        wait_until_nobody_is_missing(missing, speaker, "start", limit_s, option, clock)

@@ -19,6 +19,7 @@ from tfparallel.communication.horovod_collectives import (
     broadcast,
     hvd,
 )
+from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks
 from tfparallel.coordination.printed_lines import without_lines
@@ -195,6 +196,13 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         """Whether all ranks have the whole of `variable`."""
         del variable
         return True
+
+    def _link_times(self) -> LinkTimes:
+        """Sums of gradients that nothing hides, from the last gradient to the last sum.
+
+        What Horovod does beside the step, and what it sends, it does not tell.
+        """
+        return LinkTimes(self._gradient_all_reduce.exposed_s)
 
     # ---- how gradients meet ----------------------------------------------------------------------
 

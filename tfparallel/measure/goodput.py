@@ -4,7 +4,7 @@ A ledger beside the backups holds a line for each run that starts, and one each 
 what the run has spent so far. Lines are appended whole, so a run that is killed loses what it did
 since the last one, which counts as lost with it:
 
-    run 0   start |tracing| steps ........x killed
+    run 0   start |waiting for workers|tracing| steps ........x killed
     down                                   |.......|
     run 1                                          start |restoring| repeated steps | steps .... end
 
@@ -26,6 +26,7 @@ FILE = "goodput.jsonl"
 PRODUCTIVE = ("compute", "communication", "bubble", "imbalance")
 LOST = (
     "start",
+    "waiting for workers",
     "restoring",
     "tracing",
     "input",

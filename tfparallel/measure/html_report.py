@@ -130,6 +130,11 @@ def _lines(total: Mapping[str, Any], folder: Path) -> list[str]:
             f"{suggested.batch_size:,} rows (now {size:,}), the learning rate times "
             f"{suggested.linear:.2g} for SGD, {suggested.square_root:.2g} for Adam or LAMB."
         )
+    if noise and size and noise.get("efficiency") is not None:  # files of 0.1 have none
+        lines.append(
+            f"Statistical efficiency {noise['efficiency']:.0%}: what a row is worth in a batch of "
+            f"{size:,} beside one alone."
+        )
     ledger = read_ledger(folder)
     return [*lines, f"{goodput(ledger)}."] if ledger else lines
 

@@ -49,6 +49,14 @@ class InputWait:
         """Of the last iterator, by tf.data's own figures: `kind`, `name`, `ms` an element."""
         return {} if self._known[0] is None else slowest_stage(self._known[0])
 
+    def close(self) -> None:
+        """Lets go of the iterators.
+
+        This object is in a circle, and would keep them until the interpreter ends. That waits for
+        their threads, which may read data that Python gives, and so wait for the interpreter.
+        """
+        self._known = (None, None)
+
     def _make(self, iterator: Any) -> Any:
         with tf.device("CPU:0"):
             return iterator_over(iterator, self._function(iterator), _ENDLESS)

@@ -8,6 +8,8 @@ from typing import Any
 
 from tfparallel.measure.shares import CATEGORIES
 
+_SMOOTHED = ("noise",)  # of all epochs until then: the last one has the most
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -135,10 +137,15 @@ def _steps_of_all(records: Sequence[Record]) -> StepTimes:
 
 
 def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
+    latest = {
+        name: each.details[name] for each in records for name in _SMOOTHED if name in each.details
+    }
     return {
         **records[0].details,
+        **latest,
         "traces": sum(each.details["traces"] for each in records),
         "bytes_sent": sum(each.details["bytes_sent"] for each in records),
+        "collectives_s": sum(each.details["collectives_s"] for each in records),
         "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
         "saving_s": added(*(each.details["saving_s"] for each in records)),
         "input_stage": records[-1].details["input_stage"],

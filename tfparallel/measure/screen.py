@@ -78,6 +78,17 @@ def noise_line(record: Record) -> str:
     return line
 
 
+def efficiency_line(record: Record) -> str:
+    """What a row is worth in a batch of this size; "" where noise or size are not known."""
+    noise, size = record.details.get("noise"), record.details.get("batch_size")
+    if noise is None or noise["efficiency"] is None:
+        return ""
+    return (
+        f"statistical efficiency: {noise['efficiency']:.0%}, what a row is worth in a batch of "
+        f"{size:,} beside one alone"
+    )
+
+
 def use_line(record: Record) -> str:
     """How much of what the devices could compute was needed; "" where it was not measured."""
     if record.mfu is None or record.flops_per_s is None:

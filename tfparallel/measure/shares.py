@@ -35,7 +35,7 @@ class Spent:
         iterators_s: making iterators.
         python_s: of the steps, what the main thread computed in steps that traced nothing.
         tracing_s: what those that did took longer.
-        linked_s: of the steps, in collectives of this process's own transport.
+        linked_s: of the steps, when they had nothing to do but wait for collectives.
         waited_s: of that, until the neighbour had come to the same collective.
         callbacks_s: by name, in the steps.
         outside_s: callbacks by name, outside of the steps.

@@ -166,7 +166,7 @@ class TrainingClock:
         links = self._sources.links().since(step.links)
         traces = self._sources.traces() - step.traces
         spent.steps_s += took_s
-        spent.linked_s += links.spent_s
+        spent.linked_s += links.stalled_s
         spent.waited_s += links.waited_s
         self.epoch.links = self.epoch.links.plus(links)
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
@@ -192,7 +192,7 @@ class TrainingClock:
         causes = {
             "input": waited_s - self._last_wait_s,
             "callbacks": step.callbacks_s,
-            "communication": links.spent_s - links.waited_s,
+            "communication": links.stalled_s - links.waited_s,
             "waiting for another rank": links.waited_s,
             "Python": python_s,
         }

@@ -112,6 +112,13 @@ class SyncParameterServerExtended(ParameterServerExtended):
             if not (isinstance(known, SharedStep) and known.steps is steps):
                 setattr(model, name, function_class(steps, model, step, chief, self._hosts()))
 
+    def _trace_step_anew(self, model: Any) -> None:
+        if not isinstance(model.train_function, SharedStep):  # eager: the step is Keras's own
+            super()._trace_step_anew(model)
+            return
+        model.train_function = None
+        self._set_functions(model, self._steps_of(model))
+
     def _for_replicas(self, batch: Any) -> Any:
         """A batch as `run` takes it."""
         is_for_one = isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1

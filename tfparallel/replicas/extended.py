@@ -426,6 +426,10 @@ class ReplicatedExtended(MirroredExtended):
         self._noise_probe = NoiseProbe(count, every_steps) if every_steps and count > 1 else None
         return self._noise_probe
 
+    def _trace_step_anew(self, model: keras.Model) -> None:
+        """Within `fit`: the next training step is traced as the strategy is now."""
+        model.make_train_function(force=True)
+
     def _plan_of(self, model: keras.Model) -> Plan:
         """What of a step's time is idle by the strategy's own schedule."""
         del model

@@ -7,7 +7,7 @@ outputs averaged inside of it. The mathematics are the same.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -64,6 +64,21 @@ class SpmdKerasSteps(DescribedStrategy):
     def all_rows(self, tensors: Any) -> Any:
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
         return all_rows(self, tensors)
+
+    def profile(self, model: keras.Model, batch: Any) -> NoReturn:
+        """Not on a TPU: other strategies have it, a TPU tells its own profiler alone.
+
+        Raises:
+            NotImplementedError: always; it says what does show a step of a TPU.
+        """
+        name = getattr(model, "name", model)
+        raise NotImplementedError(
+            f"{type(self).__name__} draws no step. Received: profile of model '{name}'. A TPU runs "
+            "a step as one XLA program, whose operations have no times on the host. "
+            "keras.callbacks.TensorBoard(folder, profile_batch=(10, 12)) asks the TPU for them, "
+            "TensorBoard's trace viewer draws them; callbacks.Measure() tells the shares of the "
+            "time."
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conformance.case import Run, case
+from tests.conformance.case import Run, case, claim
 from tests.helpers import numbered, tiny_data, tiny_model
 
 callbacks = keras.callbacks
@@ -118,10 +118,63 @@ def measure(run: Run):
         assert sum(record.seconds.values()) == pytest.approx(record.wall_s, rel=5e-3)
         assert min(record.seconds.values()) >= 0
         assert record.rows_per_s == pytest.approx(record.rows / record.wall_s)
+        if run.row.name in ("multi_worker_2x1", "horovod_2"):  # whose sums are measured
+            assert record.seconds["communication"] + record.seconds["imbalance"] > 0
         assert record.utilisation and all(0 <= each <= 1 for each in record.utilisation.values())
     training.extra["rows"] = [record.rows for record in measured.records]
     training.extra["steps"] = [record.steps for record in measured.records]
     return training.results()
+
+
+@claim(core=True)
+def noise_scale(run: Run):
+    """Of replicas, ranks and microbatches alike: 13 rows cut by their number, as evenly as can be.
+
+    A softmax regression, whose gradients are written out, by McCandlish's two equations. Where each
+    replica has a part of the sums only, and where there is one, nothing is told.
+    """
+    from tfparallel.callbacks import Measure  # in the process of the strategy
+
+    groups, batch, batches = run.row.num_replicas, 13, 2
+    measured = Measure(verbose=0, noise_every=1)
+    training = run.train(
+        build=lambda: keras.Sequential(  # two stages have a layer each
+            [keras.Input((6,)), keras.layers.Dense(3), keras.layers.Activation("linear")]
+        ),
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        rows=batch * batches,
+        batch_size=batch,
+        epochs=1,
+        callbacks=[measured],
+    )
+    noise = measured.total.details.get("noise")
+    if groups == 1 or "shard" in run.row.name or "async" in run.row.name:
+        assert noise is None
+        return
+    x, y = tiny_data(batch * batches)
+    by_row = _softmax_gradients(training.model, x, y)
+    squared, variance = np.mean(
+        [_two_equations(each, groups) for each in np.split(by_row, batches)], axis=0
+    )
+    np.testing.assert_allclose(noise["squared_gradient"], squared, rtol=1e-4)
+    np.testing.assert_allclose(noise["variance"], variance, rtol=1e-4)
+
+
+def _softmax_gradients(model: keras.Model, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Of each row's loss by all weights, `[rows, weights]`: x (p - onehot) and p - onehot."""
+    kernel, bias = (weight.astype("float64") for weight in model.get_weights())
+    odds = np.exp(x @ kernel + bias)
+    error = odds / odds.sum(1, keepdims=True) - np.eye(3)[y]
+    return np.concatenate([(x[:, :, None] * error[:, None]).reshape(len(x), -1), error], axis=1)
+
+
+def _two_equations(by_row: np.ndarray, groups: int) -> tuple[float, float]:
+    """Solves E L = |G|^2 + R S / N and E T = |G|^2 + S / N for |G|^2 and S."""
+    rows = len(by_row)
+    parts = np.array_split(by_row, groups)  # the first ones have a row more
+    alone = sum(len(part) / rows * np.sum(part.mean(0) ** 2) for part in parts)
+    together = np.sum(by_row.mean(0) ** 2)
+    return tuple(np.linalg.solve([[1, groups / rows], [1, 1 / rows]], [alone, together]))
 
 
 def _train(run: Run, callback, **options):
