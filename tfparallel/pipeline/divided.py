@@ -26,6 +26,7 @@ from tfparallel.pipeline.stage_variables import StageVariable
 from tfparallel.pipeline.stages import Budget, Stages, divide
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 
 
 class DividedModels(PlacedInStages):
@@ -84,7 +85,8 @@ class DividedModels(PlacedInStages):
             check_batch_norm(model)
             inputs = self._batches.take(model)
             given = self._options.partition, self._placement, self._budget, inputs
-            stages = divide(model, *given, self._agreed)
+            with without_remat_of_keras(model):  # layers are called, to be measured
+                stages = divide(model, *given, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
