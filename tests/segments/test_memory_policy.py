@@ -1,6 +1,7 @@
 """What is computed again, or on the host, trains to the same weights, and is not kept."""
 
 import collections
+import contextlib
 
 import keras
 import numpy as np
@@ -103,9 +104,15 @@ def test_models_of_all_kinds_train_as_on_one_device(name):
     assert_same_training(train(None, **options), train(strategy, **options))
 
 
-def above_rest(memory: tfparallel.MemoryPolicy | None, build=lambda: blocks(6, 128)) -> int:
-    """Bytes that TensorFlow has in use in a step at most, above those before it."""
-    with tfparallel.OneDeviceStrategy("CPU:0", memory=memory).scope():
+def above_rest(
+    memory: tfparallel.MemoryPolicy | None, build=lambda: blocks(6, 128), scope=None
+) -> int:
+    """Bytes that TensorFlow has in use in a step at most, above those before it.
+
+    Args:
+        scope: of another strategy, or of none.
+    """
+    with scope or tfparallel.OneDeviceStrategy("CPU:0", memory=memory).scope():
         model = build()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = data(2048, 128)
@@ -172,6 +179,18 @@ def test_a_remat_scope_of_keras_saves_what_the_policy_does():
             return blocks(6, 128)
 
     assert above_rest(None, build) <= 0.6 * above_rest(None)
+
+
+def test_a_segment_that_keeps_all_costs_no_more_than_plain_keras():
+    """A threshold that nothing reaches: each block is a segment, and none computes again."""
+
+    def build():
+        with keras.RematScope(mode="larger_than", output_size_threshold=10**9):
+            return blocks(6, 128)
+
+    plain = above_rest(None, scope=contextlib.nullcontext())
+    activation = 2048 * 128 * 4
+    assert above_rest(None, build) <= plain + 2 * activation < 1.05 * plain
 
 
 @pytest.mark.parametrize(
