@@ -244,6 +244,86 @@ def test_losses_are_those_of_jax(tmp_path):
     np.testing.assert_allclose(ours, jax, rtol=1e-5)
 
 
+_GUIDE = """
+# https://keras.io/guides/distribution/, on TensorFlow: `list_devices` instead of JAX's, a seed, and
+# the rate of Dropout, whose masks no two devices share.
+import sys
+
+import keras
+import numpy as np
+from keras import layers
+from tensorflow import data as tf_data
+
+import tfparallel
+
+tfparallel.keras_distribution.enable()
+rate = float(sys.argv[1])
+devices = keras.distribution.list_devices()
+assert len(devices) == 8
+rng = np.random.default_rng(0)
+inputs, labels = rng.normal(size=(128, 28, 28, 1)), rng.normal(size=(128, 10))
+dataset = tf_data.Dataset.from_tensor_slices((inputs, labels)).batch(16)
+
+
+def losses():
+    keras.utils.set_random_seed(0)
+    inputs = layers.Input(shape=(28, 28, 1))
+    y = layers.Flatten()(inputs)
+    y = layers.Dense(units=200, use_bias=False, activation="relu", name="d1")(y)
+    y = layers.Dropout(rate)(y)
+    y = layers.Dense(units=10, activation="softmax", name="d2")(y)
+    model = keras.Model(inputs=inputs, outputs=y)
+    model.compile(loss="mse")
+    history = model.fit(dataset, epochs=3, verbose=0).history["loss"]
+    return model, [*history, model.evaluate(dataset, verbose=0)]
+
+
+_, expected = losses()
+
+mesh_1d = keras.distribution.DeviceMesh(shape=(8,), axis_names=["data"], devices=devices)
+keras.distribution.set_distribution(keras.distribution.DataParallel(device_mesh=mesh_1d))
+model, data_parallel = losses()
+assert model.distribute_strategy.num_replicas_in_sync == 8
+
+mesh_2d = keras.distribution.DeviceMesh(
+    shape=(2, 4), axis_names=["data", "model"], devices=devices
+)
+layout_map = keras.distribution.LayoutMap(mesh_2d)
+layout_map["d1/kernel"] = (None, "model")
+layout_map["d1/bias"] = ("model",)
+layout_map["d2/output"] = ("data", None)
+keras.distribution.set_distribution(
+    keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+)
+model, model_parallel = losses()
+parts = model.get_layer("d1").kernel.value.parts
+assert [[part.shape.as_list() for part in copy] for copy in parts] == [[[784, 50]] * 4] * 2
+
+print(*expected, *data_parallel, *model_parallel)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_the_guide_of_keras_runs_on_eight_devices(tmp_path, rate):
+    """With its Dropout it trains; without, to the losses of one device."""
+    script = tmp_path / "guide.py"
+    script.write_text(_GUIDE)
+    done = subprocess.run(
+        [sys.executable, script, str(rate)],
+        env={**os.environ, "TFPARALLEL_LOGICAL_CPUS": "8"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = np.array([float(x) for x in done.stdout.split()]).reshape(3, 4)
+    expected, *others = losses
+    for each in others:
+        np.testing.assert_allclose(each, expected, rtol=1e-5 if rate == 0 else 0.1)
+        assert each[0] > each[2]  # it learns
+
+
 def _keras_source(folder: pathlib.Path) -> pathlib.Path:
     """Of the Keras that is installed: `KERAS_SOURCE`, or what pip unpacks into `folder`."""
     if source := os.environ.get("KERAS_SOURCE"):

@@ -128,7 +128,7 @@ def test_an_argument_of_an_option_is_said_to_belong_there(argument, belongs):
 
 def test_what_is_computed_again_is_said_once():
     memory = tfparallel.MemoryPolicy("full")
-    with pytest.raises(ValueError, match="Leave one of them out"):
+    with pytest.raises(ValueError, match="Leave `memory` out, or both others"):
         HybridStrategy(
             {"pipeline": 4}, pipeline=PipelineOptions(4, rematerialize="full"), memory=memory
         )

@@ -304,7 +304,10 @@ def test_every_strategy_takes_the_arguments_of_its_section(write):
         inspect.signature(strategy_class).bind(**strategy.arguments())
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage", "sharded", "hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    ["one_device", "mirrored", "central_storage", "sharded", "hybrid", "tensor_parallel"],
+)
 def test_what_is_kept_reaches_the_strategy(write, name):
     memory = "memory: {rematerialize: [nothing], offload: full}"
     strategy = build_strategy(load_config(write(f"strategy: {{name: {name}, {memory}}}")).strategy)

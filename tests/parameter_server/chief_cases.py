@@ -26,6 +26,7 @@ from benchmarks.network import sent_by_this_process
 from tests.parameter_server.cluster import SERVERS, ServerProcesses
 from tests.parameter_server.spawner import Spawner
 from tfparallel.internals import context
+from tfparallel.internals.ran_operations import collected_graphs
 from tfparallel.parameter_server import Timeouts
 from tfparallel.parameter_server.shared_batches import SharedArrays, SharedDataset
 
@@ -1027,6 +1028,56 @@ class Lookup(keras.layers.Layer):
 
     def call(self, x):
         return tf.gather(self.table.value, x)
+
+
+@case
+def memory_policy():
+    """Trained weights under a policy, or a scope of Keras, beside those that keep everything."""
+    make_cluster(1, 1)
+    results = {
+        mode: {
+            "policy": _apart(mode, tfparallel.MemoryPolicy({"block_*"}), contextlib.nullcontext()),
+            "scope": _apart(mode, None, keras.RematScope(mode="full")),
+            "none": _apart(mode, None, contextlib.nullcontext()),
+        }
+        for mode in ("async", "sync")
+    }
+    return {"results": results}
+
+
+def _apart(mode: str, memory, scope) -> dict:
+    """How far weights are from those of a step that keeps all, and what is computed again."""
+    kept, _ = _trained_blocks(mode, None, contextlib.nullcontext())
+    again, names = _trained_blocks(mode, memory, scope)
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(kept, again, strict=True))
+    return {"apart": apart, "again": sum("kept" in name for name in names)}
+
+
+def _trained_blocks(mode: str, memory, scope) -> tuple[list, list]:
+    strategy = tfparallel.ParameterServerStrategy(mode=mode, memory=memory)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        with scope:
+            layers = [
+                keras.Sequential(
+                    [
+                        keras.layers.Dense(8, "gelu"),
+                        keras.layers.Dropout(0.3, seed=i),
+                        keras.layers.Dense(8, "gelu"),
+                    ],
+                    name=f"block_{i}",
+                )
+                for i in range(2)
+            ]
+            model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    x, y = np.random.default_rng(0).normal(size=(26, 4)), np.ones((26, 1))
+    with collected_graphs() as nodes:
+        model.fit(x, y, batch_size=13, shuffle=False, epochs=2, verbose=0)
+    if mode == "async":
+        (step,) = model.train_function._steps.values()
+        return model.get_weights(), [op.name for op in step._compute.graph.get_operations()]
+    return model.get_weights(), list(nodes)
 
 
 def _values_read(model: keras.Model) -> list:

@@ -130,3 +130,12 @@ def test_async_training_is_as_good_as_one_device(run_case):
         assert auc > 0.9, result
         assert async_auc > auc - 0.01, result
         assert async_loss < loss + 0.02, result
+
+
+@pytest.mark.long
+def test_activations_are_computed_again_on_workers(run_case):
+    for mode, results in run_case("memory_policy")["results"].items():
+        assert results["none"]["again"] == 0, mode
+        for said in ("policy", "scope"):
+            assert results[said]["again"] > 0, (mode, said)
+            assert results[said]["apart"] <= 5e-7, (mode, said)

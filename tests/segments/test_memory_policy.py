@@ -1,5 +1,8 @@
 """What is computed again, or on the host, trains to the same weights, and is not kept."""
 
+import collections
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import tfparallel
 from tests.conformance.models import MODELS
 from tests.graphs import waited_for
 from tests.helpers import assert_same_training, train
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 from tfparallel.internals.ran_operations import collected_graphs
 
 FULL = tfparallel.MemoryPolicy("full")
@@ -18,6 +22,20 @@ STRATEGIES = {
     "central": lambda memory: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"], memory=memory),
     "sharded": lambda memory: tfparallel.ShardedStrategy(
         ["CPU:0", "CPU:1"], min_size=1, memory=memory
+    ),
+    "tensor": lambda memory: tfparallel.TensorParallelStrategy(
+        "auto", device_mesh=cpu_mesh(1, 2), memory=memory
+    ),
+    "tensor, two replicas": lambda memory: tfparallel.TensorParallelStrategy(
+        LayoutOfAnything(cpu_mesh(2, 2)), memory=memory
+    ),
+    "pipeline": lambda memory: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], 4, memory=memory),
+    "pipeline, a microbatch": lambda memory: tfparallel.PipelineStrategy(
+        ["CPU:0", "CPU:1"], 1, memory=memory
+    ),
+    "data x pipeline": lambda memory: tfparallel.HybridStrategy(
+        keras.distribution.DeviceMesh((2, 2), ("data", "pipeline"), [f"cpu:{i}" for i in range(4)]),
+        memory=memory,
     ),
 }
 
@@ -63,7 +81,14 @@ def trained(strategy, build=lambda: blocks(2, 8)) -> dict[str, np.ndarray]:
     return {"losses": np.asarray(losses), **weights}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+OFTEN = ("one_device", "sharded", "pipeline")
+IN_PARTS = ("tensor", "tensor, two replicas", "pipeline, a microbatch", "data x pipeline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.long if x in IN_PARTS else []) for x in STRATEGIES],
+)
 @pytest.mark.parametrize("rematerialize", ["full", ("block_*",)])
 def test_it_trains_as_if_all_was_kept(name, rematerialize):
     kept = trained(STRATEGIES[name](None))
@@ -80,9 +105,15 @@ def test_models_of_all_kinds_train_as_on_one_device(name):
     assert_same_training(train(None, **options), train(strategy, **options))
 
 
-def above_rest(memory: tfparallel.MemoryPolicy | None, build=lambda: blocks(6, 128)) -> int:
-    """Bytes that TensorFlow has in use in a step at most, above those before it."""
-    with tfparallel.OneDeviceStrategy("CPU:0", memory=memory).scope():
+def above_rest(
+    memory: tfparallel.MemoryPolicy | None, build=lambda: blocks(6, 128), scope=None
+) -> int:
+    """Bytes that TensorFlow has in use in a step at most, above those before it.
+
+    Args:
+        scope: of another strategy, or of none.
+    """
+    with scope or tfparallel.OneDeviceStrategy("CPU:0", memory=memory).scope():
         model = build()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = data(2048, 128)
@@ -97,6 +128,23 @@ def test_what_is_computed_again_is_not_kept():
     assert above_rest(tfparallel.MemoryPolicy({"block_*"})) <= 0.6 * above_rest(None)
 
 
+def test_all_devices_of_a_group_compute_again():
+    """What is behind the all-reduce of a pair, and not on the first device only."""
+
+    def products(memory):
+        strategy = STRATEGIES["tensor"](memory)
+        with collected_graphs() as nodes:
+            trained(strategy)
+        kept = [node.device[-1] for name, node in nodes.items() if "/kept" in f"/{name}"]
+        every = [node.device[-1] for node in nodes.values() if "MatMul" in node.operation]
+        return kept, every
+
+    (none, plain), (kept, again) = products(None), products(FULL)
+    assert not none and set(kept) == {"0", "1"}
+    more = collections.Counter(again) - collections.Counter(plain)
+    assert more["0"] == more["1"] > 0
+
+
 @pytest.mark.parametrize(
     "scope",
     [
@@ -107,7 +155,15 @@ def test_what_is_computed_again_is_not_kept():
     ],
     ids=lambda scope: scope["mode"],
 )
-@pytest.mark.parametrize("name", ["one_device", "mirrored", "sharded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            x, marks=[] if x in ("one_device", "sharded", "pipeline") else pytest.mark.long
+        )
+        for x in STRATEGIES
+    ],
+)
 def test_remat_scopes_of_keras_train_as_if_all_was_kept(name, scope):
     def build():
         with keras.RematScope(**scope):
@@ -124,6 +180,18 @@ def test_a_remat_scope_of_keras_saves_what_the_policy_does():
             return blocks(6, 128)
 
     assert above_rest(None, build) <= 0.6 * above_rest(None)
+
+
+def test_a_segment_that_keeps_all_costs_no_more_than_plain_keras():
+    """A threshold that nothing reaches: each block is a segment, and none computes again."""
+
+    def build():
+        with keras.RematScope(mode="larger_than", output_size_threshold=10**9):
+            return blocks(6, 128)
+
+    plain = above_rest(None, scope=contextlib.nullcontext())
+    activation = 2048 * 128 * 4
+    assert above_rest(None, build) <= plain + 2 * activation < 1.05 * plain
 
 
 @pytest.mark.parametrize(

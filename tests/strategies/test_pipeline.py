@@ -10,7 +10,7 @@ from keras import layers
 
 from tests.conformance.models import MODELS
 from tests.helpers import assert_same_training, tiny_data, train
-from tfparallel import PipelineStrategy
+from tfparallel import MemoryPolicy, PipelineStrategy
 from tfparallel.pipeline.plans.schedule import Schedule
 
 CPUS = [f"CPU:{i}" for i in range(4)]
@@ -144,6 +144,11 @@ def test_a_masked_loss_needs_all_microbatches_forward_first(caplog):
         ({"devices": CPUS[:2], "batch_norm": "later"}, "'deferred'. Received: batch_norm='later'"),
         ({"devices": CPUS[:2], "rematerialize": "some"}, "Received: rematerialize='some'"),
         ({"devices": CPUS[:2], "rematerialize": []}, r"patterns .* Received: rematerialize=\[\]"),
+        (
+            {"devices": CPUS[:2], "rematerialize": "full", "memory": MemoryPolicy()},
+            "is said once. Received: .* rematerialize='full' and offload=False. Leave `memory` out",
+        ),
+        ({"devices": CPUS[:2], "memory": MemoryPolicy(offload={"a"})}, "host as a whole"),
         ({"devices": CPUS[:3], "schedule": "one stage"}, "1 devices, 3 devices"),
         ({"devices": CPUS[:1], "schedule": "one stage", "num_microbatches": 2}, "1 microbatches"),
     ],
@@ -155,6 +160,8 @@ def test_a_masked_loss_needs_all_microbatches_forward_first(caplog):
         "batch_norm",
         "word",
         "patterns",
+        "memory twice",
+        "memory of a layer",
         "devices",
         "microbatches",
     ],

@@ -62,6 +62,7 @@ def a_layout_map() -> dict:
     predicted = candidate.model.predict(x, verbose=0)
     return {
         "name": repr(strategy),
+        "axes": str(strategy.summary(candidate.model)).splitlines()[-1],
         "difference": difference(one_device, candidate),
         "loaded": float(np.abs(loaded.predict(x, verbose=0) - predicted).max()),
         "devices": [p.device for p in candidate.model.get_layer("up").kernel.value.parts[0]],

@@ -101,6 +101,29 @@ def test_a_column_and_a_row_do_not_gather_in_between(between):
     assert _on_each(counts, "ConcatV2") == [0, 0]
 
 
+def test_scores_are_dropped_where_their_heads_are():
+    def dropping():
+        x = keras.Input((5, 8))
+        return keras.Model(x, layers.MultiHeadAttention(4, 4, dropout=0.3, seed=1)(x, x))
+
+    counts = _operations_that_run(ATTENTION, dropping, (12, 5, 8))
+    assert counts[0]["Softmax"] == counts[1]["Softmax"] == 1
+    assert counts[0]["StatelessRandomUniformV2"] == 1
+    assert counts[1]["StatelessRandomUniformV2"] == 0
+    plain = _operations_that_run(ATTENTION, _attention, (12, 5, 8))
+    assert _on_each(counts, "ConcatV2") == _on_each(plain, "ConcatV2")
+
+
+CLIPPING = {"global_clipnorm": 0.1, "clipnorm": 0.05, "clipvalue": 0.01}
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_gradients_are_clipped_where_they_are(name):
+    counts = _operations_that_run(MEGATRON, _pair, (12, 16), **{name: CLIPPING[name]})
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+    assert _on_each(counts, "SplitV") == [0, 0]
+
+
 @pytest.mark.parametrize(
     "norm, gathers",
     [

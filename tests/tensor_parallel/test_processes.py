@@ -37,6 +37,7 @@ def test_two_processes_train_save_and_predict_as_one_device(run_case):
     assert result["loaded"] < 1e-5
     assert [d.rpartition("/device")[0] for d in result["devices"]] == [CHIEF, WORKER]
     assert "chief 0 CPU:0+worker 0 CPU:0" in result["name"]
+    assert result["axes"].startswith("Axis 'model' (2) crosses 2 processes")
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
 """The table of what a layout made of a model."""
 
 import keras
+import pytest
 from keras import layers
 
 import tfparallel
 from tests.tensor_parallel.layouts import layout_map
+from tfparallel.tensor_parallel.mesh_groups import MeshGroups
 
 
 def test_says_parts_bytes_and_reasons():
@@ -35,6 +37,29 @@ def test_says_parts_bytes_and_reasons():
         "model/norm/moving_variance (8,) whole 32 no pattern matches",
         "model/down/kernel (8, 2) whole 64 dim 1 has 2 indices for 3 devices",
     ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ([[0, 0], [0, 0]], ""),
+        (
+            [[0, 0], [1, 1]],
+            "Axis 'model' (2) stays inside of a process. Axis 'batch' (2) crosses 2 processes: "
+            "what it sends goes over their link.",
+        ),
+        (
+            [[0, 1, 1, 2]],
+            "Axis 'model' (4) crosses 3 processes: what it sends goes over their link.",
+        ),
+    ],
+)
+def test_says_which_axis_crosses_processes(tasks, says):
+    groups = tuple(
+        tuple(f"/job:worker/replica:0/task:{task}/device:CPU:{i}" for i, task in enumerate(group))
+        for group in tasks
+    )
+    assert MeshGroups(groups, "batch", "model").over_processes() == says
 
 
 def test_an_einsum_counts_as_in_parts_along_whichever_letter_it_is_cut():

@@ -62,6 +62,63 @@ def test_a_transformer_with_uneven_heads_and_units(parts):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "masks"),
+    [
+        ("heads", "of positions"),
+        ("groups", "causal"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("heads", "none"), ("heads", "causal"), ("groups", "none")]
+        ),
+    ],
+)
+def test_attention_drops_the_scores_that_one_device_drops(kind, masks):
+    """Masks drawn by device would be others: an epoch apart by 1e-3."""
+
+    def build():
+        x = keras.Input((5, 8))
+        if kind == "heads":
+            attention = layers.MultiHeadAttention(4, 4, dropout=0.4, seed=1)
+        else:
+            attention = layers.GroupQueryAttention(4, 4, 2, dropout=0.4, seed=1)
+        options = {"use_causal_mask": True} if masks == "causal" else {}
+        y = layers.Masking()(x) if masks == "of positions" else x
+        y = attention(y, y, **options)
+        return keras.Model(x, layers.Dense(3)(layers.Flatten()(y)))
+
+    def sequences(rows):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(rows, 5, 8)).astype("float32")
+        x[::2, 3:] = 0
+        return x, rng.integers(0, 3, rows)
+
+    _assert_same(_strategy(HEADS), build=build, data=sequences)
+
+
+@pytest.mark.parametrize("layouts", ["rows", "columns"])
+@pytest.mark.parametrize("clipping", [{"clipnorm": 0.05}, {"global_clipnorm": 0.1}])
+def test_norms_of_an_embedding_in_parts_are_of_rows_that_are_not_merged(layouts, clipping):
+    """Of six tokens each row has some several times: merged, they would have another norm."""
+
+    def build():
+        table = layers.Embedding(6, 8, name="table")
+        outer = [layers.GlobalAveragePooling1D(), layers.Dense(3, name="down")]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), table, *outer])
+
+    def tokens(rows):
+        rng = np.random.default_rng(0)
+        return rng.integers(0, 6, (rows, 5)), rng.integers(0, 3, rows)
+
+    axes = ("model", None) if layouts == "rows" else (None, "model")
+    _assert_same(
+        _strategy({".*embeddings": axes, ".*down/kernel": ("model", None)}),
+        build=build,
+        data=tokens,
+        optimizer=lambda: keras.optimizers.SGD(0.5, **clipping),
+    )
+
+
 def test_two_replicas_of_a_transformer_clipped_by_norm():
     """Without Dropout, whose masks differ by replica."""
 

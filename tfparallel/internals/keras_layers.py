@@ -43,6 +43,7 @@ __all__ = [
     "compiled_metrics_of",
     "direct_layers",
     "drop_added_losses",
+    "dropout_of_scores",
     "embedding_table",
     "flat_losses",
     "function_of_metric",
@@ -267,6 +268,11 @@ def moving_averages(optimizer: Any) -> list[keras.Variable | None]:
 def gives_scores(attention: Any) -> bool:
     """Whether the call of a `MultiHeadAttention` under way is asked for its scores, too."""
     return getattr(attention, "_return_attention_scores", False)
+
+
+def dropout_of_scores(attention: Any) -> keras.layers.Dropout:
+    """What drops scores of a `MultiHeadAttention` or `GroupQueryAttention` that has been built."""
+    return attention._dropout_layer
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -140,12 +140,14 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "keras.src.distribution.distribution_lib.ModelParallel": ("_layout_map",),
     "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention": (
+        "_dropout_layer",
         "_key_dense",
         "_output_dense",
         "_query_dense",
         "_value_dense",
     ),
     "keras.src.layers.attention.multi_head_attention.MultiHeadAttention": (
+        "_dropout_layer",
         "_key_dense",
         "_output_dense",
         "_query_dense",

@@ -134,7 +134,7 @@ class Sharded(WithTimeouts):
     transport: Literal["auto", "ring", "collectives", "horovod"] = "auto"
 
 
-class TensorParallel(StrategySection):
+class TensorParallel(WithMemory):
     """`layout`: for patterns of paths of weights, "model" or None for each dim.
 
     `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
@@ -326,7 +326,7 @@ class PipelineSection(Section):
     offload: bool = False
 
 
-class Pipeline(PipelineSection, StrategySection):
+class Pipeline(PipelineSection, WithMemory):
     """A pipeline on devices of one process, or of several tasks in TF_CONFIG."""
 
     class_name = "PipelineStrategy"

@@ -26,6 +26,7 @@ from tfparallel.pipeline.stage_variables import StageVariable
 from tfparallel.pipeline.stages import Budget, Stages, divide
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 
 
 class DividedModels(PlacedInStages):
@@ -85,7 +86,8 @@ class DividedModels(PlacedInStages):
             inputs = self._batches.take(model)
             given = self._options.partition, self._placement, self._budget
             devices = [self._device_of_stage(i) for i in range(self._schedule.num_stages)]
-            stages = divide(model, *given, devices, inputs, self._agreed)
+            with without_remat_of_keras(model):  # layers are called, to be measured
+                stages = divide(model, *given, devices, inputs, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:

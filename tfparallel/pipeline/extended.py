@@ -32,8 +32,10 @@ from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.whole_batch_state import left_for_all_rows, new_found
 from tfparallel.replicas.device_names import hosts_of
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.state_changes import StateChanges, current_inputs
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class PipelineExtended(DividedModels):
@@ -96,7 +98,8 @@ class PipelineExtended(DividedModels):
     @contextlib.contextmanager
     def _step_of(self, model: keras.Model) -> Iterator[None]:
         if self._num_replicas_in_sync == 1:  # a batch in one piece needs no schedule
-            yield
+            with MemoryPolicy().during(model):  # as layers of a `keras.RematScope` say
+                yield
             return
         stages = self._stages_of(model)
         add_up = self._sum_list_across_workers
@@ -114,6 +117,7 @@ class PipelineExtended(DividedModels):
         traced = self._traced_step(model, stages, current_microbatch, deferred, changes)
         with contextlib.ExitStack() as around:
             around.enter_context(super()._step_of(model))
+            around.enter_context(without_remat_of_keras(model))
             if isinstance(self._row_seeds, RowSeedsOfStages):
                 around.enter_context(self._row_seeds.counted(model))
             strategy, found = self._container_strategy(), self._found_of_layers
@@ -166,15 +170,18 @@ class PipelineExtended(DividedModels):
         self._executors = executors = self._new_executors(rematerialization)
         try:
             self._reads = {}
-            with staged(
-                model,
-                stages,
-                executors,
-                current_microbatch,
-                deferred,
-                changes,
-                rematerialization,
-                self._row_seeds,
+            with (
+                rematerialization.as_scopes_say(model),
+                staged(
+                    model,
+                    stages,
+                    executors,
+                    current_microbatch,
+                    deferred,
+                    changes,
+                    rematerialization,
+                    self._row_seeds,
+                ),
             ):
                 yield
             deferred.assign()

@@ -1,6 +1,6 @@
 """What the user says of a pipeline, wherever it is on a mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tfparallel.pipeline.plans.counts import check_choice, check_counts
 from tfparallel.pipeline.plans.schedule import Schedule
@@ -8,6 +8,7 @@ from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.refusals import check_schedule
 from tfparallel.pipeline.rematerialization import Choice, Rematerialization
 from tfparallel.pipeline.stages import Partition
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,28 @@ class PipelineOptions:
     batch_norm: str = "per_microbatch"
     rematerialize: Choice = "none"
     offload: bool = False
+
+    def keeping(self, memory: MemoryPolicy | None) -> "PipelineOptions":
+        """These options, of a pipeline that keeps what `memory` says.
+
+        Raises:
+            ValueError: if these options say so too, and for some layers to be offloaded.
+        """
+        if memory is None:
+            return self
+        if self.rematerialize != "none" or self.offload:
+            raise ValueError(
+                "What is kept is said once. Received: "
+                f"memory={memory}, rematerialize={self.rematerialize!r} and "
+                f"offload={self.offload}. Leave `memory` out, or both others."
+            )
+        if memory.offload not in ("none", "full"):
+            raise ValueError(
+                "What a stage keeps goes to the host as a whole. Received: "
+                f"offload={memory.offload!r}. Say 'full' or 'none'."
+            )
+        offload = memory.offload == "full"
+        return replace(self, rematerialize=memory.rematerialize, offload=offload)
 
     def schedule_for(self, num_devices: int) -> Schedule:
         """The order of passes on so many devices, once all options are checked for it.

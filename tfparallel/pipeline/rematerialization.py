@@ -9,14 +9,19 @@ https://arxiv.org/abs/2004.09910.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.partition import matches
 from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.replicas.remat_scopes import Wants, wanted_by_scopes
 
 Choice = str | Collection[str]
 _WORDS = ("none", "except_last", "full")
@@ -43,6 +48,7 @@ class Rematerialization:
             )
         self._choice = choice
         self._patterns = () if isinstance(choice, str) else tuple(choice)
+        self._has_scopes = False
         self._marked: set[tf.Operation] = set()
         self._at_once = {
             (before.stage, before.microbatch)
@@ -76,15 +82,41 @@ class Rematerialization:
         yield
         self._marked.update(graph.get_operations()[before:])
 
+    @contextlib.contextmanager
+    def as_scopes_say(self, model: keras.Model) -> Iterator[None]:
+        """Within it, a step of `model` is traced; layers of a `keras.RematScope` do as it says."""
+        with contextlib.ExitStack() as hooks:
+            for layer, wants in wanted_by_scopes(model):
+                self._has_scopes = True
+                hooks.enter_context(
+                    shadowed(
+                        layer,
+                        "call",
+                        wrapped(layer, "call", functools.partial(self._call, wants)),
+                        during="the tracing of a pipeline's step",
+                        why="What a layer of a `RematScope` computes is noted.",
+                    )
+                )
+            yield
+
+    def _call(self, wants: Wants, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        outputs = original(*args, **kwargs)
+        if wants(outputs):
+            self._marked.update(graph.get_operations()[before:])
+        return outputs
+
     def is_done(self, stage: int, microbatch: int) -> bool:
         """Whether anything is computed again on `stage` for `microbatch`."""
         is_left_out = self._choice == "except_last" and (stage, microbatch) in self._at_once
-        return self._choice != "none" and not is_left_out
+        return (self._choice != "none" or self._has_scopes) and not is_left_out
 
     @property
     def recomputes(self) -> Callable[[tf.Operation], bool]:
         """Whether the results of an operation are computed again, where it `is_done`."""
-        return self._marked.__contains__ if self._patterns else lambda operation: True
+        is_in_part = self._patterns or self._choice == "none"
+        return self._marked.__contains__ if is_in_part else lambda operation: True
 
 
 def _ends(forward: Action, after: Action) -> bool:

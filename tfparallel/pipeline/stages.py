@@ -95,7 +95,7 @@ def divide(
     if num_stages > len(parts):
         raise ValueError(
             f"Every stage must have a layer. Received: {num_stages} stages for model "
-            f"'{model.name}' of {len(parts)} layers. Use fewer stages (devices)."
+            f"'{model.name}' of {len(parts)} layers. Use at most {len(parts)} stages (devices)."
         )
     is_placed = placement.places(parts)
     if partition == "balanced" and not is_placed:

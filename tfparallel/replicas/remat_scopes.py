@@ -7,7 +7,9 @@ from typing import Any
 import keras
 
 from tfparallel.internals.hooks import shadowed
-from tfparallel.internals.keras_layers import layers_of, remat_mode_of
+from tfparallel.internals.keras_layers import RematMode, layers_of, remat_mode_of
+
+Wants = Callable[[Any], bool]  # of a layer's outputs: whether it computes again
 
 
 @contextlib.contextmanager
@@ -31,6 +33,45 @@ def without_remat_of_keras(model: keras.Model) -> Iterator[None]:
                 )
                 hooks.enter_context(hook)
         yield
+
+
+def wanted_by_scopes(model: keras.Model) -> list[tuple[keras.Layer, Wants]]:
+    """The layers in `model` that scopes want computed again, and for which outputs."""
+    wanted = []
+    for layer in layers_of(model):
+        wants = _wanted_by(remat_mode_of(layer), layer)
+        if wants is not None and layer is not model:
+            wanted.append((layer, wants))
+    return wanted
+
+
+def of_any_outputs(outputs: Any) -> bool:
+    """Whatever the outputs are."""
+    del outputs
+    return True
+
+
+def _wanted_by(mode: RematMode | None, layer: keras.Layer) -> Wants | None:
+    if mode is None:
+        return None
+    if mode.mode == "full" or (mode.mode == "list_of_layers" and layer.name in mode.layer_names):
+        return of_any_outputs
+    if mode.mode == "larger_than":
+        return lambda outputs: _size(outputs) > mode.output_size_threshold
+    return None
+
+
+def _size(outputs: Any) -> int:
+    """Numbers in `outputs`, for one row where the number of rows is not known, as Keras counts."""
+    shapes = [getattr(x, "shape", None) for x in keras.tree.flatten(outputs)]
+    return sum(_product(shape) for shape in shapes if shape is not None)
+
+
+def _product(shape: Any) -> int:
+    product = 1
+    for size in shape:
+        product *= size or 1
+    return product
 
 
 def _as_it_is(call: Callable, *args: Any, **kwargs: Any) -> Callable:

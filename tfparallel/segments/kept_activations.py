@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfparallel.internals import FuncGraph
 from tfparallel.internals.keras_layers import kept_losses
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.segments.host_copies import ASKS_SHAPE, SHARES_MEMORY
 from tfparallel.segments.segment import made_of
 
@@ -47,6 +48,7 @@ def kept_bytes(
             tf.GradientTape() as tape,
             with_weights() as weights,
             kept_losses(model),
+            without_remat_of_keras(model),
             in_step(),
         ):
             outputs = [y for y in _tensors(model(given, training=True)) if y.dtype.is_floating]

@@ -16,17 +16,21 @@ https://arxiv.org/abs/1604.06174
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import keras
 
-from tfparallel.internals.keras_layers import RematMode, direct_layers, layers_of, remat_mode_of
-from tfparallel.replicas.remat_scopes import without_remat_of_keras
+from tfparallel.internals.keras_layers import direct_layers
+from tfparallel.replicas.remat_scopes import (
+    Wants,
+    of_any_outputs,
+    wanted_by_scopes,
+    without_remat_of_keras,
+)
 from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
 from tfparallel.segments.step_segments import Called, StepSegments
 
-Wants = Callable[[Any], bool]  # of a layer's outputs: whether it computes again
 _WORDS = ("none", "full")
 
 
@@ -68,12 +72,10 @@ class MemoryPolicy:
             ValueError: for a pattern that names no layer.
         """
         chosen: dict[int, tuple[keras.Layer, Wants]] = {}
-        for layer in layers_of(model):
-            wants = _wanted_by(remat_mode_of(layer), layer)
-            if wants is not None and layer is not model:
-                chosen[id(layer)] = (layer, wants)
+        for layer, wants in wanted_by_scopes(model):
+            chosen[id(layer)] = (layer, wants)
         for layer in _named("rematerialize", self.rematerialize, model):
-            chosen[id(layer)] = (layer, _always)
+            chosen[id(layer)] = (layer, of_any_outputs)
         return [
             each for each in chosen.values() if not isinstance(each[0], keras.layers.InputLayer)
         ]
@@ -101,11 +103,25 @@ class MemoryPolicy:
         return again + [Called(x, offloads=True) for key, x in moved.items() if key not in wants]
 
     @contextlib.contextmanager
-    def during(self, model: keras.Model) -> Iterator[None]:
-        """Within it, a step of `model` is traced that keeps what the policy says."""
-        segments = StepSegments()
+    def during(
+        self, model: keras.Model, own_devices: Callable[[], Sequence[str]] | None = None
+    ) -> Iterator[None]:
+        """Within it, a step of `model` is traced that keeps what the policy says.
+
+        Args:
+            own_devices: those that compute the calling replica, where they are several.
+        """
+        segments = StepSegments(own_devices=own_devices)
         with without_remat_of_keras(model), segments.called(self.segments(model)):
             yield
+
+    def of_groups(self, own_devices: Callable[[], Sequence[str]]) -> Callable:
+        """`during`, where several devices compute a replica.
+
+        Args:
+            own_devices: gives those of the calling replica.
+        """
+        return functools.partial(self.during, own_devices=own_devices)
 
 
 def around_inner(memory: MemoryPolicy | None, inner: object) -> Callable | None:
@@ -132,31 +148,3 @@ def _named(what: str, choice: str | Collection[str], model: keras.Model) -> list
     layers = layers_by_path(model)
     check_patterns(what, choice, layers)
     return [layer for path, layer in layers.items() if is_named(path, choice)]
-
-
-def _always(outputs: Any) -> bool:
-    del outputs
-    return True
-
-
-def _wanted_by(mode: RematMode | None, layer: keras.Layer) -> Wants | None:
-    if mode is None:
-        return None
-    if mode.mode == "full" or (mode.mode == "list_of_layers" and layer.name in mode.layer_names):
-        return _always
-    if mode.mode == "larger_than":
-        return lambda outputs: _size(outputs) > mode.output_size_threshold
-    return None
-
-
-def _size(outputs: Any) -> int:
-    """Numbers in `outputs`, for one row where the number of rows is not known, as Keras counts."""
-    shapes = [getattr(x, "shape", None) for x in keras.tree.flatten(outputs)]
-    return sum(_product(shape) for shape in shapes if shape is not None)
-
-
-def _product(shape: Any) -> int:
-    product = 1
-    for size in shape:
-        product *= size or 1
-    return product

@@ -80,6 +80,7 @@ def computed_between(
     begin: int,
     outputs: Collection[tf.Tensor],
     is_kept: Callable[[tf.Operation], bool],
+    own_devices: Collection[str] = (),
 ) -> set[tf.Operation]:
     """Operations of a call on the way to `outputs`, from those on that are `is_kept`.
 
@@ -87,9 +88,10 @@ def computed_between(
 
     Args:
         begin: how many operations there were before the call.
+        own_devices: those that compute the replica, beside what computes `outputs`.
     """
     inside = set(graph.get_operations()[begin:])
-    devices = {tensor.op.device for tensor in outputs}
+    devices = {*own_devices, *(tensor.op.device for tensor in outputs)}
     made: set[tf.Operation] = set()
     todo = [x.op for tensor in outputs for x in tensor.op.inputs]
     while todo:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import get_keras_mask, record, set_keras_mask
+from tfparallel.internals import record
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.segments.segment import Segment, computed_between, rewire
+from tfparallel.segments.tensor_notes import carry_notes
 
 
 class Weights(Protocol):
@@ -52,10 +53,13 @@ class StepSegments:
 
     Args:
         prefetch: how many segments ahead weights are put together.
+        own_devices: those that compute the calling replica, where they are several; by default
+            what computes a call's outputs.
     """
 
-    def __init__(self, prefetch: int = 0):
+    def __init__(self, prefetch: int = 0, own_devices: Callable[[], Sequence[str]] | None = None):
         self._prefetch = prefetch
+        self._own_devices = own_devices or tuple
         self._graph = tf.compat.v1.get_default_graph()
         self._thread = threading.local()
         self._segments: list[Segment] = []
@@ -120,10 +124,12 @@ class StepSegments:
         flat = [y for y in keras.tree.flatten(outputs) if isinstance(y, tf.Tensor)]
         if recomputes is not None and recomputes(outputs):
             segment.recomputes = computed_between(
-                self._graph, begin, flat, is_stateful
+                self._graph, begin, flat, is_stateful, self._own_devices()
             ).__contains__
         if offloads:
-            made = computed_between(self._graph, begin, flat, lambda operation: False)
+            made = computed_between(
+                self._graph, begin, flat, lambda operation: False, self._own_devices()
+            )
             segment.computed = made | {y.op for y in flat}
         return self._told(outputs, number)
 
@@ -157,9 +163,7 @@ class StepSegments:
                 return [gradient]
 
             record.record_operation("Segment", [copy], [value], backward)
-            mask = get_keras_mask(value)
-            if mask is not None:
-                set_keras_mask(copy, mask)
+            carry_notes(value, copy)
             return copy
 
         return keras.tree.map_structure(told, outputs)

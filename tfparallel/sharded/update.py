@@ -6,7 +6,7 @@ norms that clip, and whether all gradients are finite. Inside of it there may be
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,13 @@ import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer
 from tfparallel.internals.keras_layers import accumulated_gradient, moving_averages
+from tfparallel.replicas.clipping import (
+    clipped_by_norm,
+    clips_by_norm,
+    scaled_gradient,
+    sum_of_squares,
+    widest,
+)
 from tfparallel.sharded.shard_view import GlobalNumbers, current_numbers
 from tfparallel.sharded.sharded_variables import ShardedVariable
 
@@ -64,11 +71,11 @@ def global_numbers(
         sum_of: adds up a tensor of every replica.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    squares = _squares(inner, optimizer, reduced) if _clips_by_norm(inner) else {}
+    squares = _squares(inner, optimizer, reduced) if clips_by_norm(inner) else {}
     is_asked = inner is not optimizer  # a LossScaleOptimizer skips steps that overflow
     flat = [_count_not_finite(reduced)] if is_asked else []
     of_parts = [k for k, (_, is_part) in squares.items() if is_part]
-    dtype = _widest(square for square, _ in squares.values())
+    dtype = widest(square for square, _ in squares.values())
     flat += [squares[k][0] for k in of_parts]
     if not flat:
         return GlobalNumbers(None if not squares else _in_order(reduced, squares), None)
@@ -80,10 +87,6 @@ def global_numbers(
 
 def _in_order(reduced: ReducedGradients, squares: Mapping[int, tuple]) -> list[tf.Tensor | None]:
     return [squares[k][0] if k in squares else None for k in reduced.present()]
-
-
-def _clips_by_norm(optimizer: BaseOptimizer) -> bool:
-    return bool(optimizer.clipnorm or optimizer.global_clipnorm)
 
 
 def _count_not_finite(reduced: ReducedGradients) -> tf.Tensor:
@@ -116,7 +119,7 @@ def _squares(
         else:
             clipped = _numbers(reduced.gradients[k])
             clipped = clipped / tf.cast(scale, clipped.dtype)
-        found[k] = _sum_of_squares(clipped), not is_whole
+        found[k] = sum_of_squares(clipped), not is_whole
     return found
 
 
@@ -163,36 +166,10 @@ def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequenc
     if numbers is None or numbers.squares is None:
         return clip_gradients(gradients)
     squares = [
-        _sum_of_squares(gradient) if square is None else square
+        sum_of_squares(gradient) if square is None else square
         for gradient, square in zip(gradients, numbers.squares, strict=True)
     ]
-    if optimizer.clipnorm and optimizer.clipnorm > 0:
-        limit = optimizer.clipnorm
-        scales = [limit / tf.maximum(tf.sqrt(square), limit) for square in squares]
-        return [_scaled(gradient, scale) for gradient, scale in zip(gradients, scales, strict=True)]
-    dtype, limit = _widest(squares), optimizer.global_clipnorm
-    norm = tf.sqrt(tf.add_n([tf.cast(square, dtype) for square in squares]))
-    # As Keras's: gradients of which one is not finite become NaN, and sparse ones become dense.
-    scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    return [_scaled(tf.convert_to_tensor(gradient), scale) for gradient in gradients]
-
-
-def _sum_of_squares(gradient: Any) -> tf.Tensor:
-    """In 32 bits at least."""
-    numbers = _numbers(gradient)
-    dtype = tf.float64 if numbers.dtype == tf.float64 else tf.float32
-    return tf.reduce_sum(tf.square(tf.cast(numbers, dtype)))
-
-
-def _widest(numbers: Iterable[tf.Tensor]) -> tf.DType:
-    return tf.float64 if any(number.dtype == tf.float64 for number in numbers) else tf.float32
-
-
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _scaled(gradient.values, scale)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(scale, gradient.dtype)
+    return clipped_by_norm(optimizer, gradients, squares, scaled_gradient)
 
 
 def _where_kept(slot: Any) -> contextlib.AbstractContextManager:

@@ -1,7 +1,7 @@
 """Hybrid parallel: a mesh of devices whose axes divide rows, state, layers and matrices."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -103,16 +103,21 @@ class HybridStrategy(KerasStrategy):
         shard = _sharding(self._mesh, shard)
         _check_options(self._mesh, shard, pipeline, layout_map)
         check_choice("seed_by", seed_by, ("replica", "row"))
-        pipeline = _remembering(pipeline or PipelineOptions(), memory)
+        pipeline = (pipeline or PipelineOptions()).keeping(memory)
         extended = self._new_extended(shard, pipeline, layout_map)
         kept = None
         if "pipeline" not in self._mesh.names:
-            kept = (memory or MemoryPolicy()).during
+            kept = self._kept_in_step(extended, memory or MemoryPolicy())
         if isinstance(extended, LocalShardedExtended):  # a layer computed again is a unit there
             extended._memory, kept = memory or MemoryPolicy(), None
         if seed_by == "row":
             extended._draw_by_row()
         super().__init__(extended, kept)
+
+    @staticmethod
+    def _kept_in_step(extended: Any, memory: MemoryPolicy) -> Callable:
+        is_in_groups = isinstance(extended, HoldsParts)
+        return memory.of_groups(extended.own_group) if is_in_groups else memory.during
 
     def _new_extended(
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
@@ -231,25 +236,6 @@ def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
             f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
             f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
         )
-
-
-def _remembering(pipeline: PipelineOptions, memory: MemoryPolicy | None) -> PipelineOptions:
-    """The options of a pipeline that keeps what `memory` says."""
-    if memory is None:
-        return pipeline
-    if pipeline.rematerialize != "none" or pipeline.offload:
-        raise ValueError(
-            "What is kept is said once. Received: "
-            f"memory={memory} and PipelineOptions(rematerialize={pipeline.rematerialize!r}, "
-            f"offload={pipeline.offload}). Leave one of them out."
-        )
-    if memory.offload not in ("none", "full"):
-        raise ValueError(
-            "What a stage keeps goes to the host as a whole. Received: "
-            f"offload={memory.offload!r}. Say 'full' or 'none'."
-        )
-    offload = memory.offload == "full"
-    return dataclasses.replace(pipeline, rematerialize=memory.rematerialize, offload=offload)
 
 
 def _full_name(name: Any) -> str:

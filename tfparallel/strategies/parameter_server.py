@@ -17,6 +17,7 @@ from tfparallel.parameter_server.extended import ParameterServerExtended
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.sync_extended import SyncParameterServerExtended
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class ParameterServerStrategy(KerasStrategy):
@@ -46,6 +47,9 @@ class ParameterServerStrategy(KerasStrategy):
         compression: "async" only. How workers hand gradients in: one of `Cast`, `TopK`, `QSGD`,
             `TernGrad` and `SignSGD` of `tfparallel.compression`, or its name; None hands them in
             as they are.
+        memory: which activations a worker computes again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`.
         insecure_network: says that strangers cannot reach the network between the tasks. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
         timeouts: how long tasks wait for one another.
@@ -67,6 +71,7 @@ class ParameterServerStrategy(KerasStrategy):
         timeouts: Timeouts | None = None,
         compression: Compressor | str | None = None,
         copy_every_steps: int | None = 8,
+        memory: MemoryPolicy | None = None,
     ):
         _check_arguments(mode, max_staleness, variable_partitioner, compression, copy_every_steps)
         compressor = checked_compressor(compression)
@@ -77,7 +82,8 @@ class ParameterServerStrategy(KerasStrategy):
         timeouts = timeouts or Timeouts()
         self._cluster_resolver = cluster_resolver
         if cluster.task_type == "evaluator":  # works alone, on what the chief has saved
-            super().__init__(MirroredLocalExtended(self, ["GPU:0" if _has_gpu() else "CPU:0"]))
+            alone = MirroredLocalExtended(self, ["GPU:0" if _has_gpu() else "CPU:0"])
+            super().__init__(alone, (memory or MemoryPolicy()).during)
             return
         if cluster.is_server:
             cluster.serve(timeouts)
@@ -91,7 +97,7 @@ class ParameterServerStrategy(KerasStrategy):
             extended = AsyncParameterServerExtended(
                 self, cluster, variable_partitioner, max_staleness, timeouts, compressor
             )
-        super().__init__(extended)
+        super().__init__(extended, (memory or MemoryPolicy()).during)
 
     def compression_report(self) -> list[CompressionReport]:
         """What a worker hands in in one step, for each optimizer that has trained."""

@@ -31,6 +31,7 @@ from tfparallel.pipeline.summary import Summary
 from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.reporting_scope import ReportingScope
+from tfparallel.segments.memory_policy import MemoryPolicy
 
 
 class PipelineStrategy(KerasStrategy):
@@ -65,6 +66,9 @@ class PipelineStrategy(KerasStrategy):
             pass directly follows its forward pass, which saves no memory; or a set of shell-style
             patterns of layer names.
         offload: whether what the forward pass keeps is on the host until the backward pass.
+        memory: the same as a `tfparallel.MemoryPolicy`, instead of `rematerialize` and `offload`;
+            its `offload` is "none" or "full" here. Layers made in a `keras.RematScope` are computed
+            again whatever is said.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` of a chief and workers:
             every process runs the same script, the first one trains, and in the others the
             constructor serves their stages until that is done and then ends the process with status
@@ -78,8 +82,8 @@ class PipelineStrategy(KerasStrategy):
         StageLost: from training, naming the stage whose process is gone or does not answer.
         TimeoutError: naming the processes that never came.
         ValueError: for addresses that other machines reach, for devices that do not exist or are
-            named twice, counts below 1, or a schedule that is unknown, incomplete or would
-            deadlock.
+            named twice, counts below 1, a schedule that is unknown, incomplete or would
+            deadlock, or `memory` beside `rematerialize` or `offload`.
 
     Source: GPipe, Huang et al., https://arxiv.org/abs/1811.06965; 1F1B: PipeDream-flush, Narayanan
     et al., https://arxiv.org/abs/2104.04473.
@@ -97,6 +101,7 @@ class PipelineStrategy(KerasStrategy):
         batch_norm: str = "per_microbatch",
         rematerialize: Choice = "none",
         offload: bool = False,
+        memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
@@ -115,7 +120,7 @@ class PipelineStrategy(KerasStrategy):
             batch_norm,
             rematerialize,
             offload,
-        )
+        ).keeping(memory)
         schedule = options.schedule_for(len(first))
         super().__init__(PipelineExtended(self, first, schedule, options, cluster, others))
 

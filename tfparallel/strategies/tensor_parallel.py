@@ -14,6 +14,7 @@ from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.device_names import all_devices_here, short_names
 from tfparallel.replicas.reporting_scope import ReportingScope
+from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
 from tfparallel.tensor_parallel.branch_layouts import FoundBranches, given_branches
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
@@ -50,6 +51,9 @@ class TensorParallelStrategy(KerasStrategy):
         sequence_parallel: whether LayerNorm, Dropout and sums of `[rows, positions, features]`
             between a layer by rows and one by columns are computed in parts along positions, too:
             each device keeps its share of these activations. As many bytes are sent.
+        memory: which activations are computed again in the backward pass, a
+            `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
+            `keras.RematScope`.
         cluster_resolver: of processes whose devices compute together; the script runs in the first,
             the others serve it. Then number 1 of a mesh, `cpu:1`, is that of the second process,
             or the second of all GPUs. `TF_CONFIG` counts only as a `TFConfigClusterResolver`.
@@ -72,6 +76,7 @@ class TensorParallelStrategy(KerasStrategy):
         *,
         device_mesh: Any = None,
         sequence_parallel: bool = False,
+        memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
@@ -88,7 +93,7 @@ class TensorParallelStrategy(KerasStrategy):
         if make_layouts is not None:
             mesh = device_mesh or _all_devices(of_cluster)
             groups = mesh_groups(mesh, batch_dim_name, of_cluster)
-            self._begin(make_layouts(groups), sequence_parallel, reports)
+            self._begin(make_layouts(groups), sequence_parallel, reports, memory)
             return
         if device_mesh is not None:
             raise ValueError(
@@ -105,11 +110,18 @@ class TensorParallelStrategy(KerasStrategy):
                 "keras.distribution.LayoutMap(device_mesh)."
             )
         groups = mesh_groups(layout.device_mesh, batch_dim_name, of_cluster)
-        self._begin(Layouts(layout, groups), sequence_parallel, reports)
+        self._begin(Layouts(layout, groups), sequence_parallel, reports, memory)
 
-    def _begin(self, layouts: Layouts, sequence_parallel: bool, reports: Callable | None) -> None:
+    def _begin(
+        self,
+        layouts: Layouts,
+        sequence_parallel: bool,
+        reports: Callable | None,
+        memory: MemoryPolicy | None,
+    ) -> None:
         layouts.cuts_sequences = sequence_parallel
-        super().__init__(TensorParallelExtended(self, layouts, reports))
+        extended = TensorParallelExtended(self, layouts, reports)
+        super().__init__(extended, (memory or MemoryPolicy()).of_groups(extended.own_group))
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a process that is lost."""

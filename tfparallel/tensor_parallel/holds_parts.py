@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
+    BaseOptimizer,
     distribute_lib,
     distribute_utils,
     is_keras_step,
@@ -29,6 +30,7 @@ from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.tensor_parallel.blocks import blocks_of
+from tfparallel.tensor_parallel.clipping_parts import clipping_hooks
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.layer_rules import (
@@ -211,6 +213,9 @@ class HoldsParts(ReplicatedExtended):
         if source is None:
             return [None] * len(gradients)
         return [behind(variable) for variable in source.variables]
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        return clipping_hooks(optimizer)
 
     # ---- how a variable is updated ---------------------------------------------------------------
 

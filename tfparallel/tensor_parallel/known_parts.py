@@ -22,14 +22,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.rows import Rows
-
-_PARTS = "_tfparallel_parts"  # attribute of a tensor: its `Rows` and the parts
 
 
 def known_parts(tensor: Any) -> tuple[Rows, list] | None:
     """How `tensor` is divided, and its parts, if it was made by `joined`."""
-    return getattr(tensor, _PARTS, None)
+    return getattr(tensor, PARTS, None)
 
 
 def rows_of(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> Rows:
@@ -61,7 +60,7 @@ def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
     rows = rows_of(parts, dim, blocks)
     with record.stop_recording():
         whole = put_together(parts, rows)
-    setattr(whole, _PARTS, (rows, parts))
+    setattr(whole, PARTS, (rows, parts))
     record.record_operation("Join", [whole], parts, lambda gradient: parts_of(gradient, rows))
     return whole
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import inputs_structure, kept_losses, layers_of
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.tensor_parallel.cuts import Cuts, cuts_of, is_cut_by_type
 
 
@@ -66,7 +67,7 @@ def calls_of(model: keras.Model, inputs: Any = None) -> ModelCalls:
     calls: list[LayerCall] = []
     with _noting(model, calls), keras.StatelessScope(), FuncGraph("layer_calls").as_default():
         given = keras.tree.map_structure(_placeholder, specs)
-        with kept_losses(model):
+        with kept_losses(model), without_remat_of_keras(model):
             outputs = model(given, training=False)
     return ModelCalls(calls, [*_tensors(given), *_tensors(outputs)])
 

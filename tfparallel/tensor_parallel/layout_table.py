@@ -28,10 +28,12 @@ class LayoutSummary:
         weights: for each its path, shape, parts, the bytes of the largest, and how its layer is
             computed, or why it is whole.
         layers: each call of one that multiplies or sends; empty where inputs are not known.
+        over_processes: which axis of the mesh stays inside of a process; empty where there is one.
     """
 
     weights: tuple[tuple[str, ...], ...]
     layers: tuple[LayerCost, ...]
+    over_processes: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _table(_HEADER, self.weights)
@@ -39,6 +41,8 @@ class LayoutSummary:
             yield ""
             yield _table(_LAYERS, _lines(self.layers))
             yield _total(self.layers)
+        if self.over_processes:
+            yield self.over_processes
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -56,9 +60,9 @@ def summary(model: keras.Model, layouts: Layouts, inputs: Any = None) -> LayoutS
     """
     weights = tuple(_weights(model, layouts))
     if layouts.groups.parts == 1 or (inputs is None and inputs_structure(model) is None):
-        return LayoutSummary(weights, ())
+        return LayoutSummary(weights, (), layouts.groups.over_processes())
     costs = costs_of(calls_of(model, inputs), layouts.branches)
-    return LayoutSummary(weights, tuple(costs))
+    return LayoutSummary(weights, tuple(costs), layouts.groups.over_processes())
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

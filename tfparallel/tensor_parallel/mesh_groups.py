@@ -36,6 +36,22 @@ class MeshGroups:
         """Devices of a group."""
         return len(self.groups[0])
 
+    def over_processes(self) -> str:
+        """Which axis stays inside of a process, and which does not; nothing where there is one."""
+        tasks = np.array([[_task(device) for device in group] for group in self.groups])
+        if len(set(tasks.flatten())) == 1:
+            return ""
+        axes = {self.model_axis: tasks, self.batch_axis: tasks.T}
+        lines = []
+        for axis, rows in axes.items():
+            if axis is None or rows.shape[1] == 1:
+                continue
+            processes = max(len(set(row)) for row in rows)
+            over = f"crosses {processes} processes: what it sends goes over their link"
+            says = over if processes > 1 else "stays inside of a process"
+            lines.append(f"Axis '{axis}' ({rows.shape[1]}) {says}.")
+        return " ".join(lines)
+
 
 def mesh_groups(
     mesh: Any, batch_dim_name: str | None = None, of_cluster: Sequence[str] | None = None
@@ -80,6 +96,11 @@ def mesh_groups(
         batch,
         (model or remaining or [None])[0],
     )
+
+
+def _task(device: str) -> str:
+    spec: Any = tf.DeviceSpec.from_string(device)
+    return f"{spec.job} {spec.task}"
 
 
 def _batch_axis(names: list[str], asked: str | None) -> str | None:

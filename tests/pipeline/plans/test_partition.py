@@ -90,7 +90,10 @@ def test_a_thousand_layers_are_cut_in_no_time():
     ("arguments", "message"),
     [
         ({"num_stages": 0}, "num_stages must be a whole number"),
-        ({"num_stages": 4}, "Every stage must have a layer. Received: num_stages=4 for 3 layers"),
+        (
+            {"num_stages": 4},
+            "Every stage must have a layer. Received: num_stages=4 for 3 layers. Use at most 3 st",
+        ),
         ({"costs": [1, -1, 1]}, r"costs must be finite and not .* Received: costs\[1\]=-1.0"),
         ({"costs": [1, 1, float("nan")]}, r"Received: costs\[2\]=nan"),
         ({"memory": [1, 2]}, "memory must have 3 numbers, one per layer. Received: 2"),

@@ -62,7 +62,7 @@ def balanced_cuts(
     if num_stages > num_layers:
         raise ValueError(
             f"Every stage must have a layer. Received: num_stages={num_stages} for {num_layers} "
-            "layers. Use fewer stages."
+            f"layers. Use at most {num_layers} stages."
         )
     if memory_limit is not None and memory is None:
         raise ValueError(

@@ -146,11 +146,12 @@ def dropout(
     with record.stop_recording():
         mask = original(tf.ones(_whole_shape(parts, rows), inputs.dtype), training=training)
         masks = group.parts(mask, rows)
-    kept = group.compute(_masked, parts, masks)
+    kept = group.compute(masked, parts, masks)
     return group.joined(kept, rows.dim)
 
 
-def _masked(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def masked(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """`x` as Dropout gives it, by what it made of ones."""
     return tf.where(mask > 0, x * tf.stop_gradient(mask), tf.zeros_like(x))
 
 
