@@ -5,6 +5,7 @@ root, the tools `ip` and `tc` (Debian: iproute2) and `taskset` (util-linux).
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -119,6 +120,40 @@ def two_hosts(mbit_per_s: int, tcp: str, round_trip_ms: float = 0) -> Iterator[l
             # Not by sysctl, which containers may not set.
             route = f"ip route replace 10.77.0.0/24 dev {host.interface} congctl {tcp}"
             _run(*host.prefix, *route.split())
+        yield hosts
+
+
+@contextlib.contextmanager
+def meshed_hosts(num_hosts: int) -> Iterator[list[Host]]:
+    """Namespaces with a link between each two of them, as fast as this machine; removed on exit.
+
+    For kernels whose bridges do not forward. A host has one address, whatever the link.
+
+    Raises:
+        RuntimeError: if a command fails.
+    """
+    number = os.getpid()
+    cpus = share_cpus(os.sched_getaffinity(0), min(num_hosts, len(os.sched_getaffinity(0))))
+    hosts = [
+        Host(f"tfparallel-{number}-{i}", f"10.78.0.{i + 1}", "lo", tuple(cpus[i % len(cpus)]))
+        for i in range(num_hosts)
+    ]
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            _run("ip", "netns", "add", host.name)
+            stack.callback(_run, "ip", "netns", "delete", host.name)
+            stack.callback(shutil.rmtree, _write_hosts_file(host))
+            _run(*host.prefix, *f"ip address add {host.address}/32 dev lo".split())
+            _run(*host.prefix, *["ip", "link", "set", "lo", "up"])
+        for i, j in itertools.combinations(range(num_hosts), 2):
+            pair = [(hosts[i], hosts[j], f"to{j}"), (hosts[j], hosts[i], f"to{i}")]
+            ends = [["name", device, "netns", host.name] for host, _, device in pair]
+            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            for host, _, device in pair:
+                _run(*host.prefix, "ip", "link", "set", device, "up")
+            for host, other, device in pair:
+                route = f"ip route add {other.address}/32 dev {device} src {host.address}"
+                _run(*host.prefix, *route.split())
         yield hosts
 
 
