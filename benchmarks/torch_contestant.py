@@ -87,15 +87,7 @@ class TorchContestant:
         )
         problem = PROBLEMS[problem]
         self.model = (Mlp if problem.dense_widths else ResNet)(problem)
-        options = {}
-        if (hook or "").startswith("power_sgd"):
-            # With several buckets its collectives go out in another order on each rank, and Gloo
-            # mixes them up: one bucket.
-            options["bucket_cap_mb"] = 1024
-            torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
-        self._replica = nn.parallel.DistributedDataParallel(self.model, **options)
-        if hook is not None:
-            self._replica.register_comm_hook(*_hook(hook))
+        self._replica = replicated(self.model, hook)
         self._optimizer = make_optimizer(optimizer, self.model.parameters())
         self._batches = itertools.cycle(
             [
@@ -129,6 +121,20 @@ class TorchContestant:
         loss.backward()
         self._optimizer.step()
         return loss.detach()
+
+
+def replicated(model: nn.Module, hook: str | None) -> nn.Module:
+    """The model on all ranks, its gradients summed by one of torch's hooks."""
+    options = {}
+    if (hook or "").startswith("power_sgd"):
+        # With several buckets its collectives go out in another order on each rank, and Gloo
+        # mixes them up: one bucket.
+        options["bucket_cap_mb"] = 1024
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
+    replica = nn.parallel.DistributedDataParallel(model, **options)
+    if hook is not None:
+        replica.register_comm_hook(*_hook(hook))
+    return replica
 
 
 def _hook(name: str) -> tuple:

@@ -10,7 +10,7 @@ import pytest
 from tests.communication.rings import AROUND, Board, connect_all, on_all
 from tfparallel.communication import ring_opening
 from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
-from tfparallel.communication.ring import Ring
+from tfparallel.communication.ring import SEGMENT_BYTES, Ring
 from tfparallel.communication.ring_opening import connect_ring
 
 
@@ -77,6 +77,30 @@ def test_every_worker_gets_each_array_of_all(rings):
         for k, whole in enumerate(own):
             np.testing.assert_array_equal(whole, np.concatenate([each[k] for each in parts]))
             assert whole.dtype == dtypes[k]
+
+
+@pytest.mark.parametrize(
+    "num_workers", [4, 6, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 8, 9))]
+)
+def test_arrays_of_several_segments_go_around_any_number_of_workers(num_workers):
+    """A chunk is one segment and a part of another; chunks differ in length."""
+    rings = connect_all(num_workers, small_bytes=AROUND)
+    size = num_workers * (SEGMENT_BYTES // 4 + 1000) + 1
+    rng = np.random.default_rng(num_workers)
+    arrays = [rng.integers(-9, 9, size).astype("float32") for _ in rings]
+    for total in on_all(num_workers, lambda rank: rings[rank].all_reduce(arrays[rank])):
+        np.testing.assert_array_equal(total, np.sum(arrays, axis=0))
+    rows = [array[:-1].reshape(num_workers, -1) for array in arrays]
+    totals = on_all(num_workers, lambda rank: rings[rank].reduce_scatter(rows[rank]))
+    np.testing.assert_array_equal(totals, np.sum(rows, axis=0))
+    parts = [array[: 200_000 + rank] for rank, array in enumerate(arrays)]
+    for whole in on_all(num_workers, lambda rank: rings[rank].all_gather(parts[rank])):
+        np.testing.assert_array_equal(whole, np.concatenate(parts))
+    equal = [array[:200_001] for array in arrays]
+    for (whole,) in on_all(num_workers, lambda rank: rings[rank].all_gather_each([equal[rank]])):
+        np.testing.assert_array_equal(whole, np.concatenate(equal))
+    for ring in rings:
+        ring.close()
 
 
 def test_tensorflow_takes_what_was_gathered_without_a_copy():

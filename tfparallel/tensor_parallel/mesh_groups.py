@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfparallel.replicas.checks import check_devices
 from tfparallel.replicas.device_names import devices_here

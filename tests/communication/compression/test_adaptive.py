@@ -244,6 +244,90 @@ def test_it_measures_again_when_times_change_for_good():
     assert any("s instead of 1.0000 s: measures" in line for line in plan.log)
 
 
+def simulated(plan, mbit_per_s, steps, noise, seed=0, mbit_after=None):
+    """Runs `plan` on a link, with a clock of its own: levels and seconds of every step.
+
+    An MLP of 10 M weights: 0.1 s of computation, four buckets, the first of which is small.
+    """
+    rng = np.random.default_rng(seed)
+    ready_s = np.array([0.02, 0.04, 0.07, 0.09])
+    levels, now_s, countdown, taken = plan.first_levels, 0.0, 1, []
+    for number in range(steps):
+        rate = mbit_after if mbit_after and number >= steps // 2 else mbit_per_s
+        sent = np.column_stack([plan.sent_bytes, plan.sent_bytes[:, 2]])  # a probing step's
+        slower = rng.lognormal(0, noise)  # other work beside this one
+        ready, done = now_s + slower * ready_s, []
+        for k, level in enumerate(levels):
+            duration_s = 0.004 * slower + 8e-6 * sent[k, level] / rate
+            done.append(max(done[-1] if done else 0.0, ready[k]) + duration_s)
+        taken.append((tuple(levels), done[-1] + 0.01 * slower - now_s))
+        now_s, countdown = done[-1] + 0.01 * slower, countdown - 1
+        if countdown == 0:
+            errors = np.tile([0, 2e-4, 0.78, 0.87, 0.94], (1, 4, 1))
+            levels, countdown = plan.advance(measured([ready], [done], errors))
+    return taken
+
+
+def mlp_of_10_m(interval=500):
+    names = ["exact", "half", "four", "two", "one"]
+    plan = Controller(4, names, [0, 1, 2, 4], probe=5, max_error=np.inf, interval=interval)
+    exact = np.array([[8e4], [1.7e7], [1.7e7], [6.4e6]])
+    plan.sent_bytes = exact * np.array([1, 0.5, 0.004, 0.002, 0.001])
+    return plan
+
+
+@pytest.mark.parametrize("mbit_per_s", [20, 100, 1000, 10_000, 10**6])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_settling_takes_a_twentieth_of_a_training(mbit_per_s, noise):
+    """Of 1,000 steps those are counted that are not of the decision before or after them."""
+    taken = simulated(mlp_of_10_m(), mbit_per_s, 1000, noise)
+    levels = [each for each, _ in taken]
+    settled = {each for each in set(levels) if levels.count(each) > 30}
+    assert sum(each not in settled for each in levels) <= 50
+    # Nor is it the seconds that it loses: to what each step costs once settled.
+    usual_s = np.median([time for each, time in taken if each in settled])
+    assert sum(time for _, time in taken) <= 1.15 * 1000 * usual_s
+
+
+def test_a_small_bucket_is_no_reason_to_send_everything_exactly():
+    """Its plan has the small bucket exact; whole steps of that would take 3.3 s each."""
+    taken = simulated(mlp_of_10_m(), 100, 300, 0.0)
+    assert any(0 in levels and len(set(levels)) > 1 for levels, _ in taken)
+    assert max(time for _, time in taken) < 1.0
+
+
+def test_decisions_say_why_and_what_came_of_them():
+    plan = mlp_of_10_m()
+    taken = simulated(plan, 100, 200, 0.0)
+    (why, *_), (came, *_) = (
+        [re.search(pattern, line) for line in plan.log if re.search(pattern, line)]
+        for pattern in (
+            r"a step takes ([\d.]+) ms and is worth ([\d.]+) of an exact one: ([\d.]+) ms",
+            r"50 steps took ([\d.]+) ms each, pauses included \(forecast: ([\d.]+) ms\)",
+        )
+    )
+    step_ms, worth_of_step, price_ms = map(float, why.groups())
+    assert price_ms == pytest.approx(step_ms / worth_of_step, rel=1e-2)
+    received_ms, forecast_ms = map(float, came.groups())
+    first = next(i for i, line in enumerate(plan.log) if "50 steps took" in line)
+    decided = int(re.match(r"step (\d+)", plan.log[first - 1])[1])
+    left_out = [[0, 2e-4, 0.78, 0.87, 0.94][level] ** 2 for level in taken[decided + 1][0]]
+    assert worth_of_step == pytest.approx(np.sqrt(1 - np.mean(left_out)), abs=1e-3)
+    of_clock = 1e3 * np.mean([time for _, time in taken[decided + 1 : decided + 51]])
+    assert received_ms == pytest.approx(of_clock, rel=0.02)
+    assert forecast_ms == step_ms == pytest.approx(of_clock, rel=0.1)
+
+
+@pytest.mark.parametrize("rates", [(10**6, 20), (20, 10**6)])
+def test_it_decides_again_when_the_link_changes(rates):
+    plan = mlp_of_10_m(interval=100)
+    levels = [each for each, _ in simulated(plan, rates[0], 1200, 0.0, mbit_after=rates[1])]
+    decided = [max(set(part), key=part.count) for part in (levels[300:600], levels[900:])]
+    fast, slow = decided if rates[0] > rates[1] else decided[::-1]
+    assert sum(slow) > sum(fast)
+    assert any("measures" in line for line in plan.log)
+
+
 class SlowTransport(ThreadTransport):
     """A network of a few bytes a second."""
 

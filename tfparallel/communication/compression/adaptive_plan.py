@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MEASURED_STEPS = 3  # with each level for all buckets; the fastest counts
+MEASURED_STEPS = 3  # with each level for all buckets; the median counts
 TURNS = 5  # of a plan and of the best level for all buckets
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
 _LUCK = 2.0  # how much faster exact sums may be than those of one bucket were
+_HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _SMALL_SHARE = 0.05  # of all bytes
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
@@ -139,11 +140,13 @@ class Controller:
     It times the finest of the approximate levels for a few steps and estimates errors in one
     probing step. Of what was never timed it hopes for the best: it plans, and times what the plan
     uses, until all of it is known. Before whole steps are sent exactly, one bucket is: over a slow
-    link one such step takes as long as twenty approximate ones. A plan is a forecast: unless it is
-    known to be as good as the best level for all buckets, it takes turns with that for a few steps,
-    and the better one stays. After `FIRST_LOOK` steps, and then twice as many each time up to
-    `interval`, it looks at one step, and at two more if that took another time than expected: it
-    measures everything anew if times have changed, and probes and plans again if they have not.
+    link one such step takes as long as twenty approximate ones. What that bucket's bytes show to be
+    hopeless for all is never tried for all, though a plan may use it where there is little to send.
+    A plan is a forecast: unless it is known to be as good as the best level for all buckets, it
+    takes turns with that for a few steps, once, and the better one stays. After `FIRST_LOOK` steps,
+    and then twice as many each time up to `interval`, it looks at one step, and at two more if that
+    took another time than expected: it measures everything anew if times have changed, and probes
+    and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
@@ -171,6 +174,7 @@ class Controller:
         self._finest = min([n for n in self.measured if n > 1], default=self.measured[-1])
         self._measurements: dict[int, list[Measurement]] = {}  # of a level for all buckets
         self._steps_s: dict[int, list[float]] = {}  # whole steps of these
+        self._turns_s: dict[tuple[int, ...], float] = {}  # medians of plans that were tried
         self._s_per_byte: float | None = None  # of what is sent exactly, at least
         self._end_s = np.empty(0)  # `[rank]`: of the step before
         self._step_s = 0.0  # the one that ended last
@@ -195,7 +199,8 @@ class Controller:
         yield self._for_all(self._finest), 1  # its times hold tracing and connecting
         wait = min(FIRST_LOOK, self.interval)
         while True:
-            self._measurements, self._steps_s, self._s_per_byte = {}, {}, None
+            self._measurements, self._steps_s, self._turns_s = {}, {}, {}
+            self._s_per_byte = None
             for _ in range(MEASURED_STEPS):
                 yield from self._time(self._finest)
             is_as_expected = True
@@ -245,14 +250,21 @@ class Controller:
         """A level that the plan uses and that was timed too rarely, the cheapest first."""
         plan = {n if n in self.measured else self.measured[-1] for n in self._plan()}
         rarely = [n for n in plan if len(self._steps_s.get(n, ())) < MEASURED_STEPS]
-        return max(rarely, default=None)
+        return max((n for n in rarely if not self._is_hopeless(n)), default=None)
+
+    def _is_hopeless(self, level: int) -> bool:
+        """Whether it would cost too much for all buckets, even if they are as fast as may be."""
+        prices_s = [self._price_s(n) for n in self._allowed()]
+        return self._price_of_all_s(level) > _HOPELESS * min(prices_s, default=np.inf)
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`: what was timed, and the least that the rest may take."""
         least_s = (self._s_per_byte or 0.0) * self.sent_bytes
         durations = np.where(np.arange(len(self.names)) <= 1, least_s, 0.0)
         for level, measurements in self._measurements.items():
-            durations[:, level] = min((m.durations_s() for m in measurements), key=np.sum)
+            # Of one step: medians of each bucket might be of no step at all.
+            times = sorted((m.durations_s() for m in measurements), key=np.sum)
+            durations[:, level] = times[(len(times) - 1) // 2]
         first, last = self.measured[-2:]
         if last in self._measurements:
             for level in range(first + 1, last):
@@ -283,13 +295,10 @@ class Controller:
         if self._is_as_good(plan, best):
             return plan
         candidates = [plan, self._for_all(best)]
-        steps_s: list[list[float]] = [[], []]
-        for turn in range(2 * TURNS):
-            yield candidates[turn % 2], 1
-            steps_s[turn % 2].append(self._step_s)
+        if tuple(plan) not in self._turns_s:
+            yield from self._take_turns(candidates)
         plan_s, best_s = (
-            price_s(float(np.median(times)), self._worth(levels))
-            for levels, times in zip(candidates, steps_s, strict=True)
+            price_s(self._turns_s[tuple(levels)], self._worth(levels)) for levels in candidates
         )
         if plan_s <= (1 + _TOLERANCE) * best_s:
             return plan
@@ -299,6 +308,15 @@ class Controller:
             f"not {1e3 * best_s:.1f} ms"
         )
         return candidates[1]
+
+    def _take_turns(self, candidates: Sequence[list[int]]) -> Steps:
+        steps_s: list[list[float]] = [[] for _ in candidates]
+        for turn in range(len(candidates) * TURNS):
+            number = turn % len(candidates)
+            yield candidates[number], 1
+            steps_s[number].append(self._step_s)
+        for levels, times in zip(candidates, steps_s, strict=True):
+            self._turns_s[tuple(levels)] = float(np.median(times))
 
     def _is_as_good(self, plan: list[int], best: int) -> bool:
         """Whether the plan is a measured level for all, and as good as the best of these."""
@@ -329,6 +347,11 @@ class Controller:
         received_s: list[float] = []
         for steps in (wait, 1, 1):
             measurement = yield levels, steps
+            if not received_s:
+                self._say(
+                    f"{steps} steps took {1e3 * self._step_s / steps:.1f} ms each, pauses included "
+                    f"(forecast: {1e3 * self._forecast_s(levels):.1f} ms)"
+                )
             received_s.append(float(np.sum(measurement.durations_s())))
             median_s = float(np.median(received_s))
             if len(received_s) != 2 and _is_near(median_s, expected_s):
@@ -345,6 +368,36 @@ class Controller:
                 )
             )
             self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
+        self._say(f"this is why: {self._reason(levels)}")
+
+    def _reason(self, levels: list[int]) -> str:
+        """What the decision gives for its price, and what others would."""
+        step_s, worth_of_step = self._forecast_s(levels), self._worth(levels)
+        others = [
+            f"{name} for all {self._least(n)}{1e3 * price:.1f} ms"
+            for n, name in enumerate(self.names)
+            if np.max(self._errors[:, n]) <= self.max_error
+            and np.isfinite(price := self._price_of_all_s(n))
+            and levels != self._for_all(n)
+        ]
+        return (
+            f"a step takes {1e3 * step_s:.1f} ms and is worth {worth_of_step:.3f} of an exact one: "
+            f"{1e3 * price_s(step_s, worth_of_step):.1f} ms for the worth of one "
+            f"(others: {', '.join(others) or 'none are allowed'})"
+        )
+
+    def _forecast_s(self, levels: list[int]) -> float:
+        """What a step of these levels takes: as was seen, or by its buckets' times."""
+        if tuple(levels) in self._turns_s:
+            return self._turns_s[tuple(levels)]
+        if len(set(levels)) == 1 and levels[0] in self._steps_s:
+            return self._median_s(levels[0])
+        durations_s = self._durations_s[range(self.num_buckets), levels]
+        return self._rest_s + finish_time_s(self._ready_s, durations_s)
+
+    def _price_of_all_s(self, level: int) -> float:
+        levels = self._for_all(level)
+        return price_s(self._forecast_s(levels), self._worth(levels))
 
     def _least(self, level: int) -> str:
         """What stands before a time that nobody has measured."""
