@@ -5,14 +5,20 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
+
+import tfparallel
 
 FOLDER = Path(keras.__file__).parent / "src/backend/tensorflow"
 EXCEPT = [
     # It asks for the name of TensorFlow's class of variables.
     "test_variable_creation",
-    # It gives one gradient to all replicas, outside of a `tf.function`. Stock counts that once for
-    # each replica if it is accumulated first, and else once (`test_ema`); ours is summed first.
+    # It gives one tensor to all replicas as their gradient, which stock counts once where it is
+    # applied (`test_ema`) and once for each replica where it is accumulated first. Ours counts it
+    # once in both; of gradients of the replicas' own, as any tape gives, ours trains to the numbers
+    # of this test: `test_gradient_accumulation_of_own_gradients`.
     "test_gradient_accumulation",
 ]
 PROGRAM = """
@@ -41,3 +47,20 @@ def test_passes(name, tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_gradient_accumulation_of_own_gradients():
+    """The weights of Keras's `test_gradient_accumulation`, where each replica has its gradient."""
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
+        optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=3)
+
+    def update():
+        gradient = tf.identity([[1.0, 1.0], [2.0, 2.0]])
+        optimizer.apply_gradients([(gradient, weight)])
+
+    for expected in ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [3.0, 4.0]], [[-1.0, 0.0]] * 2):
+        strategy.run(update)
+        np.testing.assert_array_equal(weight, expected)
+    assert int(optimizer.iterations) == 1

@@ -7,20 +7,36 @@ from tensorflow.python.distribute import strategy_test_lib
 
 import tfparallel
 from tests.conformance.cases.public_tf import BY_NUMBER_OF_DEVICES, COMMON, V1Names, started
+from tests.hybrid.meshes import hybrid
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 
 ONE_DEVICE = {"one_device": lambda: tfparallel.OneDeviceStrategy("CPU:0")}
 TWO_REPLICAS = {
     "mirrored": lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]),
     "central_storage": lambda: tfparallel.CentralStorageStrategy(["CPU:0", "CPU:1"]),
     "pipeline": lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], num_microbatches=2),
+    "sharded": lambda: tfparallel.ShardedStrategy(["CPU:0", "CPU:1"], min_size=1),
+}
+OF_PARTS = {
+    "tensor_parallel": lambda: tfparallel.TensorParallelStrategy(LayoutOfAnything(cpu_mesh(2, 2))),
+    "hybrid_of_pipelines": lambda: hybrid({"data": 2, "pipeline": 2}, num_microbatches=1),
+    "hybrid_of_shards": lambda: hybrid({"shard": 2, "model": 2}),
 }
 GRADIENTS_IN_GRAPH = ["_test_all_reduce_sum_gradients", "_test_all_reduce_mean_gradients"]
 
 
+ALL = {**ONE_DEVICE, **TWO_REPLICAS, **OF_PARTS}
+
+
+def kinds(named: dict, long: dict) -> list:
+    """Names of strategies, of which those in `long` are asked in `make test-all` only."""
+    return [*named, *(pytest.param(name, marks=pytest.mark.long) for name in long)]
+
+
 @pytest.mark.parametrize("name", COMMON)
-@pytest.mark.parametrize("kind", {**ONE_DEVICE, **TWO_REPLICAS})
+@pytest.mark.parametrize("kind", kinds({**ONE_DEVICE, **TWO_REPLICAS}, OF_PARTS))
 def test_of_any_strategy(kind, name):
-    strategy = {**ONE_DEVICE, **TWO_REPLICAS}[kind]()
+    strategy = ALL[kind]()
     getattr(started(strategy_test_lib.DistributionTestBase), name)(V1Names(strategy))
 
 
@@ -38,8 +54,8 @@ def test_of_one_device(kind, name):
         *((name, True) for name in GRADIENTS_IN_GRAPH),
     ],
 )
-@pytest.mark.parametrize("kind", TWO_REPLICAS)
+@pytest.mark.parametrize("kind", kinds(TWO_REPLICAS, OF_PARTS))
 def test_of_two_replicas(kind, name, in_function):
     """`in_function`: what goes to `strategy.run` is a `tf.function`."""
     test = started(strategy_test_lib.TwoDeviceDistributionTestBase)
-    getattr(test, name)(V1Names(TWO_REPLICAS[kind]()), run_in_function=in_function)
+    getattr(test, name)(V1Names(ALL[kind]()), run_in_function=in_function)

@@ -139,7 +139,8 @@ def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`."""
     sent = _unknown(tf.cast(rows, _SUMMED_AS.get(rows.dtype, rows.dtype)))
     own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
-    return tf.reshape(tf.cast(own, rows.dtype), [rows.shape[1]])
+    own = tf.reshape(tf.cast(own, rows.dtype), tf.shape(rows)[1:])
+    return tf.ensure_shape(own, rows.shape[1:])
 
 
 def all_to_all(rows: tf.Tensor, process_set: Any) -> tf.Tensor:

@@ -18,6 +18,7 @@ from tfparallel.communication.horovod_collectives import (
     all_to_all,
     broadcast,
     hvd,
+    reduce_scatter,
 )
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
@@ -255,6 +256,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         with self._in_order() as sent:
             sent.append(all_reduce_sum([tf.identity(tensor)], self._process_set)[0])
+        return sent[0]
+
+    def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(reduce_scatter(tf.identity(rows), self._process_set))
         return sent[0]
 
     def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:

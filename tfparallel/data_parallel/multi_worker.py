@@ -269,6 +269,13 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             reduced = self._host_cross_device_ops.reduce(ReduceOp.SUM, tensor, self._host_device)
         return self._local_results(reduced)[0]
 
+    def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        reduction: Any = self._host_cross_device_ops
+        if not isinstance(reduction, RingAllReduce):
+            return super()._host_scatter_sum(rows)
+        with tf.device(self._host_device):
+            return reduction.reduce_scatter(rows)
+
     def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
         reduction: Any = self._host_cross_device_ops
         if isinstance(reduction, RingAllReduce):

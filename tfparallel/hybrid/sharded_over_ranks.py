@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
-from tfparallel.communication.horovod_collectives import all_gather_each, hvd, reduce_scatter, start
+from tfparallel.communication.horovod_collectives import all_gather_each, hvd, start
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.sharded.extended import ShardedExtended
@@ -45,9 +45,7 @@ class RanksShardedExtended(ShardedExtended, HorovodExtended):
         return sent
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        with self._in_order() as sent:
-            sent.append(reduce_scatter(tf.identity(rows), self._process_set))
-        return sent[0]
+        return self._host_scatter_sum(rows)
 
     def _is_held_alike(self, variable: Any) -> bool:
         """Whether a rank has the same of `variable` as the others."""

@@ -29,6 +29,7 @@ from tfparallel.parameter_server.shared_step import SharedPredictStep, SharedSte
 from tfparallel.parameter_server.steps_once import StepsOnce
 from tfparallel.replicas.batch import OnHosts
 from tfparallel.replicas.keras_step import run_predict_step
+from tfparallel.replicas.layers_without_rows import never_without_rows
 
 
 class SyncParameterServerExtended(ParameterServerExtended):
@@ -100,7 +101,8 @@ class SyncParameterServerExtended(ParameterServerExtended):
             batch = self._for_replicas(batch)
             if self._num_replicas_in_sync == 1:
                 return strategy.run(model.predict_step, (batch,))
-            return run_predict_step(strategy, model.predict_step, batch, model)
+            with never_without_rows(model, self):
+                return run_predict_step(strategy, model.predict_step, batch, model)
 
         chief = self._cluster.chief_device
         for name, step, function_class in (

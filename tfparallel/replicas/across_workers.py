@@ -67,6 +67,13 @@ class WorkersExtended(ReplicatedExtended):
         """All workers' tensors, `[rows, ...]`, one after the other; called in a `tf.function`."""
         raise NotImplementedError
 
+    def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        """This worker's row of the sum of all workers' `[num_workers, length]`.
+
+        Of a transport that has no collective of half an all-reduce it is a whole one.
+        """
+        return self._host_sum(rows)[self._id_in_cluster]
+
     # ---- where variables live --------------------------------------------------------------------
 
     def _announced(self, initial_value: Any, kwargs: Any) -> Callable[[], tf.Tensor]:
@@ -217,6 +224,17 @@ class WorkersExtended(ReplicatedExtended):
             return tf.function(self._gather_rows)(rows)
         scalar = rows.shape.rank == 0
         return self._host_gather(rows[tf.newaxis] if scalar else rows)
+
+    def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        if self._num_workers == 1:
+            return rows
+        # Rows that follow a worker's own fill up what it gets to the length of the longest.
+        longest, starts = tf.reduce_max(counts), tf.cumsum(counts, exclusive=True)
+        padded = tf.concat([rows, tf.zeros_like(rows[:longest])], 0)
+        parts = [padded[starts[i] : starts[i] + longest] for i in range(self._num_workers)]
+        own = self._host_scatter_sum(tf.stack([tf.reshape(part, [-1]) for part in parts]))
+        own = tf.reshape(own, tf.shape(parts[0]))
+        return own[: counts[self._id_in_cluster]]
 
     def _sum_and_check_weights(self, tensors: list) -> list:
         """`_sum_list_across_workers`; once in each step the hash of the weights rides on it."""

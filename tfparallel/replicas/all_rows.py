@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import ReduceOp, distribute_lib, in_symbolic_scope
+from tfparallel.internals import distribute_lib, in_symbolic_scope
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import check_is_no_trial
@@ -61,7 +61,7 @@ def rows_and_place(tensors: Sequence) -> tuple[list, Any]:
     number = 0 if isinstance(context, BuildContext) else context.replica_id_in_sync_group
     start = tf.cumsum(counts, exclusive=True)[number]
     live = [
-        _with_gradient(rows, own, _gradient_of_all(start)) if own.dtype.is_floating else rows
+        _with_gradient(rows, own, _gradient_of_all(counts)) if own.dtype.is_floating else rows
         for rows, own in zip(gathered, tensors, strict=True)
     ]
     return live, start
@@ -135,15 +135,30 @@ def _with_gradient(rows: tf.Tensor, own: tf.Tensor, gradient: Callable) -> tf.Te
     return attached(rows, own)
 
 
-def _gradient_of_all(start: Any) -> Callable:
+def _gradient_of_all(counts: tf.Tensor) -> Callable:
     step = current_replica_step()
 
     def gradient(own: tf.Tensor, all_gradients: tf.Tensor) -> tf.Tensor:
-        context = distribute_lib.get_replica_context()
         if step is None or step.weights_loss:
-            return _own_part(own, context.all_reduce(ReduceOp.SUM, all_gradients), start)
+            return _own_rows_of_sum(own, all_gradients, counts)
         weight = tf.cast(step.weight, own.dtype)  # each replica's gradients get its own at the end
-        total = context.all_reduce(ReduceOp.SUM, all_gradients * weight)
-        return tf.math.divide_no_nan(_own_part(own, total, start), weight)
+        total = _own_rows_of_sum(own, all_gradients * weight, counts)
+        return tf.math.divide_no_nan(total, weight)
 
     return gradient
+
+
+def _own_rows_of_sum(own: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Of the sum of all replicas' `rows` those that are in the place of `own`: half an all-reduce.
+
+    Args:
+        own: this replica's.
+        rows: of all replicas, one after the other.
+        counts: how many rows each replica has.
+    """
+    context = distribute_lib.get_replica_context()
+    if isinstance(context, BuildContext):
+        part = context.own_rows_of_sum(rows)
+    else:
+        part = context.strategy.extended._own_rows_of_sum(rows, counts)
+    return tf.ensure_shape(part, own.shape)

@@ -81,6 +81,9 @@ class AxisOfProcesses(Protocol):
     def _gather_rows(self, rows: Any) -> Any:
         """All workers' tensors `[rows, ...]`, one after the other."""
 
+    def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Of the sum of the workers' `rows` those of this one; `counts` says how many each has."""
+
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """The same along an axis, of equal shapes but for that axis."""
 

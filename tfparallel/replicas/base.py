@@ -37,6 +37,7 @@ from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
+from tfparallel.replicas.layers_without_rows import never_without_rows
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.replica_step import current_replica_step
@@ -113,7 +114,8 @@ class KerasStrategy(DescribedStrategy):
             checks.check_states_of_rows(self, model)
         extended = self.extended
         draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
-        with told, draws, extended._step_of(model), extended._kept_in_step_of(model):
+        has_rows = never_without_rows(model, extended)
+        with told, has_rows, draws, extended._step_of(model), extended._kept_in_step_of(model):
             if num_replicas(self) == 1:
                 return super().run(fn, args, kwargs, options)
             if is_step:

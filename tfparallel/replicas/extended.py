@@ -16,6 +16,7 @@ from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
+    PerReplica,
     ReduceOp,
     TrainerCall,
     device_util,
@@ -377,6 +378,30 @@ class ReplicatedExtended(MirroredExtended):
             return rows
 
         return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
+
+    def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """This replica's rows of the sum of all replicas' `rows`; called in a replica context.
+
+        Args:
+            rows: `[rows of all, ...]` on each replica, what it adds to the sum.
+            counts: `[replicas]`, whose rows they are, one replica after the other.
+        """
+
+        def merge(_: tf.distribute.Strategy, rows: Any, counts: Any) -> Any:
+            parts = self._local_results(rows)
+            with tf.device(self._host_device):
+                by_worker = self._local_results(counts)[0]
+                by_worker = tf.reshape(by_worker, [self._num_workers, len(parts)])
+                own = self._scattered_sum(tf.add_n(parts), tf.reduce_sum(by_worker, 1))
+                own_counts = by_worker[self._id_in_cluster]
+                split_up = tf.split(own, own_counts, num=len(parts))
+            return split_up[0] if len(parts) == 1 else PerReplica(split_up)
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=(rows, counts))
+
+    def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """This process's rows of the sum of all processes' `rows`; `counts` of each process."""
+        return rows if self._workers is None else self._workers._scattered_sum(rows, counts)
 
     @contextlib.contextmanager
     def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:

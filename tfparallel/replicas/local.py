@@ -39,7 +39,9 @@ class LocalExtended(ReplicatedExtended):
         return ReductionToOneDevice()
 
     def _all_rows(self, tensors: list) -> list:
-        """As the base's, gathered on each device from each."""
+        """As the base's; in one process gathered on each device from each."""
+        if self._workers is not None:
+            return super()._all_rows(tensors)
 
         def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
             return [self._copies_of_rows(self._local_results(tensor)) for tensor in tensors]
@@ -52,6 +54,22 @@ class LocalExtended(ReplicatedExtended):
             with tf.device(device):
                 copies[device] = concat_rows(parts)
         return PerReplica([copies[device] for device in self._devices])
+
+    def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """As the base's; in one process each device adds up the rows of its own alone."""
+        if self._workers is not None:
+            return super()._own_rows_of_sum(rows, counts)
+
+        def merge(_: tf.distribute.Strategy, rows: Any, counts: Any) -> PerReplica:
+            parts, by_replica = self._local_results(rows), self._local_results(counts)[0]
+            owns = []
+            for number, device in enumerate(self._devices):
+                with tf.device(device):
+                    start, count = tf.reduce_sum(by_replica[:number]), by_replica[number]
+                    owns.append(tf.add_n([part[start : start + count] for part in parts]))
+            return PerReplica(owns)
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=(rows, counts))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
         local = self._reduce_in_process(reduce_op, value, destinations, options)

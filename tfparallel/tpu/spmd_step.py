@@ -131,6 +131,16 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         """The rows of all replicas of each tensor; a sum of what each has at its own place."""
         return [self._placed_and_summed(tensor) for tensor in tensors]
 
+    def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """This replica's rows of the sum of all replicas' `rows`, of equally many each."""
+        context = distribute_lib.get_replica_context()
+        number, total = context.replica_id_in_sync_group, context.all_reduce(ReduceOp.SUM, rows)
+        count = rows.shape[0] // self._num_replicas_in_sync
+        del counts  # an XLA program knows the length of a slice when it is compiled
+        return tf.slice(
+            total, [number * count, *[0] * (rows.shape.rank - 1)], [count, *rows.shape[1:]]
+        )
+
     def _placed_and_summed(self, tensor: tf.Tensor) -> tf.Tensor:
         context = distribute_lib.get_replica_context()
         number, count = context.replica_id_in_sync_group, self._num_replicas_in_sync

@@ -7,7 +7,7 @@ from keras import layers, ops
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_BATCH
+from tests.helpers import ODD_BATCH, in_float64
 
 ROWS = 2 * ODD_BATCH + 2  # the last batch has fewer rows than some strategies have replicas
 
@@ -17,7 +17,7 @@ def _trained(run: Run, model: str = "binary", **options) -> dict:
     data = options.pop("data", MODELS[model].data)
     x, y = data(9)
     validation = {"validation_data": (x, y), "validation_batch_size": 5}
-    return run.train(model, data=data, rows=ROWS, **validation, **options).results()
+    return run.train(model, data=data, **{"rows": ROWS, **validation, **options}).results()
 
 
 def _weights() -> np.ndarray:
@@ -300,9 +300,7 @@ def all_rows_in_train_step(run: Run):
     return run.train("mlp", build=build, compile_options=_options, rows=ROWS).results()
 
 
-@case(core=True)
-def all_rows_in_compute_loss(run: Run):
-    """Each replica computes its own rows' losses against all rows, half of the matrix each."""
+def _of_own_rows_against_all(run: Run, **options) -> dict:
     all_rows = _all_rows(run)
 
     class Contrastive(keras.Model):
@@ -318,7 +316,20 @@ def all_rows_in_compute_loss(run: Run):
         model = two_towers()
         return Contrastive(model.inputs, model.outputs)
 
-    return _trained(run, "mlp", build=build, compile_options=_options)
+    return _trained(run, "mlp", build=build, compile_options=_options, **options)
+
+
+@case(core=True)
+def all_rows_in_compute_loss(run: Run):
+    """Each replica computes its own rows' losses against all rows, half of the matrix each."""
+    return _of_own_rows_against_all(run)
+
+
+@case(atol=1e-12)
+def all_rows_of_few(run: Run):
+    """Parts that are uneven, and fewer rows than replicas, in float64."""
+    with in_float64():
+        return _of_own_rows_against_all(run, rows=5, batch_size=3)
 
 
 @case()

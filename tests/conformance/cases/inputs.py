@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
@@ -31,6 +32,34 @@ def last_batch_of_one_row(run: Run):
 @case(core=True)
 def every_batch_of_one_row(run: Run):
     return _train(run, rows=3, batch_size=1).results()
+
+
+@case(core=True)
+def images_of_one_row(run: Run):
+    """Replicas without rows compute what TensorFlow cannot compute of no rows on a CPU."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(72, "tanh"),
+                layers.Reshape((6, 6, 2)),
+                layers.Conv2D(3, 2, activation="tanh"),
+                layers.MaxPooling2D(2, 1),
+                layers.Conv2D(2, 2, dilation_rate=2),
+                layers.SeparableConv2D(2, 2),
+                layers.Flatten(),
+                layers.Reshape((2, -1)),
+                layers.Conv1D(4, 2, padding="same"),
+                layers.MaxPooling1D(2),
+                layers.Flatten(),
+                layers.Dense(3),
+            ]
+        )
+
+    training = _train(run, build=build, rows=3, batch_size=1, validation_data=tiny_data(1))
+    training.extra["predicted"] = training.model.predict(tiny_data(1)[0], verbose=0)
+    return training.results()
 
 
 @case()

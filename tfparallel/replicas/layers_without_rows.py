@@ -1,0 +1,91 @@
+"""Layers that TensorFlow cannot compute of no rows on a CPU: they get a row of zeros there.
+
+A batch may have fewer rows than there are replicas, and some then compute layers of no rows. Where
+TensorFlow computes by oneDNN, as on most CPUs, that ends in an error, or ends the process:
+
+    a convolution and its bias       "Missing 1-th output from ... Conv2DBackpropFilter"
+    a dilated or 1D convolution      "Must provide as many biases as the last dimension"
+    the gradient of a max pooling    "Check failed: dtype() == expected_dtype": the process is gone
+
+So such a layer is called with one row of zeros where there is none, and what comes out is cut off:
+
+    x  --pad by 0 rows, or by 1-->  layer  --slice [:rows]-->  y
+
+What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals.hooks import shadowed
+from tfparallel.internals.keras_layers import layers_of
+
+_LAYERS = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.ConvLSTM1D,
+    keras.layers.ConvLSTM2D,
+    keras.layers.ConvLSTM3D,
+    keras.layers.MaxPooling1D,
+    keras.layers.MaxPooling2D,
+    keras.layers.MaxPooling3D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+)
+
+
+@contextlib.contextmanager
+def never_without_rows(model: keras.Model, extended: Any) -> Iterator[None]:
+    """Within it, no layer of `model` that cannot do so computes no rows, on replicas on CPUs.
+
+    XLA has a program of its own for each number of rows, and no oneDNN in it.
+    """
+    is_on_cpus = any("cpu" in device.lower() for device in extended.worker_devices)
+    is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1 and not model.jit_compile
+    with contextlib.ExitStack() as hooks:
+        for layer in layers_of(model) if is_concerned else ():
+            if isinstance(layer, _LAYERS):
+                hooks.enter_context(
+                    shadowed(
+                        layer,
+                        "call",
+                        functools.wraps(layer.call)(functools.partial(_call, layer.call)),
+                        during="a step on replicas",
+                        why="oneDNN cannot compute it of no rows: it gets one, which is cut off.",
+                    )
+                )
+        yield
+
+
+def _call(call: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    others = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
+    if not isinstance(inputs, tf.Tensor) or inputs.shape[0] or any(x.shape.rank for x in others):
+        return call(inputs, *args, **kwargs)
+    rows = tf.shape(inputs)[0]
+    outputs = call(_at_least_one_row(inputs, rows), *args, **kwargs)
+    return keras.tree.map_structure(lambda y: _first_rows(y, rows, inputs.shape[0]), outputs)
+
+
+def _at_least_one_row(inputs: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """`inputs`, or a row of zeros.
+
+    Not `tf.pad`, which oneDNN merges with the convolution, and then forgets the row.
+    """
+    missing = tf.cast(tf.equal(rows, 0), tf.int32)
+    paddings = tf.stack([[0, missing], *[[0, 0]] * (inputs.shape.rank - 1)])
+    zero = tf.zeros([], inputs.dtype)
+    padded = tf.raw_ops.PadV2(input=inputs, paddings=paddings, constant_values=zero)
+    return tf.ensure_shape(padded, [None, *inputs.shape[1:]])
+
+
+def _first_rows(outputs: tf.Tensor, rows: tf.Tensor, known_rows: int | None) -> tf.Tensor:
+    """`outputs[:rows]`, whose gradient is a pad and no copy."""
+    rank = outputs.shape.rank
+    part = tf.slice(outputs, [0] * rank, tf.stack([rows, *[-1] * (rank - 1)]))
+    return tf.ensure_shape(part, [known_rows, *outputs.shape[1:]])
