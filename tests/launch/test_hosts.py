@@ -2,15 +2,19 @@
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from tests.launch.jobs import ROOT
+from tfparallel.launch.nodes import Place
+from tfparallel.launch.ssh import command_on
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -164,6 +168,15 @@ def running_in(folder):
     return found
 
 
+def test_a_host_whose_sshd_does_not_take_the_secret_starts_nothing():
+    environ = {"PATH": os.environ["PATH"], "TFPARALLEL_SECRET": "s3cret"}
+    command = command_on("b", Place(2, 1, "a", 29400), ["show.py"], environ, None)
+    assert "s3cret" not in shlex.join(command.argv)
+    ran = subprocess.run(["sh", "-c", command.argv[-1]], capture_output=True, text=True, env={})
+    assert ran.returncode == 2
+    assert "Add 'AcceptEnv TFPARALLEL_SECRET' to its configuration" in ran.stderr
+
+
 # ---- ssh -----------------------------------------------------------------------------------------
 
 
@@ -196,6 +209,7 @@ def two_hosts(tmp_path):
             run("ip", "-n", name, "link", "set", end, "up")
             sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(key), "-p", "2222"]
             options = [f"AuthorizedKeysFile={tmp_path / 'authorized'}", "StrictModes=no"]
+            options += ["AcceptEnv=TFPARALLEL_SECRET"]
             sshd += [x for option in options for x in ("-o", option)]
             enter = ["ip", "netns", "exec", name]
             with open(tmp_path / f"sshd{i}.log", "wb") as log:
@@ -217,7 +231,9 @@ def two_hosts(tmp_path):
 def test_hosts_are_started_over_ssh_and_end_with_the_launcher(start, two_hosts, tmp_path):
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     hosts = ("--hosts", "10.99.7.1,10.99.7.2", "--ssh-port", "2222", "--workers", "2")
-    process = start(*hosts, "show.py", prefix=two_hosts, PATH=path)
+    # A launcher that is not sent the secret ends.
+    secret = {"TFPARALLEL_SECRET": "as long as it is random"}
+    process = start(*hosts, "show.py", prefix=two_hosts, PATH=path, **secret)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, (out, err)
     configs = [json.loads(line[line.index("{") :]) for line in out.splitlines() if "{" in line]
@@ -231,4 +247,7 @@ def test_hosts_are_started_over_ssh_and_end_with_the_launcher(start, two_hosts, 
         assert "up" in process.stdout.readline()
     process.terminate()
     assert process.wait(timeout=60) == 143
+    deadline = time.monotonic() + 30  # the terminals are closed; who is there notices by itself
+    while running_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert running_in(tmp_path) == []
