@@ -63,7 +63,8 @@ EXAMPLES = (
         "tiny_batch",
         "Steps are so short that Python takes longer",
         "One row a step. The second picture is of 64 rows a step, so it is a step of 64 times the "
-        "work.",
+        "work. This model is so small that Python still takes longer: larger batches would be "
+        "faster still.",
         "dataset.batch(1)",
         "dataset.batch(64)",
     ),
@@ -157,7 +158,7 @@ Below, one training for each cause, with what `Measure` said of it, and the same
 Pictures show where the time of a step goes, in milliseconds. Made by
 `python benchmarks/worth_it.py` on {machine}; times are those of that machine, which other programs
 used, too: those of data, tiny batches, tracing, bubbles, ranks and links are of 24 November 2026,
-with a load of 10 beside them. Where figures come from: [Where the time goes](measure.md).
+with a load of 10 to 18 beside them. Where figures come from: [Where the time goes](measure.md).
 """
 
 
