@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
 from tests.multi_process.pool import REPOSITORY, horovod_environments
 
@@ -73,3 +75,19 @@ def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
         for process in ranks:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(("said", "expected_s"), [(None, 30.0), ("", 30.0), ("7", 7.0)])
+def test_rank_0_may_take_as_long_to_answer_as_a_rank_in_gloo(monkeypatch, said, expected_s):
+    from tfparallel.data_parallel import horovod
+
+    environ = {} if said is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": said}
+    monkeypatch.setattr(horovod.os, "environ", environ)
+    asked = []
+    monkeypatch.setattr(horovod, "TcpStore", lambda *args: asked.append(args))
+    told = tf.io.decode_raw("a 1 t".ljust(512), "uint8")
+    monkeypatch.setattr(horovod, "broadcast", lambda *_: told)
+    monkeypatch.setattr(horovod, "Agreement", lambda *_: None)
+    rank_1 = SimpleNamespace(_is_chief=False, _process_set=None, _id_in_cluster=1, _num_workers=2)
+    horovod.HorovodExtended._open_agreement(rank_1)
+    assert asked == [("a", 1, "t", 1, expected_s)]

@@ -125,7 +125,6 @@ def _let_in(
                 continue
             connections[who] = guest.connection
             guest.answer()
-            guest.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _connect(rank: int, address: Sequence, guest: int, deadline: float) -> socket.socket:
@@ -138,8 +137,8 @@ def _connect(rank: int, address: Sequence, guest: int, deadline: float) -> socke
     except OSError as error:
         raise ConnectionError(f"{whom}: {error}") from error
     try:
-        introduce(connection, key_of(token), message, look)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        introduce(connection, key_of(token), message, look)
     except OSError as error:
         connection.close()
         raise ConnectionError(f"{whom}: {error}") from error

@@ -160,6 +160,7 @@ class Door:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has gone
             connection, _ = self._listener.accept()
             try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 guest = Guest(connection, Challenge(self._key, self._most_bytes))
             except OSError:
                 connection.close()

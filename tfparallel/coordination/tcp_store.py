@@ -66,7 +66,6 @@ class StoreServer:
             with connection, contextlib.suppress(OSError):  # the client has ended
                 guest.answer()
                 connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 with connection.makefile("rwb") as stream:
                     while (line := stream.readline(_LARGEST_MESSAGE_BYTES)).endswith(b"\n"):
@@ -200,6 +199,7 @@ class TcpStore:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             introduce(connection, self._key, b"", until(deadline, "it"))
         except (NotKnownError, TimeoutError) as error:
@@ -209,7 +209,6 @@ class TcpStore:
                 f"on, to prove within {self._answer_s:g} s that it knows the job's token. Received "
                 f"from what listens there: {error}."
             ) from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return _Stream(connection, connection.makefile("rwb"))
 
