@@ -44,8 +44,6 @@ STRATEGIES = (
     "servers_sync",
     "servers_async",
 )
-# Models whose step is Python of the user's are refused there, by name.
-NOT_OFFERED = {"gan/servers_async"}
 KILLS_OF_A_LIFE = 8
 LONGEST_BATCHES = 4  # of a process that is killed after a batch
 SAVE_S = 0.05  # about what a save takes
@@ -221,8 +219,7 @@ def table(tallies: dict[str, Tally]) -> str:
 
 def all_names() -> list[str]:
     """Of all trainings."""
-    pairs = [f"{workload}/{strategy}" for workload in WORKLOADS for strategy in STRATEGIES]
-    return [pair for pair in pairs if pair not in NOT_OFFERED]
+    return [f"{workload}/{strategy}" for workload in WORKLOADS for strategy in STRATEGIES]
 
 
 def main() -> None:
