@@ -52,7 +52,18 @@ OPTIMIZER_OPTIONS = (
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b")
 # What a replica or microbatch computes of its own rows only, by design.
 OWN_MASKS = ("dropout",)
-ALONE = ("batch_norm", *OWN_MASKS)
+OWN_ROWS = ("own_batch_norm",)
+# What a pipeline refuses, as microbatches follow one another.
+ALL_ROWS = ("batch_norm",)
+MESHES = (
+    {"data": 2, "shard": 2},
+    {"data": 2, "pipeline": 2},
+    {"data": 2, "model": 2},
+    {"shard": 2, "pipeline": 2},
+    {"shard": 2, "model": 2},
+    {"pipeline": 2, "model": 2},
+)
+LOW_PRECISION = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
 @st.composite
@@ -112,7 +123,9 @@ def models(draw, min_layers: int, without: tuple[str, ...]) -> Model:
         usable.append(len(shapes) - 1)
         unused = (unused - set(node.values)) | {len(shapes) - 1}
     outputs = tuple(draw(_outputs(value)) for value in sorted(unused))
-    return Model(inputs, tuple(nodes), outputs)
+    policy = draw(st.sampled_from(("float64", "float64", "float64", *LOW_PRECISION)))
+    heads = ("float32", policy) if policy in LOW_PRECISION else (policy,)
+    return Model(inputs, tuple(nodes), outputs, policy, draw(st.sampled_from(heads)))
 
 
 @st.composite
@@ -152,8 +165,9 @@ def _outputs(draw, value: int) -> Output:
 
 @st.composite
 def fits(draw, model: Model) -> Fit:
-    """Two steps."""
-    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    """Two steps; of low precision by SGD, as the others divide by what may be rounding."""
+    of_low = model.policy in LOW_PRECISION
+    optimizer = draw(st.sampled_from(("SGD",) if of_low else sorted(OPTIMIZERS)))
     batch_size = draw(st.integers(1, 7))
     weights = ["sample", None]
     first = model.outputs[0]
@@ -178,7 +192,7 @@ def local_trials(draw) -> Trial:
         arguments = {"device": "CPU:0"}
     else:
         arguments = {"devices" if name == "Mirrored" else "compute_devices": draw(_devices(2, 4))}
-    model = draw(models(1, () if name == "OneDevice" else OWN_MASKS))
+    model = draw(models(1, () if name == "OneDevice" else (*OWN_MASKS, *OWN_ROWS)))
     return Trial(model, draw(fits(model)), Distribution(name, arguments))
 
 
@@ -195,24 +209,46 @@ def sharded_trials(draw) -> Trial:
     else:
         mesh = draw(st.sampled_from(((1, 2), (2, 2), (1, 3), (1, 4))))
         distribution = Distribution("TensorParallel", {"mesh": mesh})
-    model = draw(models(1, OWN_MASKS))
+    model = draw(models(1, (*OWN_MASKS, *OWN_ROWS)))
     return Trial(model, draw(fits(model)), distribution)
 
 
 @st.composite
 def pipeline_trials(draw) -> Trial:
-    """Under pipelines: stages need a layer each, and BatchNorm would see its microbatch alone."""
+    """Under pipelines, whose stages need a layer each."""
     devices = draw(_devices(1, 3))
     schedule = draw(st.sampled_from(SCHEDULES))
     is_interleaved = schedule == "interleaved_1f1b"
-    model = draw(models(len(devices) * (2 if is_interleaved else 1), ALONE))
     arguments = {
         "devices": devices,
         "num_microbatches": draw(st.integers(1, 4)),
         "schedule": schedule,
         "rematerialize": draw(st.sampled_from(("none", "none", "full", "except_last"))),
     }
+    own_rows = () if arguments["num_microbatches"] == 1 else OWN_ROWS
+    without = (*OWN_MASKS, *ALL_ROWS, *own_rows)
+    model = draw(models(len(devices) * (2 if is_interleaved else 1), without))
     return Trial(model, draw(fits(model)), Distribution("Pipeline", arguments))
+
+
+@st.composite
+def hybrid_trials(draw) -> Trial:
+    """On meshes of two axes; where seeds are by row, Dropout is that of one device."""
+    sizes = draw(st.sampled_from(MESHES))
+    seed_by = draw(st.sampled_from(("replica", "row")))
+    masks = OWN_MASKS if seed_by == "replica" else ()
+    without = (*masks, *OWN_ROWS, *(ALL_ROWS if "pipeline" in sizes else ()))
+    model = draw(models(sizes.get("pipeline", 1), without))
+    distribution = Distribution("Hybrid", {"sizes": sizes, "seed_by": seed_by})
+    return Trial(model, draw(fits(model)), distribution)
+
+
+@st.composite
+def worker_trials(draw) -> Trial:
+    """Under processes that stay up, a pool for each of `pools.POOLS`."""
+    name = draw(st.sampled_from(("multi_worker_2", "multi_worker_3", "horovod_2")))
+    model = draw(models(1, (*OWN_MASKS, *OWN_ROWS)))
+    return Trial(model, draw(fits(model)), Distribution("Workers", {"pool": name}))
 
 
 def _devices(least: int, most: int) -> st.SearchStrategy[list[str]]:

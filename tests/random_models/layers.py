@@ -57,8 +57,14 @@ def _recurrent(kind, units, return_sequences):
     return getattr(keras.layers, kind)(units, return_sequences=return_sequences)
 
 
-def _batch_norm(frozen):
-    return keras.layers.BatchNormalization(trainable=not frozen, synchronized=not frozen)
+def _batch_norm(**options):
+    away_from_identity = keras.initializers.RandomUniform(0.5, 1.5, seed=3)
+    return keras.layers.BatchNormalization(
+        gamma_initializer=away_from_identity,
+        moving_mean_initializer=away_from_identity,
+        moving_variance_initializer=away_from_identity,
+        **options,
+    )
 
 
 def _merge(kind):
@@ -102,7 +108,9 @@ KINDS: dict[str, Kind] = {
         {"kind": ("LSTM", "GRU"), "units": (3, 4), "return_sequences": (True, False)},
     ),
     "layer_norm": Kind(_any, _same, keras.layers.LayerNormalization, {}),
-    "batch_norm": Kind(_any, _same, _batch_norm, {"frozen": (True, False)}),
+    "batch_norm": Kind(_any, _same, _batch_norm, {"synchronized": (True,)}),
+    "own_batch_norm": Kind(_any, _same, _batch_norm, {"synchronized": (False,)}),
+    "frozen_batch_norm": Kind(_any, _same, _batch_norm, {"trainable": (False,)}),
     "dropout": Kind(
         _any, _same, lambda rate: keras.layers.Dropout(rate, seed=5), {"rate": (0.2, 0.5)}
     ),

@@ -58,11 +58,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Model:
-    """Inputs by their shapes, nodes and outputs; an input of tokens has the shape `("tokens",)`."""
+    """Inputs by their shapes, nodes and outputs; an input of tokens has the shape `("tokens",)`.
+
+    Attributes:
+        policy: the dtype policy of its layers.
+        head_policy: that of its heads.
+    """
 
     inputs: tuple
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
+    policy: str = "float64"
+    head_policy: str = "float64"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -11,29 +12,74 @@ from keras import ops
 
 import tfparallel
 from tests.helpers import assert_same_training, in_float64, numbered
+from tests.hybrid.meshes import hybrid
 from tests.random_models.layers import TOKENS, VOCABULARY, make
 from tests.random_models.spec import Distribution, Fit, Model, Output, Trial
 from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 
+if TYPE_CHECKING:
+    from tests.random_models.pools import Pools
 
-def assert_trains_as_on_one_device(trial: Trial, atol: float) -> None:
-    """Trains two steps in float64, evaluates and predicts; all numbers must be those of Keras."""
-    with in_float64():
-        expected = _results(trial, None)
-        received = _results(trial, _strategy(trial.distribution))
-    keras.backend.clear_session()
-    assert_same_training(expected, received, atol)
+
+# What two correct trainings may differ by. Of float64, far more than rounding and far less than any
+# mistake; below, half of a dtype's digits: what rounding a gradient once for each part makes, after
+# two steps of SGD.
+ATOL = {
+    "float64": 1e-9,
+    "float32": float(np.sqrt(np.finfo("float32").eps)),
+    "mixed_float16": float(np.sqrt(np.finfo("float16").eps)),
+    "mixed_bfloat16": float(np.sqrt(2.0**-7)),
+}
+
+
+def assert_trains_as_on_one_device(trial: Trial, pools: "Pools | None" = None) -> None:
+    """Trains two steps, evaluates and predicts; all numbers must be those of Keras.
+
+    Args:
+        trial: what is trained.
+        pools: the processes of trials under several workers.
+    """
+    expected = results(trial, None)
+    if trial.distribution.name == "Workers":
+        received = pools.results(trial)
+    else:
+        received = [results(trial, _strategy(trial.distribution))]
+    for each in received:
+        assert_same_training(expected, each, ATOL[trial.model.policy])
 
 
 def _strategy(distribution: Distribution) -> tf.distribute.Strategy:
+    if distribution.name == "Hybrid":
+        return hybrid(**distribution.arguments)
     make = getattr(tfparallel, f"{distribution.name}Strategy")
     if distribution.name == "TensorParallel":
         return make(LayoutOfAnything(cpu_mesh(*distribution.arguments["mesh"])))
     return make(**distribution.arguments)
 
 
-def _results(trial: Trial, strategy) -> dict:
+@contextlib.contextmanager
+def _in_policy(policy: str) -> Iterator[None]:
+    if policy == "float64":
+        with in_float64():
+            yield
+        return
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def results(trial: Trial, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarray]:
     """Weights, optimizer, history, evaluation and predictions, by name."""
+    with _in_policy(trial.model.policy):
+        found = _results(trial, strategy)
+    keras.backend.clear_session()
+    return found
+
+
+def _results(trial: Trial, strategy) -> dict:
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build(trial.model)
@@ -51,8 +97,13 @@ def _results(trial: Trial, strategy) -> dict:
         **numbered("optimizer", [v.numpy() for v in model.optimizer.variables]),
         **{f"history/{key}": np.asarray(value) for key, value in history.items()},
         **{f"evaluate/{key}": np.asarray(value) for key, value in evaluated.items()},
-        **numbered("predict", keras.tree.flatten(predicted)),
+        **numbered("predict", map(_as_numbers, keras.tree.flatten(predicted))),
     }
+
+
+def _as_numbers(array: np.ndarray) -> np.ndarray:
+    """What numpy can compare: bfloat16 is no type of its own there."""
+    return array.astype("float32") if array.dtype.kind == "V" else array
 
 
 def build(spec: Model) -> keras.Model:
@@ -69,7 +120,7 @@ def build(spec: Model) -> keras.Model:
         values.append(_call(layer, taken))
     heads = []
     for number, output in enumerate(spec.outputs):
-        head = keras.layers.Dense(output.classes, name=f"head_{number}")
+        head = keras.layers.Dense(output.classes, name=f"head_{number}", dtype=spec.head_policy)
         heads.append(head(values[output.value]))
     return keras.Model(inputs, heads)
 
