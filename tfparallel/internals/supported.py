@@ -229,6 +229,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.distribute.cross_device_ops.ReductionToOneDevice": ("_gather",),
     "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher": (
         "_all_gather",
+        "_device",
         "_get_ordering_token",
         "_group_key",
         "_group_size",
@@ -236,6 +237,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_options",
         "_use_unique_instance_key",
         "all_gather",
+        "all_reduce",
     ),
     "tensorflow.python.distribute.mirrored_strategy.MirroredExtended": (
         "_batch_reduce_to",
@@ -279,7 +281,12 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "handle",
     ),
     "tensorflow.python.eager.backprop.GradientTape": ("_ensure_recording", "gradient"),
-    "tensorflow.python.eager.context.Context": ("_config", "_context_handle", "_rng"),
+    "tensorflow.python.eager.context.Context": (
+        "_config",
+        "_context_handle",
+        "_rng",
+        "abort_collective_ops",
+    ),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": ("_clone",),
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction": (
         "_call_flat",
