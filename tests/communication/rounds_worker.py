@@ -19,8 +19,12 @@ OPTIMIZERS = {
 MEETINGS = {
     "none": lambda: None,
     "every_1": lambda: LocalSGD(every=1),
+    "every_2": lambda: LocalSGD(every=2),
     "every_3": lambda: LocalSGD(every=3),
+    "every_4": lambda: LocalSGD(every=4),
     "plain_outer": lambda: DiLoCo(every=1, outer=lambda: keras.optimizers.SGD(1.0)),
+    "plain_outer_3": lambda: DiLoCo(every=3, outer=lambda: keras.optimizers.SGD(1.0)),
+    "plain_outer_4": lambda: DiLoCo(every=4, outer=lambda: keras.optimizers.SGD(1.0)),
     "diloco": lambda: DiLoCo(every=2),
 }
 

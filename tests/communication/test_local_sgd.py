@@ -7,6 +7,7 @@ import pytest
 from tests.communication.rounds_worker import BATCH, EPOCHS, ROWS, build, data
 from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
 from tfparallel.communication.local_sgd import DiLoCo, LocalSGD, as_meeting
+from tfparallel.communication.neighbours import GREETING_BYTES
 from tfparallel.compression import PowerSGD
 
 OVER_HOROVOD_IF_LONG = pytest.mark.parametrize(
@@ -19,6 +20,13 @@ OVER_HOROVOD_IF_LONG = pytest.mark.parametrize(
 @pytest.fixture(scope="module", params=[cluster_environments, horovod_environments])
 def workers(request):
     pool = WorkerPool(["-m", "tests.communication.rounds_worker"], lambda: request.param(2))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    pool = WorkerPool(["-m", "tests.communication.rounds_worker"], lambda: cluster_environments(1))
     yield pool
     pool.close()
 
@@ -101,6 +109,32 @@ def test_rounds_of_one_step_are_synchronous_training(workers):
         np.testing.assert_allclose(plain["history"][name], values, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("workers", [cluster_environments], indirect=True)
+def test_an_outer_step_of_rate_one_without_momentum_is_averaging(workers):
+    """For rounds of three steps, and where the epoch ends one early."""
+    options = {"optimizer": "adam", "batch_norm": True}
+    averaged = trained(workers, meeting="every_3", **options)
+    stepped = trained(workers, meeting="plain_outer_3", **options)
+    for ours, theirs in zip(stepped["weights"], averaged["weights"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    apart = trained(workers, meeting="diloco", **options)["weights"]
+    assert np.max(np.abs(np.subtract(apart[0], averaged["weights"][0]))) > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_rounds_of_one_worker_change_nothing(alone, optimizer):
+    """It is plain Keras that it trains like, and synchronous training to the bit."""
+    model = build(optimizer, batch_norm=True)
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, shuffle=False)
+    (synchronous,) = alone.ask({"meeting": "none", "optimizer": optimizer, "batch_norm": True})
+    for ours, theirs in zip(synchronous["weights"], model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for meeting in ("every_3", "plain_outer_3", "diloco"):
+        (result,) = alone.ask({"meeting": meeting, "optimizer": optimizer, "batch_norm": True})
+        assert result["weights"] == synchronous["weights"], meeting
+
+
 def test_epochs_end_with_what_all_workers_saw(workers):
     history = trained(workers, meeting="every_3", optimizer="adam", batch_norm=True)["history"]
     assert 0 < history["loss"][1] < history["loss"][0]
@@ -117,13 +151,22 @@ def test_a_training_goes_on_in_the_middle_of_a_round(workers, tmp_path):
         assert again["weights"] == whole["weights"]
 
 
-def test_fewer_rounds_send_fewer_bytes(workers):
-    sent = {m: trained(workers, meeting=m, epochs=1)["bytes"] for m in ("none", "every_3")}
+def test_rounds_of_h_steps_send_the_bytes_of_one_step_in_h(workers):
+    """An epoch has four steps, and metrics that are summed at its end: equal bytes for all rounds.
+
+    Without rounds the loss is summed in every step, too.
+    """
+    num_rounds = {"plain_outer": 4, "every_2": 2, "every_3": 2, "every_4": 1}
+    sent = {m: trained(workers, meeting=m, epochs=1)["bytes"] for m in ("none", *num_rounds)}
     if not sent["none"]:
         pytest.skip("Horovod does not say what it sends")
     weights = 4 * (6 * 8 + 8 + 8 * 3 + 3)
-    saved = sent["none"] - sent["every_3"]
-    assert saved >= 2 * weights  # gradients of four steps, weights of two rounds
+    one = sent["every_2"] - sent["every_4"]
+    assert weights < one <= weights + 8 + 2 * GREETING_BYTES  # rows trained on, two dtypes
+    at_end = sent["every_4"] - one
+    for meeting, rounds in num_rounds.items():
+        assert sent[meeting] == at_end + rounds * one, meeting
+    assert one <= (sent["none"] - at_end) / 4
 
 
 @pytest.mark.parametrize(
