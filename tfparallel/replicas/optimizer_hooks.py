@@ -8,6 +8,7 @@ created under our strategies reduces in `apply`, and not again later. Only that 
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -66,6 +67,17 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
         wrapped(optimizer, "apply", reduce_then_apply),
         why="Gradients of all replicas meet before the optimizer clips or checks them.",
     )
+    if not type(optimizer).apply_gradients.__module__.startswith("keras.src."):
+        hook_once(
+            optimizer,
+            "apply_gradients",
+            wrapped(
+                optimizer,
+                "apply_gradients",
+                functools.partial(_reduce_then_apply_gradients, optimizer, strategy),
+            ),
+            why="One of a user's own may change gradients: it gets those of all replicas.",
+        )
     hook_once(
         optimizer,
         "scale_loss",
@@ -138,6 +150,22 @@ def _reduce_then_apply(
         return strategy.extended._apply_reduced(apply, grads, trainable_variables)
     finally:
         _thread.is_reduced = False
+
+
+def _reduce_then_apply_gradients(
+    optimizer: BaseOptimizer,
+    strategy: tf.distribute.Strategy,
+    apply_gradients: Callable,
+    grads_and_vars: Iterable,
+) -> Any:
+    pairs = list(grads_and_vars)
+
+    def apply(_: BaseOptimizer, grads: Iterable, variables: Iterable) -> Any:
+        return apply_gradients(list(zip(grads, variables, strict=True)))
+
+    bound = types.MethodType(apply, optimizer)  # strategies ask whose method it is
+    grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+    return _reduce_then_apply(optimizer, strategy, bound, grads, variables)
 
 
 def build_optimizer(optimizer: BaseOptimizer, variables: Any) -> None:

@@ -137,3 +137,21 @@ def _require_rows(run: Run, steps_per_execution: int):
     )
     assert issubclass(seen[20, 4], tf.IndexedSlices), seen
     assert not issubclass(seen[4, 3], tf.IndexedSlices), seen
+
+
+class Normalising(keras.optimizers.SGD):
+    """Changes gradients where programs written for older Kerases do."""
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients(
+            [
+                (g / (1e-3 + keras.ops.norm(keras.ops.reshape(g, (-1,)))), v)
+                for g, v in grads_and_vars
+            ]
+        )
+
+
+@case(core=True)
+def own_apply_gradients(run: Run):
+    """It gets the gradients of all replicas, as `apply` does: a norm is not linear."""
+    return run.train(optimizer=lambda: Normalising(0.05)).results()
