@@ -17,6 +17,7 @@ from tests.hybrid.matrix import (
     reference,
 )
 
+REFUSED = {("shard x model", "accumulated, clipped")}  # where not all weights are in pieces
 EVERY = 111  # of which cell one is asked by default
 
 
@@ -39,4 +40,9 @@ def test_a_cell_trains_as_one_device_does(cell):
     mesh, optimizer, model, batch, *_ = cell
     parts = parts_of_batch(mesh) if model == "batch norm" else None
     expected = reference(optimizer, model, batch, parts)
-    assert_same_training(expected, candidate(*cell), atol=atol_of(model))
+    try:
+        results = candidate(*cell)
+    except NotImplementedError as refused:  # as docs/combining.md says
+        assert (mesh, optimizer) in REFUSED, refused
+        return
+    assert_same_training(expected, results, atol=atol_of(model))
