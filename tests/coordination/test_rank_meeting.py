@@ -26,6 +26,26 @@ def test_ranks_go_on_when_all_have_come():
     assert not any(thread.is_alive() for thread in waiting)
 
 
+def test_one_of_many_is_named_though_ranks_look_for_a_few_at_a_time():
+    of_ranks, errors = horovod_environments(24), []
+
+    def start(variables):
+        try:
+            meet_ranks(variables, 5.0)
+        except WaitedTooLong as error:
+            errors.append(str(error))
+
+    late = of_ranks.pop(13)
+    ranks = [threading.Thread(target=start, args=(each,)) for each in of_ranks]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60.0)
+    assert len(errors) == 23
+    assert all("Expected rank 13 to start" in error for error in errors), errors
+    meet_ranks(late, 5.0)  # finds by itself that all have come
+
+
 def test_who_has_not_come_is_named():
     of_ranks = horovod_environments(3)
     with pytest.raises(WaitedTooLong, match=r"Expected rank 1, rank 2 to start within 0\.5 s"):
