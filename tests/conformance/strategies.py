@@ -624,7 +624,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         environments=horovod_environments,
-        few=OF_A_VARIANT,
+        few=(*OF_A_VARIANT, "inputs.every_batch_of_one_row"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(

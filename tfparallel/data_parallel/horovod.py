@@ -19,6 +19,7 @@ from tfparallel.communication.horovod_collectives import (
     broadcast,
     hvd,
     reduce_scatter,
+    runs_anyway,
 )
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
@@ -288,7 +289,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
                 return
             with tf.control_dependencies([self._order.assign_add(1.0)]):
                 yield collectives
-            with tf.control_dependencies(collectives):
+            with tf.control_dependencies([runs_anyway(each) for each in collectives]):
                 self._order.assign_add(1.0)
 
     @contextlib.contextmanager
