@@ -261,11 +261,27 @@ class SimulatedProcesses:
         return all(p.is_over for p in self._process.world.processes if p.pid == owner.pid)
 
 
+class _Training:
+    """What a strategy answers to the callback: `replicas.training.Training`."""
+
+    def __init__(self, agreement: Agreement | None):
+        self._agreement = agreement
+
+    def settle(self) -> None:
+        pass
+
+    def agreement(self) -> Agreement | None:
+        return self._agreement
+
+    def compression_of(self, optimizer: Any) -> None:
+        return None
+
+
 class _Call:
     """What `FitCall` is to the callback."""
 
-    def __init__(self, extended: Any, process: Process):
-        strategy = SimpleNamespace(extended=extended)
+    def __init__(self, training: _Training, process: Process):
+        strategy = SimpleNamespace(extended=training)
         self.model = SimpleNamespace(distribute_strategy=strategy)
         self.strategy_name, self.epoch_iterator, self.has_ended = "simulated", None, False
         self.num_steps, self.hash, self.process = 0, 0, process
@@ -428,7 +444,7 @@ class Training:
         callback._machine = process.machine
         callback._processes = SimulatedProcesses(process, machine)
         callback._notice = _Notice()
-        self.call = callback.sim_call = _Call(SimpleNamespace(_agreement=agreement), process)
+        self.call = callback.sim_call = _Call(_Training(agreement), process)
         self.call.epoch_iterator = _Position(process.pid if job is None else job)
         self.options = options
 
