@@ -46,14 +46,15 @@ def test_pieces_of_parts_are_on_the_devices_of_their_part():
     np.testing.assert_array_equal(joined, first.numpy())
 
 
-def test_an_accumulated_norm_is_refused_where_replicas_would_not_agree_on_it():
+@pytest.mark.parametrize("axis", ["model", "pipeline"])
+def test_an_accumulated_norm_is_refused_where_replicas_would_not_agree_on_it(axis):
     """Copies of a bias, which is not in pieces, were 2e-3 apart after an update."""
 
     def clipped():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.1)
 
     with pytest.raises(NotImplementedError, match="only where every weight is stored in pieces"):
-        train(sharded(shard=2, model=2, min_size=20), optimizer=clipped)
+        train(sharded(shard=2, **{axis: 2}, min_size=20), optimizer=clipped)
 
 
 def test_an_axis_of_data_holds_the_pieces_where_there_is_none_of_shards():

@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import distribute_lib, distribute_utils
-from tfparallel.internals.keras_layers import behind, trained_by
-from tfparallel.replicas.clipping import clips_by_norm
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
@@ -120,33 +118,11 @@ class ShardedGroupsExtended(HoldsShards, TensorParallelExtended):
     # ---- how a variable is updated ---------------------------------------------------------------
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
-        self._check_norms(getattr(optimizer, "inner_optimizer", optimizer), variables)
         self._thread.is_updating = True
         try:
             return super()._apply_reduced(apply, gradients, variables)
         finally:
             self._thread.is_updating = False
-
-    def _check_norms(self, optimizer: Any, variables: Any) -> None:
-        """Refuses a norm of which replicas would not see the same accumulated gradients.
-
-        The first that shares a copy clears it when it has updated, and the others, which update
-        their own copies of what is not shared, would clip by the norm of what is left.
-        """
-        if not optimizer.gradient_accumulation_steps or not clips_by_norm(optimizer):
-            return
-        behind_all = [behind(v) for v in variables or trained_by(optimizer)]
-        shared = [isinstance(v, SplitVariable) and v.shards > 1 for v in behind_all]
-        if any(shared) and not all(shared):
-            own = [v.name for v, each in zip(behind_all, shared, strict=True) if not each]
-            raise NotImplementedError(
-                "Beside an axis of the model, an accumulated gradient is clipped by a norm only "
-                "where every weight is stored in pieces. Received: gradient_accumulation_steps="
-                f"{optimizer.gradient_accumulation_steps} and a norm, with {own[:3]} not in "
-                "pieces. Clip by value, accumulate nothing, or take an axis 'data' instead of "
-                "'shard'."
-            )
 
 
 def _sums_of_pieces(variable: SplitVariable, part: int, gradients: tuple) -> list[tf.Tensor]:
