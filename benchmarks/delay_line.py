@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-MTU = 9000  # a packet costs this process 20 us, of whatever size
+_LARGEST_PACKET_BYTES = 1 << 16
 QUEUE_S = 0.05  # as the token bucket filter of links without a delay
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
@@ -112,7 +112,7 @@ def _write(tun: int, packet: bytes, direction: Direction) -> None:
 def _read_all(tun: int, direction: Direction) -> None:
     while True:
         try:
-            packet = os.read(tun, MTU + 64)
+            packet = os.read(tun, _LARGEST_PACKET_BYTES)
         except BlockingIOError:
             return
         direction.enter(packet, time.monotonic())

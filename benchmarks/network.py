@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import delay_line
-
 from tfparallel.launch.cpus import share_cpus
+
+_DELAYED_MTU = 9000  # a packet costs `delay_line.py` 20 us, of whatever size
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _delay_line(hosts: list[Host], mbit_per_s: int, round_trip_ms: float) -> Ite
                 raise RuntimeError("delay_line.py did not open its devices; its output is above.")
             _run(*hosts[1].prefix, *f"ip link set delayed0 name {hosts[1].interface}".split())
             for host in hosts:
-                size = f"ip link set {host.interface} mtu {delay_line.MTU} txqueuelen 1000"
+                size = f"ip link set {host.interface} mtu {_DELAYED_MTU} txqueuelen 1000"
                 _run(*host.prefix, *size.split())
             yield
         finally:
