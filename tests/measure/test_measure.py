@@ -192,6 +192,13 @@ def test_what_is_written(tmp_path):
     assert json.dumps(lines)
 
 
+def test_without_tensorboard_the_rest_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # importing it fails
+    compiled().fit(*tiny_data(12), epochs=1, verbose=0, callbacks=[Measure(tmp_path, verbose=0)])
+    assert [line["epoch"] for line in read_records(tmp_path)] == [0, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["measure.jsonl"]
+
+
 def test_a_screen_for_each_epoch_and_one_for_all(capsys):
     measure = Measure(one_device_rows_per_s=1e-3)
     compiled().fit(*tiny_data(12), batch_size=4, epochs=2, verbose=0, callbacks=[measure])

@@ -3,12 +3,10 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
-
-import tensorflow as tf
 
 from tfparallel.measure.reading import FILE
 from tfparallel.measure.record import Record
+from tfparallel.measure.scalars import ScalarWriter
 from tfparallel.measure.verdict import Verdict
 
 
@@ -24,9 +22,7 @@ class RecordWriter:
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".rank{rank}" if rank else ""
         self._path = folder / f"{FILE}{suffix}"
-        self._scalars: Any = None
-        if rank == 0:
-            self._scalars = tf.summary.create_file_writer(str(folder))
+        self._scalars = ScalarWriter(folder) if rank == 0 else None
 
     def write(self, record: Record, verdict: Verdict) -> None:
         """One epoch, or the whole training."""
@@ -36,14 +32,12 @@ class RecordWriter:
             file.flush()
             os.fsync(file.fileno())
         if self._scalars is not None and record.epoch is not None:
-            self._write_scalars(record, record.epoch)
+            self._write_scalars(self._scalars, record, record.epoch)
 
-    def _write_scalars(self, record: Record, epoch: int) -> None:
-        with self._scalars.as_default(), tf.device("CPU:0"):
-            for category, share in record.shares.items():
-                tf.summary.scalar(f"measure/share/{category}", share, epoch)
-            tf.summary.scalar("measure/step_ms/median", record.step.median * 1e3, epoch)
-            tf.summary.scalar("measure/step_ms/p95", record.step.p95 * 1e3, epoch)
-            if record.rows_per_s is not None:
-                tf.summary.scalar("measure/samples_per_s", record.rows_per_s, epoch)
-        self._scalars.flush()
+    def _write_scalars(self, scalars: ScalarWriter, record: Record, epoch: int) -> None:
+        values = {f"measure/share/{name}": share for name, share in record.shares.items()}
+        values["measure/step_ms/median"] = record.step.median * 1e3
+        values["measure/step_ms/p95"] = record.step.p95 * 1e3
+        if record.rows_per_s is not None:
+            values["measure/samples_per_s"] = record.rows_per_s
+        scalars.write(values, epoch)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.probe import is_listening
+from tfparallel.measure.scalars import ScalarWriter
 
 _SUFFIX = ".weights.h5"
 _ENDED = "ended"
@@ -111,7 +111,7 @@ def evaluate_checkpoints(
     log_dir = Path(log_dir) if log_dir is not None else folder
     log_dir.mkdir(parents=True, exist_ok=True)
     known = {line["checkpoint"] for line in _read_results(log_dir)}
-    writer = tf.summary.create_file_writer(str(log_dir))
+    scalars = ScalarWriter(log_dir)
     results: list[dict] = []
     chief = _Chief()
     while True:
@@ -131,15 +131,12 @@ def evaluate_checkpoints(
         except FileNotFoundError:
             continue  # `keep` has removed it meanwhile
         values = model.evaluate(data, return_dict=True, verbose=0, **evaluate_options)
-        results.append(_publish(new[0], values, log_dir, writer))
+        results.append(_publish(new[0], values, log_dir, scalars))
 
 
-def _publish(path: Path, values: dict, log_dir: Path, writer: Any) -> dict:
+def _publish(path: Path, values: dict, log_dir: Path, scalars: ScalarWriter) -> dict:
     step = int(path.name.removesuffix(_SUFFIX))
-    with writer.as_default(step):
-        for name, value in values.items():
-            tf.summary.scalar(f"evaluation_{name}", value)
-    writer.flush()
+    scalars.write({f"evaluation_{name}": value for name, value in values.items()}, step)
     line = {"step": step, "checkpoint": path.name, **{k: float(v) for k, v in values.items()}}
     with (log_dir / _RESULTS).open("a") as file:
         file.write(json.dumps(line) + "\n")
