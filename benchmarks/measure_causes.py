@@ -424,20 +424,26 @@ def tiny_model() -> keras.Model:
 # ---- pipelines -----------------------------------------------------------------------------------
 
 
+def pause(inputs: tf.Tensor, parts_of: Callable[[np.ndarray], float]) -> tf.Tensor:
+    """`inputs`, after so many parts of the injected delay; the backward pass takes none."""
+
+    @tf.custom_gradient
+    def paused(x: tf.Tensor) -> tuple:
+        def sleep(rows: np.ndarray) -> np.ndarray:
+            _running.sleep(parts_of(rows))
+            return rows
+
+        return tf.ensure_shape(tf.numpy_function(sleep, [x], x.dtype), x.shape), lambda dy: dy
+
+    return paused(inputs)
+
+
 @keras.saving.register_keras_serializable("measure_causes")
 class Slow(keras.layers.Layer):
     """A layer that sleeps, forward."""
 
     def call(self, inputs: Any) -> Any:
-        @tf.custom_gradient
-        def paused(x: tf.Tensor) -> tuple:
-            def pause(rows: np.ndarray) -> np.ndarray:
-                _running.sleep(0.5)
-                return rows
-
-            return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), lambda dy: dy
-
-        return paused(inputs)
+        return pause(inputs, lambda rows: 0.5)
 
 
 ROW_S = 0.002  # that a layer of this kind takes for a row
@@ -448,15 +454,7 @@ class ByRow(keras.layers.Layer):
     """Sleeps forward, for each row, as on a device of its own: logical CPUs share their cores."""
 
     def call(self, inputs: Any) -> Any:
-        @tf.custom_gradient
-        def paused(x: tf.Tensor) -> tuple:
-            def pause(rows: np.ndarray) -> np.ndarray:
-                _running.sleep(len(rows) * ROW_S / _running.delay_s)
-                return rows
-
-            return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), lambda dy: dy
-
-        return paused(inputs)
+        return pause(inputs, lambda rows: len(rows) * ROW_S / _running.delay_s)
 
 
 SLEEPING: dict[Any, type] = {"slow": Slow, "by row": ByRow}

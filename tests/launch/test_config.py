@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from tfparallel.coordination.timeouts import WorkerTimeouts
-from tfparallel.launch.config import (
-    STRATEGIES,
-    Compression,
-    ConfigError,
-    WaitLimits,
-    build_strategy,
-    load_config,
-)
+from tfparallel.launch.config import ConfigError, build_strategy, load_config
+from tfparallel.launch.strategy_sections import STRATEGIES, Compression, WaitLimits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

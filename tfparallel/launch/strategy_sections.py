@@ -1,0 +1,391 @@
+"""What a YAML file may say of a strategy: one section for each, with its arguments.
+
+Imports no TensorFlow, so that mistakes in a file show at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from tfparallel.communication.compression.compressor import Compressor
+
+DeviceName = Annotated[str, Field(min_length=1)]
+DeviceNames = Annotated[list[DeviceName], Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, values keep their YAML type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class StrategySection(Section):
+    """How the run is divided: the name of a strategy, next to its keyword arguments."""
+
+    name: str
+    class_name: ClassVar[str]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `tfparallel.<class_name>`."""
+        return self.model_dump(exclude={"name", "memory"})
+
+
+class Memory(Section):
+    """The fields of `tfparallel.MemoryPolicy`: "none", "full", or patterns of layers."""
+
+    rematerialize: Literal["none", "full"] | list[str] = "none"
+    offload: Literal["none", "full"] | list[str] = "none"
+
+
+class WithMemory(StrategySection):
+    """A strategy whose activations may be computed again, or wait on the host."""
+
+    memory: Memory | None = None
+
+
+class WaitLimits(Section):
+    """The fields of `tfparallel.WorkerTimeouts`, in seconds; null waits for ever."""
+
+    start_s: float | None = Field(default=600.0, gt=0)
+    silent_s: float = Field(default=60.0, gt=0)
+    stall_s: float | None = Field(default=1800.0, gt=0)
+    write_s: float | None = Field(default=14_400.0, gt=0)
+
+
+class WithTimeouts(WithMemory):
+    """A strategy of several workers, which wait for one another."""
+
+    timeouts: WaitLimits | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tfparallel
+
+        arguments = super().arguments()
+        given = self.timeouts
+        timeouts = None if given is None else tfparallel.WorkerTimeouts(**given.model_dump())
+        return {**arguments, "timeouts": timeouts}
+
+
+class OneDevice(WithMemory):
+    """`device` None is the first GPU, or the CPU where there is none."""
+
+    class_name = "OneDeviceStrategy"
+    name: Literal["one_device"]
+    device: DeviceName | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        default = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+        return {"device": self.device or default}
+
+
+class Mirrored(WithMemory):
+    """`devices` None is all GPUs, or all logical CPUs where there is none."""
+
+    class_name = "MirroredStrategy"
+    name: Literal["mirrored"]
+    devices: DeviceNames | None = None
+    cross_device_ops: Literal["nccl", "hierarchical_copy", "reduction_to_one_device"] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        cross_device_ops = {
+            None: lambda: None,
+            "nccl": tf.distribute.NcclAllReduce,
+            "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+            "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
+        }
+        return {
+            "devices": self.devices,
+            "cross_device_ops": cross_device_ops[self.cross_device_ops](),
+        }
+
+
+class Sharded(WithTimeouts):
+    """`devices` as of `Mirrored`, of one process; the rest as of `ShardedStrategy`."""
+
+    class_name = "ShardedStrategy"
+    name: Literal["sharded"]
+    devices: DeviceNames | None = None
+    shard: Literal["parameters", "gradients", "optimizer"] = "parameters"
+    min_size: int = Field(default=1024, ge=1)
+    units: str | list[str] = "*"
+    reshard_after_forward: bool = True
+    prefetch: int = Field(default=1, ge=0)
+    gather_dtype: str | None = None
+    host: Literal["optimizer", "parameters"] | None = None
+    replicas: int = Field(default=1, ge=1)
+    transport: Literal["auto", "ring", "collectives", "horovod"] = "auto"
+
+
+class TensorParallel(WithMemory):
+    """`layout`: for patterns of paths of weights, "model" or None for each dim.
+
+    `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
+    the axis "batch", the rest of each replica on "model".
+    """
+
+    class_name = "TensorParallelStrategy"
+    name: Literal["tensor_parallel"]
+    devices: DeviceNames | None = None
+    replicas: int = Field(default=1, ge=1)
+    layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        import keras
+
+        from tfparallel.replicas.device_names import all_devices_here
+
+        devices = self.devices or all_devices_here()
+        if len(devices) % self.replicas:
+            raise ValueError(
+                f"`replicas` must divide the number of devices. Received: {self.replicas} replicas "
+                f"of {len(devices)} devices."
+            )
+        shape = (self.replicas, len(devices) // self.replicas)
+        names = [device.removeprefix("/device:").lower() for device in devices]
+        layout = keras.distribution.LayoutMap(
+            keras.distribution.DeviceMesh(shape, ("batch", "model"), names)
+        )
+        for pattern, axes in self.layout.items():
+            layout[pattern] = tuple(axes)
+        return {"layout": layout}
+
+
+class Communication(Section):
+    """The fields of `tf.distribute.experimental.CommunicationOptions`."""
+
+    implementation: Literal["AUTO", "RING", "NCCL"] = "AUTO"
+    bytes_per_pack: int = Field(default=0, ge=0)  # 0 lets TensorFlow choose
+    timeout_seconds: float | None = Field(default=None, gt=0)
+
+
+class Compression(Section):
+    """How gradients cross processes: a compressor's name, and its option where it has one."""
+
+    name: Literal[
+        "none",
+        "fp16",
+        "bf16",
+        "power_sgd",
+        "top_k",
+        "random_k",
+        "qsgd",
+        "tern_grad",
+        "sign_sgd",
+        "adaptive",
+    ] = "none"
+    rank: int | None = Field(default=None, ge=1)
+    ratio: float | None = Field(default=None, gt=0, lt=0.5)
+    bits: Literal[2, 4, 8] | None = None
+    max_error: float | None = Field(default=None, ge=0, lt=1)
+
+    _OPTIONS: ClassVar[dict[str, str]] = {
+        "power_sgd": "rank",
+        "top_k": "ratio",
+        "random_k": "ratio",
+        "qsgd": "bits",
+        "adaptive": "max_error",
+    }
+
+    @model_validator(mode="after")
+    def _knows_its_options(self) -> Compression:
+        own = self._OPTIONS.get(self.name)
+        if others := [option for option in self._given() if option != own]:
+            takes = f"takes {own}" if own else "takes no option"
+            raise ValueError(f"{self.name} {takes}. Received: {', '.join(others)}")
+        return self
+
+    def _given(self) -> dict[str, float]:
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
+    def compressor(self) -> Compressor | None:
+        """What `compression=` of a strategy takes."""
+        from tfparallel.communication.compression.names import NAMES
+
+        return None if self.name == "none" else NAMES[self.name](**self._given())
+
+
+class MultiWorkerMirrored(WithTimeouts):
+    """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
+
+    class_name = "MultiWorkerMirroredStrategy"
+    name: Literal["multi_worker_mirrored"]
+    communication: Communication = Communication()
+    compression: Compression = Compression()
+
+    def arguments(self) -> dict[str, Any]:
+        import tensorflow as tf
+
+        options = self.communication.model_dump()
+        return {
+            "timeouts": super().arguments()["timeouts"],
+            "communication_options": tf.distribute.experimental.CommunicationOptions(**options),
+            "compression": self.compression.compressor(),
+        }
+
+
+class Horovod(WithMemory):
+    """Which rank a process is comes from `horovodrun`, so that all hosts share one file."""
+
+    class_name = "HorovodStrategy"
+    name: Literal["horovod"]
+    compression: Compression = Compression()
+    reduction: Literal["ring", "hierarchical", "adasum"] = "ring"
+    bucket_bytes: int = Field(default=HOROVOD_BUCKET_BYTES, ge=1)
+    stall_timeout_s: float | None = Field(default=300.0, gt=0)
+    start_timeout_s: float | None = Field(default=600.0, gt=0)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "stall_timeout_s": self.stall_timeout_s,
+            "start_timeout_s": self.start_timeout_s,
+            "compression": self.compression.compressor(),
+            "reduction": self.reduction,
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+
+class CentralStorage(WithMemory):
+    """`compute_devices` None is all GPUs, or all logical CPUs where there is none."""
+
+    class_name = "CentralStorageStrategy"
+    name: Literal["central_storage"]
+    compute_devices: DeviceNames | None = None
+    parameter_device: DeviceName | None = None
+
+
+class Partitioner(Section):
+    """How large variables are cut into parts: by `bytes` of a part (or their number, "fixed")."""
+
+    name: Literal["min_size", "max_size", "fixed"]
+    bytes: int = Field(default=256 << 10, ge=1)  # not for "fixed"
+    max_parts: int = Field(default=1, ge=1)
+
+    def partitioner(self) -> Any:
+        """Return what `variable_partitioner=` takes."""
+        from tensorflow import distribute
+
+        partitioners = distribute.experimental.partitioners
+        if self.name == "fixed":
+            return partitioners.FixedShardsPartitioner(self.max_parts)
+        if self.name == "min_size":
+            return partitioners.MinSizePartitioner(self.bytes, self.max_parts)
+        return partitioners.MaxSizePartitioner(self.bytes, self.max_parts)
+
+
+class ParameterServer(StrategySection):
+    """Which task a process is comes from `TF_CONFIG`, so that all hosts share one file."""
+
+    class_name = "ParameterServerStrategy"
+    name: Literal["parameter_server"]
+    mode: Literal["async", "sync"] = "async"
+    max_staleness: int | None = Field(default=None, ge=0)
+    partitioner: Partitioner | None = None
+    compression: Compression = Compression()  # of what asynchronous workers hand in
+    copy_every_steps: int | None = Field(default=8, ge=1)
+    insecure_network: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "max_staleness": self.max_staleness,
+            "variable_partitioner": self.partitioner and self.partitioner.partitioner(),
+            "compression": self.compression.compressor(),
+            "copy_every_steps": self.copy_every_steps,
+            "insecure_network": self.insecure_network,
+        }
+
+
+class PipelineSection(Section):
+    """`partition` is "balanced", or for each stage a list of patterns of layer names."""
+
+    num_microbatches: int | None = Field(default=None, ge=1)
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    chunks_per_device: int | None = Field(default=None, ge=2)
+    partition: Literal["balanced"] | list[list[str]] = "balanced"
+    memory_limit_bytes: int | None = Field(default=None, ge=1)
+    batch_norm: Literal["per_microbatch", "deferred"] = "per_microbatch"
+    rematerialize: Literal["none", "except_last", "full"] | list[str] = "none"
+    offload: bool = False
+
+
+class Pipeline(PipelineSection, WithMemory):
+    """A pipeline on devices of one process, or of several tasks in TF_CONFIG."""
+
+    class_name = "PipelineStrategy"
+    name: Literal["pipeline"]
+    devices: DeviceNames | None = None
+    insecure_network: bool = False  # with several tasks in TF_CONFIG
+
+
+class ShardSection(Section):
+    """What is in parts."""
+
+    shard: Literal["parameters", "gradients", "optimizer"] = "parameters"
+    min_size: int = Field(default=1024, ge=1)
+
+
+class Hybrid(WithMemory):
+    """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s."""
+
+    class_name = "HybridStrategy"
+    name: Literal["hybrid"]
+    mesh: dict[Literal["data", "shard", "pipeline", "model"], int] | None = None
+    pipeline: PipelineSection | None = None
+    shard: ShardSection | None = None
+    layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        import keras
+
+        import tfparallel
+        from tfparallel.replicas.device_names import all_devices_here
+
+        all_on_data = {"data": len(all_devices_here())}
+        layout: Any = keras.distribution.LayoutMap() if self.layout else None
+        for pattern, axes in self.layout.items():
+            layout[pattern] = keras.distribution.TensorLayout(axes)
+        options = self.pipeline and tfparallel.PipelineOptions(**self.pipeline.model_dump())
+        return {
+            "mesh": dict(self.mesh or all_on_data),
+            "pipeline": options,
+            "shard": self.shard and tfparallel.Sharding(**self.shard.model_dump()),
+            "layout_map": layout,
+        }
+
+
+class Tpu(StrategySection):
+    """`tpu` is the TPU's name or address; "local" is the TPU of a TPU VM."""
+
+    class_name = "TPUStrategy"
+    name: Literal["tpu"]
+    tpu: DeviceName = "local"
+
+
+# A new strategy is one new row.
+STRATEGIES = (
+    OneDevice,
+    Mirrored,
+    Sharded,
+    TensorParallel,
+    MultiWorkerMirrored,
+    Horovod,
+    CentralStorage,
+    ParameterServer,
+    Pipeline,
+    Hybrid,
+    Tpu,
+)
+
+if TYPE_CHECKING:
+    AnyStrategy = StrategySection
+else:
+    AnyStrategy = Annotated[Union[STRATEGIES], Field(discriminator="name")]  # noqa: UP007
