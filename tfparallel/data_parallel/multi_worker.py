@@ -17,6 +17,7 @@ from tfparallel.communication.neighbours import PeerLostError
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.coordination.lost_ranks import RankLostError
 from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
 from tfparallel.coordination.timeouts import WorkerTimeouts
@@ -34,6 +35,7 @@ from tfparallel.internals import (
     PerReplica,
     ReduceOp,
     ResourceVariable,
+    TrainerCall,
     is_called_by_trainer,
 )
 from tfparallel.internals.distribute import (
@@ -44,6 +46,8 @@ from tfparallel.internals.distribute import (
 from tfparallel.internals.eager import has_started
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.replicas.device_names import is_in_parts
+
+_ABORTED = "Collective ops is aborted by"  # in errors of TensorFlow's collectives
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
@@ -136,6 +140,27 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         own = self._id_in_cluster
         others = {f"rank {rank}": each for rank, each in enumerate(addresses) if rank != own}
         return watch_once(others, silent_s, always, cuts_all=False)
+
+    @contextlib.contextmanager
+    def _around_epoch(self, call: TrainerCall) -> Iterator[None]:
+        with self._names_silent_workers(), super()._around_epoch(call):
+            yield
+
+    @contextlib.contextmanager
+    def _names_silent_workers(self) -> Iterator[None]:
+        """TensorFlow's collectives tell of a connection that was shut, not of who was silent."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            watch = self._watch if _ABORTED in error.message else None
+            silent = [] if watch is None else watch.absent()
+            if not silent:
+                raise
+            raise RankLostError(
+                f"Expected all workers to take part in each step. Received: {', '.join(silent)} "
+                "does not answer: it has ended, was stopped, or its network is cut. (Rank "
+                f"{self._id_in_cluster} is speaking.)"
+            ) from error
 
     def _open_ring(self, stall_s: float | None, silent_s: float, tasks: list[str]) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
