@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfparallel.callbacks.backup.callback import BackupAndRestore
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.internals.keras_trainer import Fit, num_traces, surrounded_steps
+from tfparallel.internals.keras_trainer import Fit, graphs_of_step, surrounded_steps
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.training_clock import Sources, TrainingClock
 
@@ -32,14 +32,18 @@ class _Traces:
     def __init__(self, model: keras.Model):
         self._model = model
         self._function: Any = None
+        self._graphs: list[Any] = []
         self._before = 0
 
     def __call__(self) -> int:
         function = getattr(self._model, "train_function", None)
         if function is not self._function:
-            self._before += num_traces(self._function)
-            self._function = function
-        return self._before + num_traces(function)
+            self._before += self._of_graphs()
+            self._function, self._graphs = function, graphs_of_step(function)
+        return self._before + self._of_graphs()
+
+    def _of_graphs(self) -> int:
+        return sum(graph.experimental_get_tracing_count() for graph in self._graphs)
 
 
 class FitClock:

@@ -83,6 +83,7 @@ def iterator_over(iterator: Any, function: Any, length: int) -> Any:
         output_types=types,
         output_shapes=shapes,
         preserve_cardinality=False,
+        use_inter_op_parallelism=False,  # 100 us for other threads, each time
     )
     options = tf.data.Options()  # none puts a prefetch behind `function`
     options.autotune.enabled = False

@@ -306,13 +306,12 @@ def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
     epoch_iterator._num_batches = steps
 
 
-def num_traces(train_function: Any) -> int:
-    """How often the function that `fit` calls for a step was traced; 0 where it is no graph."""
+def graphs_of_step(train_function: Any) -> list[Any]:
+    """The `tf.function`s in the function that `fit` calls for a step; none where it is no graph."""
     if not inspect.isfunction(train_function):
-        return 0
+        return []
     known = inspect.getclosurevars(train_function).nonlocals.values()
-    graphs = [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
-    return sum(graph.experimental_get_tracing_count() for graph in graphs)
+    return [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
 
 
 def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> None:

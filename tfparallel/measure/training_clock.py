@@ -61,6 +61,8 @@ class Epoch:
         rows: None where that is not known.
         links: what collectives did within the steps.
         traces: how many.
+        longest_s: the largest of `times_s`.
+        because: why that step took so long.
     """
 
     started_s: float
@@ -74,6 +76,7 @@ class Epoch:
     rows: int | None = None
     links: LinkTimes = LinkTimes()
     traces: int = 0
+    longest_s: float = 0.0
     because: str = ""
 
     @property
@@ -186,7 +189,8 @@ class TrainingClock:
         times = self.epoch.times_s
         if len(times) % 64 == 1:
             self._usual_s = statistics.median(times[-256:])
-        if took_s < max(times) or took_s < _UNUSUAL * self._usual_s:
+        longest_s, self.epoch.longest_s = self.epoch.longest_s, max(took_s, self.epoch.longest_s)
+        if took_s < longest_s or took_s < _UNUSUAL * self._usual_s:
             return
         waited_s = self._sources.waited_s()
         causes = {
