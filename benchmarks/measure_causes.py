@@ -112,6 +112,14 @@ def beside_the_step(told: Told, category: str) -> float:
     return told.took_s - (control.wall_s - control.seconds[category])
 
 
+def of_a_later_rank(told: Told, category: str) -> float:
+    """By how much it is later anyway comes on top; that the other one is, at times, is over."""
+    del category
+    before = told.control
+    own_s = sum(before.seconds[name] for name in ("input", "compute", "host", "saving"))
+    return told.took_s + own_s * (before.utilisation["rank 1"] / before.utilisation["rank 0"] - 1)
+
+
 def of_the_schedule(told: Told, category: str) -> float:
     """Two equal stages, two microbatches: (p - 1) / (m + p - 1) of what a step's graph takes."""
     del category
@@ -637,11 +645,26 @@ FAULTS: dict[str, Fault] = {
         seconds=of_the_schedule,
         is_always_on=True,
     ),
-    "slow rank": Fault(("imbalance: rank",), "imbalance", model=workers_with_a_slow_one),
-    "callback of one rank": Fault(
-        ("imbalance: rank",), "imbalance", model=workers, callbacks=on_rank_1(SleepsAtTheEnd)
+    "slow rank": Fault(
+        ("imbalance: rank",),
+        "imbalance",
+        model=workers_with_a_slow_one,
+        seconds=of_a_later_rank,
     ),
-    "data of one rank": Fault(("imbalance: rank",), "imbalance", slow_map_on_rank_1, model=workers),
+    "callback of one rank": Fault(
+        ("imbalance: rank",),
+        "imbalance",
+        model=workers,
+        callbacks=on_rank_1(SleepsAtTheEnd),
+        seconds=of_a_later_rank,
+    ),
+    "data of one rank": Fault(
+        ("imbalance: rank",),
+        "imbalance",
+        slow_map_on_rank_1,
+        model=workers,
+        seconds=of_a_later_rank,
+    ),
     "link of 100 Mbit/s": Fault(
         ("communication: slow link",),
         "communication",

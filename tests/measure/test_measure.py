@@ -76,6 +76,26 @@ def test_it_changes_no_bit(name):
         np.testing.assert_array_equal(without, measured)
 
 
+@pytest.mark.parametrize("is_divided_before", [False, True])
+def test_the_slowest_stage_of_a_partition_by_patterns_is_told(is_divided_before):
+    """One layer of the second stage has 4,000 times the products of the first one's."""
+    strategy = tfparallel.PipelineStrategy(
+        ["CPU:0", "CPU:1"], num_microbatches=4, partition=[["small"], ["large*"]]
+    )
+    with strategy.scope():
+        widths = {"small": 4, "large_1": 2000, "large_2": 2000, "large_3": 1}
+        layers = [keras.layers.Dense(width, name=name) for name, width in widths.items()]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+    x, y = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
+    if is_divided_before:
+        model.fit(x, y, verbose=0)
+    measure = Measure(verbose=0)
+    model.fit(x, y, verbose=0, callbacks=[measure])
+    assert measure.records[0].details["slowest"].startswith("stage 1, ")
+    assert measure.records[0].seconds["imbalance"] > 0
+
+
 def test_rows_per_second_are_rows_over_time():
     """The last batch of 22 rows is smaller; rows are counted where they come out."""
     measure = Measure(verbose=0)

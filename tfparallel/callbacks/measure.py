@@ -103,6 +103,8 @@ class Measure(keras.callbacks.Callback):
         agreement = workers.agreement("measure")
         one_device, folder = self._alone(fit), self._folder
         self._reporter = Reporter(self.model, extended, workers, agreement, folder, one_device)
+        if extended is not None:
+            extended._tell_stages_apart(self.model)
         if self._noise_every is not None and extended is not None:
             self._noise = NoiseWatch(self.model, extended, self._noise_every, agreement)
         self._use = None

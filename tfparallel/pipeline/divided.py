@@ -23,7 +23,7 @@ from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.replicated import first_with_copy
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import StageVariable
-from tfparallel.pipeline.stages import Budget, Stages, divide
+from tfparallel.pipeline.stages import Budget, Stages, divide, measured
 from tfparallel.pipeline.summary import Summary, summarise
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
@@ -51,6 +51,7 @@ class DividedModels(PlacedInStages):
         self._budget = self._budget_of_stages(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
         self._known_stages: Any = weakref.WeakKeyDictionary()
+        self._tells_stages_apart = False
         self._batches = FirstBatches(self._num_replicas_in_sync)
 
     def _budget_of_stages(self, schedule: Schedule, limit: int | None) -> Budget:
@@ -85,9 +86,11 @@ class DividedModels(PlacedInStages):
             check_batch_norm(model)
             inputs = self._batches.take(model)
             given = self._options.partition, self._placement, self._budget
-            devices = [self._device_of_stage(i) for i in range(self._schedule.num_stages)]
+            devices = self._first_devices()
             with without_remat_of_keras(model):  # layers are called, to be measured
                 stages = divide(model, *given, devices, inputs, self._agreed)
+                if self._tells_stages_apart and stages.time_shares is None:
+                    stages = measured(model, stages, devices, inputs, self._agreed)
             homes = stages.homes()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
@@ -98,6 +101,18 @@ class DividedModels(PlacedInStages):
                         behind(variable).share_copies(firsts)
             self._known_stages[model] = stages
         return self._known_stages[model]
+
+    def _first_devices(self) -> list[str]:
+        return [self._device_of_stage(i) for i in range(self._schedule.num_stages)]
+
+    def _tell_stages_apart(self, model: keras.Model) -> None:
+        """Measures what the stages take, from now on also where patterns divide a model."""
+        self._tells_stages_apart = True
+        stages = self._known_stages.get(model)
+        if stages is not None and stages.time_shares is None:
+            with without_remat_of_keras(model):
+                devices = self._first_devices()
+                self._known_stages[model] = measured(model, stages, devices, None, self._agreed)
 
     def _agreed(self, costs: list[Cost]) -> list[Cost]:
         """The same for all workers, whose clocks differ: a stage has the same layers in each."""

@@ -168,7 +168,7 @@ def _is_measured(
                     each(_zeros(functional_graph(each)), training=False)
     except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
         warnings.warn(
-            f"The layers of model '{model.name}' are divided by their numbers of weights, as it "
+            f"The layers of model '{model.name}' count by their numbers of weights, as it "
             f"cannot be called with a batch's inputs: {error}",
             stacklevel=2,
         )

@@ -113,6 +113,24 @@ def divide(
     return Stages(parts, stage_of)
 
 
+def measured(
+    model: keras.Model,
+    stages: Stages,
+    devices: Sequence[str],
+    inputs: Any,
+    agreed: Callable[[list[Cost]], list[Cost]],
+) -> Stages:
+    """The same, with what each part takes, which dividing by patterns need not know.
+
+    Args:
+        model: that is divided.
+        stages: of it.
+        devices, inputs, agreed: as in `divide`.
+    """
+    costs = agreed(profile_parts(model, stages.parts, inputs, devices))
+    return _with_costs(stages.parts, stages.stage_of, costs)
+
+
 def _matched(parts: Sequence[Part], partition: Partition, num_stages: int) -> list[int]:
     if isinstance(partition, str) or len(partition) != num_stages:
         raise ValueError(
@@ -139,13 +157,13 @@ def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> S
         layer_names=[part.name for part in parts],
         num_devices=budget.num_devices,
     )
+    return _with_costs(parts, [stage for stage, run in enumerate(runs) for _ in run], costs)
+
+
+def _with_costs(parts: Sequence[Part], stage_of: Sequence[int], costs: Sequence[Cost]) -> Stages:
     total = sum(cost.time for cost in costs) or 1.0  # a model may call no layer
-    return Stages(
-        parts,
-        [stage for stage, run in enumerate(runs) for _ in run],
-        [cost.time / total for cost in costs],
-        [cost.activation_bytes for cost in costs],
-    )
+    times, activations = [c.time / total for c in costs], [c.activation_bytes for c in costs]
+    return Stages(parts, stage_of, times, activations)
 
 
 def _after_producers(model: keras.Model, stage_of: dict[tuple, int]) -> dict[tuple, int]:

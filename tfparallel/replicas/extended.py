@@ -455,6 +455,9 @@ class ReplicatedExtended(MirroredExtended):
         """Within `fit`: the next training step is traced as the strategy is now."""
         model.make_train_function(force=True)
 
+    def _tell_stages_apart(self, model: keras.Model) -> None:
+        """`_plan_of` shall know what each stage takes; without stages there is nothing to know."""
+
     def _plan_of(self, model: keras.Model) -> Plan:
         """What of a step's time is idle by the strategy's own schedule."""
         del model
