@@ -123,6 +123,15 @@ EXAMPLES = (
         "PipelineStrategy(2, num_microbatches=8)",
     ),
     Example(
+        "unbalanced partition",
+        "stage",
+        "One stage of a pipeline has more to do",
+        "Four layers that take alike, as above by the row, one of them on the first stage and "
+        "three on the second: the first one waits.",
+        'PipelineStrategy(2, num_microbatches=8, partition=[["first", "later_1"], ["later_*"]])',
+        "PipelineStrategy(2, num_microbatches=8)   # divided by what layers take",
+    ),
+    Example(
         "data of one rank",
         "rank",
         "All wait for one rank",
