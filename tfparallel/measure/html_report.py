@@ -21,7 +21,7 @@ from tfparallel.measure.plots import (
 )
 from tfparallel.measure.reading import FILE, read_records
 
-_SIZE_INCHES = (6.4, 3.6)  # letters are still read when a phone shows it
+_SIZE_INCHES = (5.4, 3.4)  # letters are still read when a phone shows it
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:46rem;padding:1rem;color:#222}
 h1{font-size:1.4rem;line-height:1.3}h2{font-size:1.1rem;margin-top:2rem}
