@@ -154,7 +154,7 @@ def found_for(
                 raise TakesTensorsError from raised
             error = raised
             continue
-        own = _compared(*outcomes, computed_in)
+        own = _compared(*outcomes, computed_in=computed_in)
         found = own if found is None else found & own
     if found is None:
         raise UntriableError from error
