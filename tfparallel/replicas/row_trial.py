@@ -146,7 +146,7 @@ def found_for(
             _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
         ]
         try:
-            outcomes = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
+            whole, first, second = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
         except GathersRowsError:
             raise
         except Exception as raised:  # these rows do not suit the program
@@ -154,7 +154,7 @@ def found_for(
                 raise TakesTensorsError from raised
             error = raised
             continue
-        own = _compared(*outcomes, computed_in=computed_in)
+        own = _compared(whole, first, second, computed_in)
         found = own if found is None else found & own
     if found is None:
         raise UntriableError from error
