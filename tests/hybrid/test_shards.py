@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.helpers import assert_same_training, cpu_mesh_of, tiny_data, train
+from tests.helpers import assert_same_training, cpu_mesh_of, in_float64, tiny_data, train
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions, Sharding
 
@@ -46,15 +46,31 @@ def test_pieces_of_parts_are_on_the_devices_of_their_part():
     np.testing.assert_array_equal(joined, first.numpy())
 
 
-@pytest.mark.parametrize("axis", ["model", "pipeline"])
-def test_an_accumulated_norm_is_refused_where_replicas_would_not_agree_on_it(axis):
+def clipped():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.1)
+
+
+def scaled_and_clipped():
+    return keras.optimizers.LossScaleOptimizer(clipped(), 2.0**10, dynamic_growth_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"),
+    [
+        ({"model": 2}, clipped),
+        ({"pipeline": 2}, clipped),
+        ({"pipeline": 2}, scaled_and_clipped),
+        pytest.param({"model": 2}, scaled_and_clipped, marks=pytest.mark.long),
+    ],
+)
+def test_an_accumulated_norm_is_that_of_all_gradients_on_every_replica(sizes, optimizer):
     """Copies of a bias, which is not in pieces, were 2e-3 apart after an update."""
-
-    def clipped():
-        return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.1)
-
-    with pytest.raises(NotImplementedError, match="only where every weight is stored in pieces"):
-        train(sharded(shard=2, **{axis: 2}, min_size=20), optimizer=clipped)
+    with in_float64():
+        options = {"optimizer": optimizer, "epochs": 3}
+        candidate = train(sharded(**{"shard": 2, **sizes}, min_size=20), **options)
+        weights = [weight.value for weight in candidate.model.trainable_weights]
+        assert {getattr(value, "shards", 1) for value in weights} == {1, 2}
+        assert_same_training(train(None, **options), candidate, atol=1e-9)
 
 
 def test_an_axis_of_data_holds_the_pieces_where_there_is_none_of_shards():

@@ -31,6 +31,10 @@ ATOL = {
     "mixed_bfloat16": float(np.sqrt(2.0**-7)),
 }
 
+LOSS_SCALE = (
+    2.0**4
+)  # of float16; Keras's 2**15 lets the sum of a part overflow, and not that of all
+
 
 def assert_trains_as_on_one_device(trial: Trial, pools: "Pools | None" = None) -> None:
     """Trains two steps, evaluates and predicts; all numbers must be those of Keras.
@@ -133,8 +137,11 @@ def _call(layer: keras.layers.Layer, taken: list):
 
 def compile_(model: keras.Model, spec: Model, fit: Fit) -> None:
     """Compiles as `fit` and the outputs of `spec` say."""
+    optimizer = getattr(keras.optimizers, fit.optimizer)(**fit.optimizer_options)
+    if spec.policy == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=LOSS_SCALE)
     model.compile(
-        getattr(keras.optimizers, fit.optimizer)(**fit.optimizer_options),
+        optimizer,
         loss=[_loss(output) for output in spec.outputs],
         loss_weights=[output.loss_weight for output in spec.outputs],
         metrics=[list(output.metrics) for output in spec.outputs],

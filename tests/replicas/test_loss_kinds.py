@@ -214,6 +214,37 @@ def test_a_layer_that_couples_rows_is_refused_or_declared():
     assert_same_training(_train_with(lambda: Added(spread)), gathered)
 
 
+@pytest.fixture
+def few_digits(request):
+    """A policy of float16 or bfloat16, for what is built; half of its digits."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(f"mixed_{request.param}")
+    yield {"float16": 2.0**-5, "bfloat16": 2.0**-3}[request.param]
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("few_digits", ["float16", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
+def test_rounding_of_few_digits_couples_no_rows(few_digits, reduce):
+    """A mean in float16 was refused as one that couples rows; bfloat16 ended in numpy's error."""
+
+    def trained(function, strategy=None):
+        def build():
+            return keras.Sequential([keras.Input((6,)), layers.Dense(5), Added(function)])
+
+        x, _ = tiny_data(13)
+        return train(strategy, build, dict, None, x=x, batch_size=7, epochs=1)
+
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    for loss in (
+        lambda x: 0.1 * reduce(ops.square(x)),
+        lambda x: 0.1 * ops.cast(reduce(ops.square(x)), "float32"),
+    ):
+        assert_same_training(trained(loss), trained(loss, strategy), few_digits)
+    with pytest.raises(ValueError, match="couples rows"):
+        trained(lambda x: reduce(ops.square(x - ops.mean(x, axis=0))), strategy)
+
+
 def test_a_random_loss_of_a_layer_is_taken_for_a_mean_and_said(caplog):
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
 

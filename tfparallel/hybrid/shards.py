@@ -10,13 +10,13 @@ The first replica of those that share a copy updates all of it, each piece on it
 Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stage 3.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from tfparallel.internals import layer_of_late_variable, owner_of_new_variable
-from tfparallel.internals.keras_layers import behind, trained_by
+from tfparallel.hybrid.accumulated_norms import clipping_by_known_norm, with_known_norm
+from tfparallel.internals import BaseOptimizer, layer_of_late_variable, owner_of_new_variable
 from tfparallel.internals.keras_state import shape_of_new, variable_under_creation
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.holds_parts import HoldsParts
@@ -53,12 +53,13 @@ class HoldsShards(HoldsParts):
             return None
         return shape_of_new(variable)
 
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        return clipping_by_known_norm(optimizer, super()._optimizer_hooks(optimizer))
+
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner.gradient_accumulation_steps and inner.global_clipnorm:
-            _check_all_in_pieces(variables or trained_by(optimizer), inner)
-        return super()._apply_reduced(apply, gradients, variables)
+        with with_known_norm(optimizer, gradients, variables):
+            return super()._apply_reduced(apply, gradients, variables)
 
     def _is_large(self, sizes: Sequence[int]) -> bool:
         numbers = 1
@@ -70,26 +71,6 @@ class HoldsShards(HoldsParts):
         if isinstance(leader, SplitVariable):
             return leader.shards
         return self.num_shards if min(rows.sizes) // rows.blocks >= self.num_shards else 1
-
-
-def _check_all_in_pieces(variables: Iterable, optimizer: Any) -> None:
-    """Refuses a norm of which replicas would not see the same accumulated gradients.
-
-    The first that shares a copy clears it when it has updated, and the others, which update their
-    own copies of what is not shared, would clip by the norm of what is left.
-    """
-    behind_all = [behind(v) for v in variables]
-    shared = [isinstance(v, SplitVariable) and v.shards > 1 for v in behind_all]
-    if any(shared) and not all(shared):
-        own = [v.name for v, each in zip(behind_all, shared, strict=True) if not each]
-        raise NotImplementedError(
-            "Beside an axis of the model or of a pipeline, accumulated gradients are clipped by a "
-            "global norm only where every weight is stored in pieces. Received: "
-            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} and "
-            f"global_clipnorm={optimizer.global_clipnorm}, with {own[:3]} not in pieces. Clip by "
-            "value or each weight's norm, accumulate nothing, or take an axis 'data' instead of "
-            "'shard'."
-        )
 
 
 def _dim_of_pieces(shape: Sequence[int], count: int) -> int | None:

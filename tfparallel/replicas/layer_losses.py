@@ -146,7 +146,7 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
         return TrialOutcome(loss, loss)
 
     with trial():
-        kinds = found_for(outcome, None, specs, None).kinds
+        kinds = found_for(outcome, None, specs, None, layer.compute_dtype).kinds
     kind = next((kind for kind in ("mean", "sum") if kind in kinds), None)
     if kind is None and not any(is_random):
         raise ValueError(

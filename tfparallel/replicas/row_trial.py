@@ -20,7 +20,9 @@ import tensorflow as tf
 _ROWS = 6
 _PARTS = slice(0, 2), slice(2, 6)  # of different sizes; even, as some programs halve a batch
 _UNKNOWN_DIM = 3
-_RELATIVE, _OF_LARGEST = 1e-4, 1e-5  # what rounding may do; parts of coupled rows are far apart
+# What rounding may do, and of dtypes of few digits so many of their last; parts of coupled rows are
+# far apart.
+_RELATIVE, _OF_LARGEST, _OF_FEW_DIGITS = 1e-4, 1e-5, 4
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,19 @@ def check_is_no_trial() -> None:
         raise GathersRowsError
 
 
-def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) -> Found:
+def found_for(
+    function: Callable,
+    targets: Any,
+    predictions: Any,
+    weights: Any,
+    computed_in: str | None = None,
+) -> Found:
     """Tries a function of the rows of a batch.
 
     Args:
         function: of targets, predictions and weights, to an `TrialOutcome`.
         targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
+        computed_in: the dtype of what the function computes, if not that of its outcomes.
 
     Raises:
         UntriableError: from the last error.
@@ -137,7 +146,7 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
             _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
         ]
         try:
-            outcomes = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
+            whole, first, second = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
         except GathersRowsError:
             raise
         except Exception as raised:  # these rows do not suit the program
@@ -145,27 +154,43 @@ def found_for(function: Callable, targets: Any, predictions: Any, weights: Any) 
                 raise TakesTensorsError from raised
             error = raised
             continue
-        own = _compared(*outcomes)
+        own = _compared(whole, first, second, computed_in)
         found = own if found is None else found & own
     if found is None:
         raise UntriableError from error
     return found
 
 
-def _compared(whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome) -> Found:
-    values, number = np.asarray(whole.values), np.asarray(whole.number)
+def _compared(
+    whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome, computed_in: str | None
+) -> Found:
+    values, number = _numbers(whole.values), _numbers(whole.number)
     if not np.all(np.isfinite(values)):
         return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing
-    kinds = []
-    in_parts = _joined([np.asarray(part.values) for part in (first, second)])
-    if values.shape[:1] == (_ROWS,) and _equal(values, in_parts):
+    kinds, rounding = [], _rounding(whole.values, whole.number, computed_in)
+    in_parts = _joined([_numbers(part.values) for part in (first, second)])
+    if values.shape[:1] == (_ROWS,) and _equal(values, in_parts, rounding):
         kinds.append("rows")
-    a, b = np.asarray(first.number), np.asarray(second.number)
+    a, b = _numbers(first.number), _numbers(second.number)
     if a.shape == b.shape == number.shape == ():
         shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
-        kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1]) else []
-        kinds += ["sum"] if _equal(number, a + b) else []
+        kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []
+        kinds += ["sum"] if _equal(number, a + b, rounding) else []
     return Found(frozenset(kinds), whole.is_masked)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """In float64: numpy has no bfloat16, and sums of what is tried shall not be rounded."""
+    is_floating = tf.is_tensor(value) and value.dtype.is_floating
+    return np.asarray(tf.cast(value, tf.float64) if is_floating else value)
+
+
+def _rounding(values: Any, number: Any, computed_in: str | None) -> float:
+    """The relative error of a dtype of few digits among those of an outcome; else 0."""
+    of_outcome = [getattr(each, "dtype", "float32") for each in (values, number)]
+    dtypes = {tf.as_dtype(each) for each in (*of_outcome, computed_in or "float32")}
+    digits = {tf.float16: 2.0**-10, tf.bfloat16: 2.0**-7}
+    return _OF_FEW_DIGITS * max(digits.get(dtype, 0.0) for dtype in dtypes)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -173,11 +198,12 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
     return np.concatenate(parts) if fit else None
 
 
-def _equal(whole: np.ndarray, parts: np.ndarray | None) -> bool:
+def _equal(whole: np.ndarray, parts: np.ndarray | None, rounding: float) -> bool:
     if parts is None or whole.shape != parts.shape or not np.all(np.isfinite(whole)):
         return False
     whole, parts = whole.astype("float64"), parts.astype("float64")
-    return np.allclose(whole, parts, _RELATIVE, _OF_LARGEST * np.max(np.abs(whole), initial=0))
+    of_largest = max(_OF_LARGEST, rounding) * np.max(np.abs(whole), initial=0)
+    return np.allclose(whole, parts, max(_RELATIVE, rounding), of_largest)
 
 
 def _part(rows: Any, part: slice) -> Any:

@@ -54,12 +54,13 @@ class ReducedGradients:
 
     def present(self) -> list[int]:
         """Positions of the gradients that optimizers clip."""
-        return [
-            k
-            for k, gradient in enumerate(self.gradients)
-            if gradient is not None
-            and not getattr(self.variables[k], "overwrite_with_gradient", False)
-        ]
+        pairs = zip(self.gradients, self.variables, strict=True)
+        return [k for k, (gradient, variable) in enumerate(pairs) if is_clipped(gradient, variable)]
+
+
+def is_clipped(gradient: Any, variable: Any) -> bool:
+    """Whether an optimizer that clips does so with a gradient of `variable`."""
+    return gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
 
 
 def global_numbers(
@@ -108,7 +109,7 @@ def _squares(
     One device clips a sparse gradient by the norm of its rows as they are, equal ones apart. What
     is accumulated is dense.
     """
-    scale = _scale(inner, outer)
+    scale = scale_before_clipping(inner, outer)
     found = {}
     for k in reduced.present():
         if not isinstance(reduced.values[k], ShardedVariable):
@@ -123,7 +124,7 @@ def _squares(
     return found
 
 
-def _scale(inner: BaseOptimizer, outer: BaseOptimizer) -> tf.Tensor:
+def scale_before_clipping(inner: BaseOptimizer, outer: BaseOptimizer) -> tf.Tensor:
     """What gradients are divided by before they are clipped."""
     dynamic = outer.dynamic_scale if outer is not inner else 1.0
     return tf.convert_to_tensor(dynamic, tf.float32) * (inner.loss_scale_factor or 1.0)

@@ -38,8 +38,8 @@ def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequenc
     if not any(known_parts(gradient) for gradient in gradients):
         return clip_gradients(gradients)
     if clips_by_norm(optimizer):
-        squares = [_sum_of_squares(gradient) for gradient in gradients]
-        return clipped_by_norm(optimizer, gradients, squares, _scaled)
+        squares = [squares_in_parts(gradient) for gradient in gradients]
+        return clipped_by_norm(optimizer, gradients, squares, scaled_in_parts)
     limit = optimizer.clipvalue
     if not limit or limit <= 0:
         return gradients
@@ -52,7 +52,8 @@ def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequenc
     ]
 
 
-def _sum_of_squares(gradient: Any) -> tf.Tensor:
+def squares_in_parts(gradient: Any) -> tf.Tensor:
+    """The sum of squares of a gradient, which may be in parts: each is squared where it is."""
     known = known_parts(gradient)
     if known is None:
         return sum_of_squares(gradient)
@@ -63,7 +64,8 @@ def _sum_of_squares(gradient: Any) -> tf.Tensor:
     return tf.add_n(squares)
 
 
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
+def scaled_in_parts(gradient: Any, scale: tf.Tensor) -> Any:
+    """A gradient, which may be in parts, times a number."""
     if known_parts(gradient) is None:
         return scaled_gradient(gradient, scale)
     return _of_parts(gradient, lambda part: scaled_gradient(part, scale))
