@@ -64,6 +64,8 @@ WITHOUT_LIMIT = {
     "parameter_server/remote_calls.py": "an executor of TensorFlow, whose waits the watch cuts",
     "parameter_server/worker_pool.py": "threads that wait for steps of this process, and executors "
     "of TensorFlow, whose waits the watch cuts",
+    "replicas/batches_ahead.py": "a thread of this process that reads the data, for which the step "
+    "itself would wait",
     "replicas/seed_hooks.py": "a thread of this process that makes a variable",
     "selftest/children.py": "`_read`, which its caller gives the check's limit",
     "selftest/job_checks.py": "a process of a check, which is ended with it at the check's limit",

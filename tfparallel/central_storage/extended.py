@@ -18,6 +18,8 @@ from tfparallel.replicas.variables import CentralVariable
 class CentralStorageExtended(CentralExtended):
     """Replicated computation over variables on one device."""
 
+    _places_batches = True
+
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,

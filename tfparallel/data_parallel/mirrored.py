@@ -10,6 +10,8 @@ from tfparallel.replicas.local import LocalExtended
 class MirroredLocalExtended(LocalExtended):
     """`MirroredExtended` that reduces before optimizers look, without collectives on CPU."""
 
+    _places_batches = True
+
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,

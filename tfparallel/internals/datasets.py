@@ -16,9 +16,13 @@ from tensorflow.python.data.ops.prefetch_op import _PrefetchDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 
+# Several tensors that a function takes as one argument, traced for what that says of itself.
+from tensorflow.python.framework.composite_tensor import CompositeTensor
+
 __all__ = [
     "ArrayDataAdapter",
     "Arrays",
+    "CompositeTensor",
     "arrays_of",
     "dataset_as_graph",
     "ends_in_a_prefetch",

@@ -90,6 +90,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "READ_ONLY_RESOURCE_INPUTS_ATTR",
         "get_read_only_resource_input_indices_graph",
     ),
+    "tensorflow.python.framework.composite_tensor": ("CompositeTensor",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
     "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
     "tensorflow.python.ops.gradients_util": (

@@ -35,11 +35,13 @@ from tfparallel.internals.distribute import num_replicas
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
+from tfparallel.replicas.batches_ahead import with_batches_ahead
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.layers_without_rows import never_without_rows
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
+from tfparallel.replicas.placed_batch import of_the_only_replica
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import drawn_by_row
 from tfparallel.replicas.variables import (
@@ -117,7 +119,7 @@ class KerasStrategy(DescribedStrategy):
         has_rows = never_without_rows(model, extended)
         with told, has_rows, draws, extended._step_of(model), extended._kept_in_step_of(model):
             if num_replicas(self) == 1:
-                return super().run(fn, args, kwargs, options)
+                return super().run(fn, of_the_only_replica(args), kwargs, options)
             if is_step:
                 return run_keras_step(self, fn, *args)
             return run_predict_step(self, fn, args[0], model)
@@ -189,7 +191,7 @@ class KerasStrategy(DescribedStrategy):
         if self.extended._divides_data:
             checks.check_states_of_rows(self, call.model)
         build_without_reading(call, dataset.element_spec)
-        return self.extended._keras_dataset(dataset, call)
+        return with_batches_ahead(self.extended, self.extended._keras_dataset(dataset, call), call)
 
     def check(
         self,

@@ -58,6 +58,18 @@ class OnHosts(tuple[OnHost, ...]):
     """A batch that each of several hosts has, in the order of their replicas."""
 
 
+class InPlace:
+    """A batch whose parts are on the devices of this process's replicas already.
+
+    Attributes:
+        parts: a nest of tensors `[rows, ...]` for each replica, cut as `OnHost` cuts.
+        total: the rows of all replicas, on the host.
+    """
+
+    parts: list
+    total: Rows
+
+
 class Batch:
     """A batch as Keras hands it to `Strategy.run`, cut into the rows of this worker's replicas.
 
@@ -65,7 +77,7 @@ class Batch:
         extended: `strategy.extended` of the strategy that runs the step.
         data: nest of tensors `[rows, ...]`, the whole global batch (Keras's own input path and
             `*_on_batch`), or nest of `PerReplica` (a dataset that is distributed already), or
-            `OnHosts`.
+            `OnHosts`, or `InPlace`.
 
     Attributes:
         parts: one nest for each local replica.
@@ -89,6 +101,14 @@ class Batch:
                 total = tf.add_n([tf.cast(n, tf.int32) for n in rows])
                 self._append(parts, rows, extended._sum_across_workers(total))
             self.first_rows = [None] * num_local
+            return
+        if isinstance(data, InPlace):
+            first = first_replica_of_process(extended)
+            own = range(first, first + num_local)
+            with tf.device(extended._host_device):
+                bounds = split_rows(data.total, num_replicas_of(extended), own)
+                self._append(data.parts, [end - start for start, end in bounds], data.total)
+            self.first_rows = [start for start, _ in bounds]
             return
         if not isinstance(data, OnHosts):
             first = first_replica_of_process(extended)

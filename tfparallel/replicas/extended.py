@@ -60,6 +60,8 @@ class ReplicatedExtended(MirroredExtended):
     _id_in_cluster = 0
     _agreement: Agreement | None = None  # of several workers
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
+    _num_batches_ahead: int | None = None  # of their steps; None: as suits the devices
+    _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
     _workers: AxisOfProcesses | None = (
         None  # around a process whose devices are a mesh of their own
@@ -318,6 +320,14 @@ class ReplicatedExtended(MirroredExtended):
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
         return dataset if self._workers is None else self._workers._keras_dataset(dataset, call)
+
+    def _read_ahead(self, num_batches: int | None) -> None:
+        """Reads and places so many batches ahead of their steps; None: as suits the devices."""
+        if num_batches is not None and num_batches < 0:
+            raise ValueError(
+                f"`prefetch_batches` must be None or at least 0. Received: {num_batches}."
+            )
+        self._num_batches_ahead = num_batches
 
     def _draw_by_row(self) -> None:
         """Has rows draw random numbers; before anything is built."""

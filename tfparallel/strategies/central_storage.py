@@ -24,6 +24,8 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`.
+        prefetch_batches: how many batches are read and copied to the devices before their steps
+            begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
 
     Raises:
         ValueError: for devices that do not exist or are named twice.
@@ -34,8 +36,10 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         compute_devices: Sequence[str] | None = None,
         parameter_device: str | None = None,
         memory: MemoryPolicy | None = None,
+        prefetch_batches: int | None = None,
     ):
         compute_devices = devices_of_process(compute_devices, "compute_devices")
         central = check_devices(parameter_device, "parameter_device")
         extended = CentralStorageExtended(self, compute_devices, central[0] if central else None)
+        extended._read_ahead(prefetch_batches)
         super().__init__(extended, (memory or MemoryPolicy()).during)

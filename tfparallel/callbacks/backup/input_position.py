@@ -19,6 +19,9 @@ class stands between the two and counts what is taken from each. To come back to
 
 A generator that knows its position (`resumable.py`) is told it, and nothing is read again.
 
+Batches that are placed on devices ahead of their steps are read and not trained on. They are saved
+beside the checkpoint, which is behind them, and come first again; whatever is counted is not ahead.
+
 A `keras.utils.PyDataset` is read by index: its earlier epochs need no reading, only its hooks.
 
 A backup holds hashes of the batches of the next step, and what is resumed has to give these. They
@@ -36,6 +39,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks.backup.not_taken import begun_with, is_whole, not_taken_of, source_of
 from tfparallel.callbacks.backup.read_ahead import ReadAhead, differ
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
 from tfparallel.callbacks.backup.storage import BackupError
@@ -158,12 +162,13 @@ class InputPosition:
         spans_epochs = iterator.steps_per_epoch is not None
         goes_on = is_mid_epoch or (spans_epochs and iterator_of_epochs(iterator) is not None)
         steps_seen, num_batches = steps_of_iterator(iterator)
-        checkpoint = None
+        checkpoint, not_taken = None, None
         if self._has_checkpoints is None:
             self._tell_what_differs()
         if self._has_checkpoints is None or (self._has_checkpoints and goes_on):
             checkpoint = self._checkpoint()
             self._has_checkpoints = checkpoint is not None
+            not_taken = self._not_taken() if checkpoint else None
         random_state = self._random_state
         taken = self._taken[:-1] if self._is_made_early else list(self._taken)
         beginning = self._beginning
@@ -173,6 +178,7 @@ class InputPosition:
             # A shuffle behind another one has not begun when its pass begins.
             reads_all_again = beginning is not None and self._lacks_seeds(beginning)
             checkpoint, num_to_drop = (None if reads_all_again else beginning), taken[-1]
+            not_taken = None  # they are not trained on: they are read again, too
         return {
             "next_batches": next_batches,
             "taken": taken,
@@ -182,9 +188,10 @@ class InputPosition:
             "random": random_state,
             "has_checkpoint": self._has_checkpoints,
             "checkpoint": checkpoint if goes_on else None,
+            "not_taken": not_taken if goes_on else None,  # batches before the checkpoint
             "num_to_drop": num_to_drop,  # batches after the checkpoint
             "reads_all_again": reads_all_again,  # earlier passes, too
-            "is_of_numbers": _position(self._last) is not self._last,
+            "is_of_numbers": _is_of_numbers(self._last),
             "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
 
@@ -240,7 +247,7 @@ class InputPosition:
         if self._read_ahead is not None:
             return self._read_ahead.checkpoint
         iterator = _position(self._last)
-        if not isinstance(iterator, tf.data.Iterator):
+        if not is_whole(self._last) or not isinstance(iterator, tf.data.Iterator):
             return None
         try:
             states = tf.unstack(state_of_iterator(iterator))
@@ -248,6 +255,12 @@ class InputPosition:
             tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
             return None
         return [np.frombuffer(tf.io.serialize_tensor(s).numpy(), np.uint8) for s in states]
+
+    def _not_taken(self) -> list[list[np.ndarray]] | None:
+        """The batches between what was trained on and the checkpoint."""
+        if self._read_ahead is not None:
+            return self._read_ahead.not_taken
+        return not_taken_of(self._last)
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -306,6 +319,8 @@ class InputPosition:
             _drop(iterator, state.get("num_to_drop", 0))
         else:
             self._count_cost(_drop(iterator, state["taken"][-1]), started)
+            state = {**state, "not_taken": None}
+        iterator = self._last = begun_with(iterator, state.get("not_taken") or [], self._taken[-1])
         self._check(iterator, state)
         set_host_random_state(now)
         self._log_cost()
@@ -357,13 +372,18 @@ class InputPosition:
 
 def _position(iterator: Any) -> Any:
     """What a checkpoint is of: the iterator, or the one of `tf.data` that it reads, if any."""
-    return getattr(iterator, "position", iterator)
+    source = source_of(iterator)
+    return getattr(source, "position", source)
+
+
+def _is_of_numbers(iterator: Any) -> bool:
+    return _position(iterator) is not source_of(iterator)
 
 
 def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
     """Whether `iterator` can be set to the checkpoint, which may be another strategy's."""
     position = _position(iterator)
-    is_of_same = state.get("is_of_numbers", False) == (position is not iterator)
+    is_of_same = state.get("is_of_numbers", False) == _is_of_numbers(iterator)
     return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
 
 
@@ -379,6 +399,6 @@ def _py_dataset(epoch_iterator: Any) -> Any:
 def _drop(iterator: Iterator, num_batches: int) -> int:
     """Takes batches and forgets them; returns how many there were."""
     try:
-        return sum(1 for _ in itertools.islice(iterator, num_batches))
+        return sum(1 for _ in itertools.islice(source_of(iterator), num_batches))
     except tf.errors.OutOfRangeError:  # how the batches of several workers end
         return num_batches

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks.backup.not_taken import not_taken_of
 from tfparallel.replicas.peeked_iterator import BatchOfNumber
 
 _HASHED_BYTES = 1 << 20  # of each tensor: two batches that differ only behind them are taken as one
@@ -26,10 +27,14 @@ class ReadAhead:
         iterator: of `tf.data`, or one that has `peek`.
         most: how many batches one step takes.
         checkpoint: where `iterator` was before, as far as it is known.
+
+    Attributes:
+        not_taken: batches that `iterator` had read before that and gave to nobody.
     """
 
     def __init__(self, iterator: Any, most: int, checkpoint: list[np.ndarray] | None = None):
         self.checkpoint, self._from = checkpoint, iterator
+        self.not_taken = not_taken_of(iterator)
         self._still_come = hasattr(iterator, "peek")
         take = iterator.peek if self._still_come else functools.partial(_taken, iterator)
         self._batches = list(take(most))

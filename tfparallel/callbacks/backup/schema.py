@@ -213,6 +213,7 @@ class _Input(_Checked):
     num_batches: Count | None
     has_checkpoint: bool | None
     checkpoint: list[Array] | None
+    not_taken: list[list[Array]] | None = None
     num_to_drop: Count = 0
     next_batches: list[str] | None = None
     reads_all_again: bool = False
