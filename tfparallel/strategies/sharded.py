@@ -99,10 +99,8 @@ class ShardedStrategy(KerasStrategy):
 
     def scope(self) -> AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors in it name a rank of Horovod that has ended."""
-        names_lost_ranks = getattr(self.extended, "_names_lost_ranks", None)
-        if names_lost_ranks is None or self.extended._num_workers == 1:
-            return super().scope()
-        return ReportingScope(super().scope(), names_lost_ranks())
+        names = self.extended._names_lost_ranks() if self.num_workers > 1 else None
+        return super().scope() if names is None else ReportingScope(super().scope(), names)
 
     def summary(self, model: keras.Model, inputs: Any = None) -> MemoryTable:
         """What a step of `model` takes of each device of this process, in bytes; `print` it.
