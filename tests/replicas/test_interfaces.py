@@ -22,7 +22,9 @@ from tfparallel.replicas.local_replicas import LocalReplicas
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.training import Training
 from tfparallel.sharded.in_one_process import LocalShardedExtended
+from tfparallel.sharded.unit_gathers import UnitGathers
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.found_layouts import PutsInParts
 from tfparallel.tpu.extended import KerasTPUExtended
 
 OURS = (
@@ -45,6 +47,12 @@ DECLARED = [
     (HorovodExtended, AxisOfProcesses),
     (MultiWorkerExtended, AxisOfProcesses),
     (KerasTPUExtended, KnownInReplicas),
+    (TensorParallelExtended, PutsInParts),
+    (PipelinesOfGroupsExtended, PutsInParts),
+    (ShardedGroupsExtended, PutsInParts),
+    (LocalShardedExtended, UnitGathers),
+    (RanksShardedExtended, UnitGathers),
+    (WorkersShardedExtended, UnitGathers),
 ]
 
 

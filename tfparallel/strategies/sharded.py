@@ -13,6 +13,7 @@ from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
+from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
@@ -96,6 +97,8 @@ class ShardedStrategy(KerasStrategy):
         extended = _extended(self, devices, sharding, replicas, transport, timeouts)
         extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
+
+    extended: ShardedExtended
 
     def scope(self) -> AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors in it name a rank of Horovod that has ended."""
