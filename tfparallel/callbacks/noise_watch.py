@@ -8,6 +8,7 @@ import keras
 from tfparallel.callbacks.backup.workers import exchange
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.measure.noise_scale import NoiseScale, efficiency, noise_rows, suggest
+from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.noise_probe import mean_estimate
 
 
@@ -22,7 +23,11 @@ class NoiseWatch:
     """
 
     def __init__(
-        self, model: keras.Model, extended: Any, every_steps: int, agreement: Agreement | None
+        self,
+        model: keras.Model,
+        extended: MeasuredTraining,
+        every_steps: int,
+        agreement: Agreement | None,
     ):
         self._model, self._extended, self._agreement = model, extended, agreement
         self._noise = NoiseScale(decay=0.5)

@@ -26,6 +26,7 @@ from tfparallel.measure.utilisation import utilisation
 from tfparallel.measure.verdict import Setting, Verdict, judge
 from tfparallel.measure.writing import RecordWriter
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.measured_training import MeasuredTraining
 
 
 class Reporter:
@@ -43,7 +44,7 @@ class Reporter:
     def __init__(
         self,
         model: keras.Model,
-        extended: Any,
+        extended: MeasuredTraining | None,
         workers: Workers,
         agreement: Agreement | None,
         folder: Path | None,

@@ -87,12 +87,12 @@ def num_replicas(strategy: tf.distribute.Strategy) -> int:
     return num_replicas_of(strategy.extended)
 
 
-def num_replicas_of(extended: Any) -> int:
+def num_replicas_of(extended: tf.distribute.StrategyExtended) -> int:
     """The same of `strategy.extended`."""
     return extended._num_replicas_in_sync
 
 
-def first_replica_of_process(extended: Any) -> int:
+def first_replica_of_process(extended: tf.distribute.StrategyExtended) -> int:
     """The number among all of the first replica in this process, in the strategy's order."""
     return extended._get_replica_id_in_sync_group(0)
 
@@ -194,7 +194,7 @@ def container_of(copy: Any) -> Any:
     return distribute_utils.value_container(copy)
 
 
-def give_to(extended: Any, strategy: tf.distribute.Strategy) -> None:
+def give_to(extended: tf.distribute.StrategyExtended, strategy: tf.distribute.Strategy) -> None:
     """Makes `extended` that of `strategy`: what variables and replicas call theirs."""
     extended._container_strategy_weakref = weakref.ref(strategy)
 

@@ -10,9 +10,9 @@ So an `extended` of one process does not become one of several, it has them: `ex
 First the devices of a process add up what they have, then the processes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,8 @@ from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals import BaseOptimizer, TrainerCall
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.training import GradientMemory
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class AxisOfProcesses(Protocol):
@@ -47,14 +49,14 @@ class AxisOfProcesses(Protocol):
         """A CPU of this process."""
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> Callable[[], tf.Tensor]:
         """A function that gives rank 0's initial value, for `replica_id` 0."""
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         """What Keras iterates over, once all workers have said that theirs is alike."""
 
-    def _step_of(self, model: keras.Model) -> Any:
+    def _step_of(self, model: keras.Model) -> AbstractContextManager[None]:
         """Around each Keras step of `model`."""
 
     def _check_outside_of_replicas(self, name: str) -> None:
@@ -72,13 +74,15 @@ class AxisOfProcesses(Protocol):
     def _link_journal(self) -> AbstractContextManager[LinkJournal]:
         """Within it, what that transport sends and receives is noted."""
 
-    def _sum_list_across_workers(self, tensors: list) -> list:
+    def _sum_list_across_workers(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums of the workers' tensors; called in a cross-replica context."""
 
-    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+    def _sum_gradients_across_workers(
+        self, gradients: list[Gradient], source: GradientSource | None
+    ) -> list[Gradient]:
         """Sums of the workers' tensors or IndexedSlices; called in a cross-replica context."""
 
-    def _gather_rows(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """All workers' tensors `[rows, ...]`, one after the other."""
 
     def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
@@ -87,11 +91,11 @@ class AxisOfProcesses(Protocol):
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """The same along an axis, of equal shapes but for that axis."""
 
-    def _sum_and_check_weights(self, tensors: list) -> list:
+    def _sum_and_check_weights(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """`_sum_list_across_workers`, on which a check of the weights may ride."""
 
 
-def value_of_rank_zero(workers: AxisOfProcesses, kwargs: Mapping[str, Any]) -> tf.Tensor:
+def value_of_rank_zero(workers: AxisOfProcesses, kwargs: Mapping[str, object]) -> tf.Tensor:
     """Rank 0's initial value of a variable that all workers create now.
 
     Args:

@@ -37,6 +37,7 @@ from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batches_ahead import with_batches_ahead
 from tfparallel.replicas.described_strategy import DescribedStrategy
+from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
 from tfparallel.replicas.layers_without_rows import never_without_rows
 from tfparallel.replicas.long_starts import spoken_of
@@ -70,7 +71,9 @@ class KerasStrategy(DescribedStrategy):
     which is split here. Every other call keeps the contract of `tf.distribute`.
     """
 
-    def __init__(self, extended: Any, kept_in_step_of: Callable | None = None):
+    extended: KerasExtended
+
+    def __init__(self, extended: KerasExtended, kept_in_step_of: Callable | None = None):
         # Not `super()`: a drop-in also inherits the strategy that it replaces, whose constructor
         # takes other arguments and builds an `extended` of its own.
         if kept_in_step_of is not None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.internals import PerReplica, distribute_utils
 from tfparallel.internals.distribute import first_replica_of_process, num_replicas_of
+from tfparallel.replicas.local_replicas import LocalReplicas
 
 Rows = Any  # a number of rows: an int where it is known when tracing, else a scalar int32 tensor
 
@@ -88,7 +89,7 @@ class Batch:
             distributed already, that is not known.
     """
 
-    def __init__(self, extended: Any, data: Any):
+    def __init__(self, extended: LocalReplicas, data: Any):
         num_local = len(extended.worker_devices)
         self.parts: list = []
         self.rows: list[Rows] = []

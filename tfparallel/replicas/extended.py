@@ -273,6 +273,10 @@ class ReplicatedExtended(MirroredExtended):
         self._num_workers, self._id_in_cluster = workers._num_workers, workers._id_in_cluster
         self._default_device = workers._default_device
 
+    def _names_lost_ranks(self) -> contextlib.AbstractContextManager | None:
+        """Within it, errors name a process that has ended; None where nobody would be known."""
+        return None
+
     @property
     def _num_replicas_in_sync(self) -> int:
         return len(self.worker_devices) * self._num_workers

@@ -13,6 +13,7 @@ it computes the mean loss `L_i` over its own rows. What one device computes is
 """
 
 import collections
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +23,11 @@ import tensorflow as tf
 from tfparallel.internals import is_stock_step, values_util
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
+from tfparallel.replicas.interface import StepDecisions, StepStrategy
 from tfparallel.replicas.replica_step import ReplicaStep
 
 
-def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
+def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data: Any) -> Any:
     """Runs a model's `train_step` or `test_step` on every replica; returns what one device would.
 
     Args:
@@ -56,7 +58,9 @@ def run_keras_step(strategy: Any, step_function: Any, data: Any) -> Any:
     )
 
 
-def run_predict_step(strategy: Any, predict_step: Callable, data: Any, model: keras.Model) -> Any:
+def run_predict_step(
+    strategy: StepStrategy, predict_step: Callable, data: Any, model: keras.Model
+) -> Any:
     """Runs `predict_step` of `model` on every replica's rows; returns all rows in their order."""
     extended = strategy.extended
     batch = Batch(extended, data)
@@ -80,7 +84,7 @@ def run_predict_step(strategy: Any, predict_step: Callable, data: Any, model: ke
     )
 
 
-def _average_statistics(extended: Any, variables: list, batch: Batch) -> None:
+def _average_statistics(extended: StepDecisions, variables: list, batch: Batch) -> None:
     """Statistics of each replica's own rows (BatchNorm) become their mean, weighted by rows."""
     variables = list({id(variable): variable for variable in variables}.values())
     if not variables:
@@ -125,7 +129,7 @@ def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:
                 variable.values[i].assign(tf.reshape(part, variable.shape))
 
 
-def _reduce_output(strategy: Any, value: Any, batch: Batch, global_results: list) -> Any:
+def _reduce_output(strategy: StepStrategy, value: Any, batch: Batch, global_results: list) -> Any:
     """One value of what the step returned: a global result as it is, else the mean over rows."""
     if any(value is result for result in global_results):
         return value

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.replicas.local_replicas import LocalReplicas
 
 _LAYERS = (
     keras.layers.Conv1D,
@@ -41,7 +42,7 @@ _LAYERS = (
 
 
 @contextlib.contextmanager
-def never_without_rows(model: keras.Model, extended: Any) -> Iterator[None]:
+def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[None]:
     """Within it, no layer of `model` that cannot do so computes no rows, on replicas on CPUs.
 
     XLA has a program of its own for each number of rows, and no oneDNN in it.

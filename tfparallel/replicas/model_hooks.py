@@ -18,6 +18,7 @@ from tfparallel.internals.keras_layers import compile_loss_of, compiled_metrics_
 from tfparallel.replicas import coupled_metrics, layer_losses
 from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.coupled_losses import loss_of_whole_batch
+from tfparallel.replicas.interface import StepDecisions
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
 from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
@@ -82,7 +83,7 @@ def batch_of_specs(element_spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[None]:
+def hooked(model: keras.Model, extended: StepDecisions, global_results: list) -> Iterator[None]:
     """Within it, `model`'s losses are weighted by rows and its metrics' results are global.
 
     Args:
@@ -142,7 +143,9 @@ def hooked(model: keras.Model, extended: Any, global_results: list) -> Iterator[
         yield
 
 
-def gathering_layers(model: keras.Model, extended: Any) -> contextlib.AbstractContextManager:
+def gathering_layers(
+    model: keras.Model, extended: StepDecisions
+) -> contextlib.AbstractContextManager:
     """Within it, layers whose state depends on all rows get them, where replicas can gather."""
     gathers = extended._gathers_for_layers
     return computed_on_all_rows(model) if gathers else contextlib.nullcontext()
@@ -168,7 +171,7 @@ def weighted_losses(model: keras.Model) -> Iterator[None]:
 
 
 def _in_cross_replica(
-    result: Callable, metrics: Sequence, extended: Any, global_results: list
+    result: Callable, metrics: Sequence, extended: StepDecisions, global_results: list
 ) -> Callable:
     """`result` computed once from the state of all replicas, the same tensors for each."""
 

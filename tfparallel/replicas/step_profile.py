@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals.ran_operations import Node, Ran, collected_graphs, profiled
@@ -22,6 +23,7 @@ from tfparallel.replicas.checking.check import prepared
 from tfparallel.replicas.checking.step import TracedStep, values_of
 from tfparallel.replicas.checking.traces import no_trace
 from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 _ROUNDS = 8  # in which clocks are compared
@@ -31,10 +33,10 @@ _COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def profile_step(strategy: Any, model: keras.Model, batch: Any) -> StepLanes:
+def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any) -> StepLanes:
     """`KerasStrategy.profile`, which explains the arguments."""
     batch = prepared(strategy, model, batch, "profile")
-    extended = strategy.extended
+    extended: MeasuredTraining = strategy.extended
     with no_trace(model, strategy):
         step, state = TracedStep(model), values_of(model)
         with collected_graphs() as nodes:

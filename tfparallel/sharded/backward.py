@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.sharded.unit_gathers import UnitGathers
 
 
 class BackwardReduction:
@@ -18,7 +19,7 @@ class BackwardReduction:
         extended: of the strategy.
     """
 
-    def __init__(self, extended: Any):
+    def __init__(self, extended: UnitGathers):
         self._extended = extended
         self._stay_whole: dict[tuple[int, int], bool] = {}
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.segments.kept_activations import kept_bytes
+from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.sharded_variables import KeptWholeVariable, ShardedVariable
 from tfparallel.sharded.units import UnitWeights, unit_variables
 
@@ -74,7 +75,7 @@ class MemoryTable:
         return text.getvalue()
 
 
-def memory_table(extended: Any, model: keras.Model, inputs: Any = None) -> MemoryTable:
+def memory_table(extended: ShardedExtended, model: keras.Model, inputs: Any = None) -> MemoryTable:
     """The table of `model`, on the devices of this process.
 
     Args:
@@ -142,7 +143,7 @@ def _size(shape: Any, dtype: Any) -> int:
     return int(tf.TensorShape(shape).num_elements() or 0) * tf.as_dtype(dtype).size
 
 
-def _gradients(extended: Any, model: keras.Model, optimizer: Any) -> int:
+def _gradients(extended: ShardedExtended, model: keras.Model, optimizer: Any) -> int:
     """Parts where they are reduced as soon as they are there, else wholes."""
     variables = [behind(variable) for variable in model.trainable_variables]
     if optimizer is None:
@@ -157,7 +158,7 @@ def _gradients(extended: Any, model: keras.Model, optimizer: Any) -> int:
     )
 
 
-def _gathered(extended: Any, model: keras.Model) -> int:
+def _gathered(extended: ShardedExtended, model: keras.Model) -> int:
     """What is whole at once: units one behind the other, and all that is in no unit."""
     sharding = extended.sharding
     units = [[v for v in unit if _is_gathered(v)] for unit in _units(extended, model)]
@@ -174,7 +175,7 @@ def _is_gathered(variable: Any) -> bool:
     return isinstance(variable, ShardedVariable) and not isinstance(variable, KeptWholeVariable)
 
 
-def _units(extended: Any, model: keras.Model) -> list[list[Any]]:
+def _units(extended: ShardedExtended, model: keras.Model) -> list[list[Any]]:
     """The variables in parts of each unit, in the order of layers; each where it is first."""
     known: set[int] = set()
     units = []
@@ -185,7 +186,7 @@ def _units(extended: Any, model: keras.Model) -> list[list[Any]]:
     return units
 
 
-def _activations(extended: Any, model: keras.Model, inputs: Any) -> int | None:
+def _activations(extended: ShardedExtended, model: keras.Model, inputs: Any) -> int | None:
     replicas = extended._num_replicas_in_sync
     specs = keras.tree.map_structure(lambda x: _of_replica(x, replicas), inputs)
     every = [behind(v) for layer in layers_of(model) for v in layer.variables]

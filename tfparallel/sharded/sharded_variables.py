@@ -34,6 +34,7 @@ from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of
 from tfparallel.sharded.part_of_copy import PartOfCopy
 from tfparallel.sharded.shard_view import current_numbers
+from tfparallel.sharded.unit_gathers import UnitGathers
 from tfparallel.sharded.units import forget_whole, given_whole
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
@@ -331,7 +332,7 @@ class UpdatedInCopiesVariable(ShardedVariable):
             for copy, begin in zip(values, self._begins(extended, len(values)), strict=True)
         ]
 
-    def _begins(self, extended: Any, num_copies: int) -> list[int]:
+    def _begins(self, extended: UnitGathers, num_copies: int) -> list[int]:
         """Where each replica's part begins in what it stores."""
         del extended
         return [0] * num_copies
@@ -352,7 +353,7 @@ class KeptWholeVariable(UpdatedInCopiesVariable):
         del index
         return shards.padded(whole)
 
-    def _begins(self, extended: Any, num_copies: int) -> list[int]:
+    def _begins(self, extended: UnitGathers, num_copies: int) -> list[int]:
         return [extended._shard_of(i) * self.shards.length for i in range(num_copies)]
 
     def _joined(self, i: int) -> tf.Tensor:

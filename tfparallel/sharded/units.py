@@ -20,6 +20,7 @@ from tfparallel.internals import values_util
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
 from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
 from tfparallel.segments.step_segments import Called, Weights
+from tfparallel.sharded.unit_gathers import UnitGathers
 
 _thread = threading.local()
 
@@ -43,7 +44,7 @@ class UnitWeights:
         i: of the replica in this process.
     """
 
-    def __init__(self, extended: Any, variables: Sequence, i: int):
+    def __init__(self, extended: UnitGathers, variables: Sequence, i: int):
         self._extended, self._variables, self._i = extended, variables, i
         self._parts: list = []
 

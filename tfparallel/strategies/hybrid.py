@@ -21,6 +21,7 @@ from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.replicas.device_names import all_devices_here
+from tfparallel.replicas.interface import KerasExtended
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
@@ -115,9 +116,10 @@ class HybridStrategy(KerasStrategy):
         super().__init__(extended, kept)
 
     @staticmethod
-    def _kept_in_step(extended: Any, memory: MemoryPolicy) -> Callable:
-        is_in_groups = isinstance(extended, HoldsParts)
-        return memory.of_groups(extended.own_group) if is_in_groups else memory.during
+    def _kept_in_step(extended: KerasExtended, memory: MemoryPolicy) -> Callable:
+        if isinstance(extended, HoldsParts):
+            return memory.of_groups(extended.own_group)
+        return memory.during
 
     def _new_extended(
         self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
@@ -185,9 +187,10 @@ class HybridStrategy(KerasStrategy):
         """
         if "model" not in self._mesh.names:
             return self._summary_of_stages(model)
-        if isinstance(self.extended.layouts, FoundLayouts):
+        layouts = self._of_axis("model").layouts
+        if isinstance(layouts, FoundLayouts):
             lay_out(self, model)
-        weights = summary_of_layout(model, self.extended.layouts)
+        weights = summary_of_layout(model, layouts)
         if "pipeline" not in self._mesh.names:
             return weights
         return f"{self._summary_of_stages(model)}\n{weights}"

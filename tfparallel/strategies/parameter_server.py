@@ -102,8 +102,9 @@ class ParameterServerStrategy(KerasStrategy):
     def compression_report(self) -> list[CompressionReport]:
         """What a worker hands in in one step, for each optimizer that has trained."""
         extended = self.extended
-        is_async = isinstance(extended, AsyncParameterServerExtended)
-        return extended.compression_report() if is_async else []
+        if not isinstance(extended, AsyncParameterServerExtended):
+            return []
+        return extended.compression_report()
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:

@@ -124,6 +124,8 @@ class PipelineStrategy(KerasStrategy):
         schedule = options.schedule_for(len(first))
         super().__init__(PipelineExtended(self, first, schedule, options, cluster, others))
 
+    extended: PipelineExtended
+
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a stage whose process is lost."""
         reports = self.extended._reports_lost_stages()

@@ -13,6 +13,7 @@ from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
+from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
@@ -97,12 +98,12 @@ class ShardedStrategy(KerasStrategy):
         extended._memory = memory or MemoryPolicy()
         super().__init__(extended)
 
+    extended: ShardedExtended
+
     def scope(self) -> AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors in it name a rank of Horovod that has ended."""
-        names_lost_ranks = getattr(self.extended, "_names_lost_ranks", None)
-        if names_lost_ranks is None or self.extended._num_workers == 1:
-            return super().scope()
-        return ReportingScope(super().scope(), names_lost_ranks())
+        names = self.extended._names_lost_ranks() if self.num_workers > 1 else None
+        return super().scope() if names is None else ReportingScope(super().scope(), names)
 
     def summary(self, model: keras.Model, inputs: Any = None) -> MemoryTable:
         """What a step of `model` takes of each device of this process, in bytes; `print` it.

@@ -123,6 +123,8 @@ class TensorParallelStrategy(KerasStrategy):
         extended = TensorParallelExtended(self, layouts, reports)
         super().__init__(extended, (memory or MemoryPolicy()).of_groups(extended.own_group))
 
+    extended: TensorParallelExtended
+
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; errors within it name a process that is lost."""
         reports = self.extended.reports_lost_processes

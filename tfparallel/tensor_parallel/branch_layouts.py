@@ -13,6 +13,7 @@ import keras
 from tfparallel.internals.keras_layers import layers_of, own_variables
 from tfparallel.tensor_parallel.branches import places
 from tfparallel.tensor_parallel.calls_on_device import hook_on_device
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.cuts import is_cut_by_type
 from tfparallel.tensor_parallel.found_layouts import Found, FoundLayouts, as_call
 from tfparallel.tensor_parallel.layer_calls import ModelCalls
@@ -25,7 +26,9 @@ from tfparallel.tensor_parallel.rows import Rows
 class FoundBranches(FoundLayouts):
     """`layout="branches"`: what is computed side by side is, the dearest branches first."""
 
-    def find(self, extended: Any, model: keras.Model, calls: ModelCalls) -> dict[int, Found]:
+    def find(
+        self, extended: ComputingGroups, model: keras.Model, calls: ModelCalls
+    ) -> dict[int, Found]:
         """As `FoundLayouts.find`; hooks the layers of branches."""
         del model
         ends = [id(x) for x in calls.borders]
@@ -41,7 +44,7 @@ class FoundBranches(FoundLayouts):
                 hook_on_device(layer, extended, place.device)
         return weights
 
-    def hook(self, model: keras.Model, extended: Any) -> None:
+    def hook(self, model: keras.Model, extended: ComputingGroups) -> None:
         """`find` has done so."""
 
 
@@ -104,7 +107,7 @@ class GivenBranches(Layouts):
             )
         return numbers.pop() if numbers else None
 
-    def hook(self, model: keras.Model, extended: Any) -> None:
+    def hook(self, model: keras.Model, extended: ComputingGroups) -> None:
         """Has devices compute the layers of `model` whose paths match."""
         within: set[int] = set()
         for layer in layers_of(model):

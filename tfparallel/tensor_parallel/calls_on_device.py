@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.layer_rules import computes_in_parts
 
 
-def hook_on_device(layer: keras.Layer, extended: Any, number: int) -> None:
+def hook_on_device(layer: keras.Layer, extended: ComputingGroups, number: int) -> None:
     """Has device `number` of each group of `extended` compute `layer`. Twice changes nothing."""
     hook_once(
         layer,
@@ -27,7 +28,9 @@ def hook_on_device(layer: keras.Layer, extended: Any, number: int) -> None:
     )
 
 
-def _call(extended: Any, number: int, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    extended: ComputingGroups, number: int, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
     if not computes_in_parts(extended):
         return original(*args, **kwargs)
     return call_on_device(extended.own_group()[number], original, args, kwargs)

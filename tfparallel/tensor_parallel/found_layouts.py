@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,7 @@ from tfparallel.internals.keras_layers import (
 )
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.tensor_parallel.blocks import blocks_of
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls, calls_of
 from tfparallel.tensor_parallel.layer_rules import hook_layer
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
@@ -56,7 +57,9 @@ class FoundLayouts(Layouts):
         del path, shape, blocks
         return None, _NOT_YET if trainable else "it is not trainable: each replica assigns it"
 
-    def find(self, extended: Any, model: keras.Model, calls: ModelCalls) -> dict[int, Found]:
+    def find(
+        self, extended: ComputingGroups, model: keras.Model, calls: ModelCalls
+    ) -> dict[int, Found]:
         """How the weights of `model` are to be kept, by `id`; what is not in it stays whole."""
         del extended, model
         parts = self.groups.parts
@@ -92,6 +95,19 @@ class FoundLayouts(Layouts):
                 "whole. Call strategy.summary(model, batch) before. Weights: %s",
                 ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else ""),
             )
+
+
+class PutsInParts(ComputingGroups, Protocol):
+    """What laying out a model asks of the strategy; `HoldsParts` answers."""
+
+    @property
+    def layouts(self) -> FoundLayouts:
+        """Those that are found."""
+
+    def in_parts(
+        self, variable: keras.Variable, rows: Rows, leader: tf.Variable | None = None
+    ) -> tf.Variable:
+        """What keeps the value of `variable` in parts; called outside of replicas."""
 
 
 def lay_out(strategy: Any, model: keras.Model, inputs: Any = None) -> None:
@@ -135,7 +151,7 @@ def _symbolic(tensor: Any) -> keras.KerasTensor:
     return keras.KerasTensor((None, *tensor.shape[1:]), dtype)
 
 
-def _place(extended: Any, model: keras.Model, inputs: Any) -> None:
+def _place(extended: PutsInParts, model: keras.Model, inputs: Any) -> None:
     found = extended.layouts.find(extended, model, calls_of(model, inputs))
     for layer in layers_of(model):
         for variable in own_variables(layer):
@@ -171,7 +187,9 @@ def _rows_of(call: LayerCall, decision: Decision, parts: int) -> dict[int, Found
     return rows
 
 
-def _place_variable(extended: Any, layer: Any, variable: Any, found: Mapping[int, Found]) -> None:
+def _place_variable(
+    extended: PutsInParts, layer: Any, variable: Any, found: Mapping[int, Found]
+) -> None:
     layouts: FoundLayouts = extended.layouts
     if split_of(variable) is not None or not isinstance(behind(variable), ReplicatedVariable):
         return

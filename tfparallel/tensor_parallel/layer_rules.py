@@ -22,6 +22,7 @@ from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.internals.keras_state import enclosing_layers
 from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.loops import is_in_loop
 
@@ -68,7 +69,7 @@ def rule_of(layer: keras.Layer) -> _Rule | None:
     return None
 
 
-def hook_layer(layer: Any, extended: Any) -> None:
+def hook_layer(layer: Any, extended: ComputingGroups) -> None:
     """Lets the groups of `extended` compute `layer` by its rule. Twice changes nothing."""
     rule = rule_of(layer) if isinstance(layer, keras.Layer) else None
     if rule is not None:
@@ -81,7 +82,7 @@ def hook_layer(layer: Any, extended: Any) -> None:
         )
 
 
-def hook_layers_of(outermost: Any, extended: Any) -> None:
+def hook_layers_of(outermost: Any, extended: ComputingGroups) -> None:
     """`hook_layer` for a layer and all in it, once."""
     if outermost not in _hooked_around:
         _hooked_around.add(outermost)
@@ -102,7 +103,12 @@ def name_layers_without_rule(layer: Any, path: str) -> None:
 
 
 def _call(
-    extended: Any, layer: Any, rule: Callable, original: Callable, *args: Any, **kwargs: Any
+    extended: ComputingGroups,
+    layer: Any,
+    rule: Callable,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not computes_in_parts(extended):
         return original(*args, **kwargs)
@@ -118,14 +124,14 @@ def _call(
     return original(*args, **kwargs) if result is NotImplemented else result
 
 
-def computes_in_parts(extended: Any) -> bool:
+def computes_in_parts(extended: ComputingGroups) -> bool:
     """Whether the group of the caller can compute, with gradients that tapes record."""
     if not extended.is_own_context() or in_stateless_scope():
         return False
     return not is_in_loop() and not is_exporting()
 
 
-def _hook_around(extended: Any) -> None:
+def _hook_around(extended: ComputingGroups) -> None:
     """Hooks all layers of the outermost one: those that come next may go on with parts."""
     outermost = next(iter(enclosing_layers()), None)
     if outermost is not None:

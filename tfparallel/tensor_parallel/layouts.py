@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.layer_rules import hook_layers_of
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups
 from tfparallel.tensor_parallel.rows import Rows, even_rows
@@ -108,7 +109,7 @@ class Layouts:
             self._of_outputs[path] = None if layout is None else tuple(layout.axes)
         return self._of_outputs[path]
 
-    def hook(self, model: keras.Model, extended: Any) -> None:
+    def hook(self, model: keras.Model, extended: ComputingGroups) -> None:
         """Lets the groups of `extended` compute the layers of a built model."""
         hook_layers_of(model, extended)
 

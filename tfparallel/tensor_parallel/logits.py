@@ -28,6 +28,7 @@ from tfparallel.internals.keras_layers import (
     options_of_loss,
 )
 from tfparallel.replicas.coupled_metrics import is_of_function
+from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import computes_in_parts
 from tfparallel.tensor_parallel.rows import Rows
@@ -38,7 +39,7 @@ _ACCURACY = keras.metrics.sparse_categorical_accuracy
 
 
 @contextlib.contextmanager
-def logits_in_parts(model: keras.Model, extended: Any) -> Iterator[None]:
+def logits_in_parts(model: keras.Model, extended: ComputingGroups) -> Iterator[None]:
     """Within it, losses and metrics of `model` take logits in parts as they are."""
     with contextlib.ExitStack() as hooks:
         for loss in _losses(model):
@@ -85,7 +86,9 @@ def _metrics(model: keras.Model) -> list[tuple[Any, Callable]]:
     return list(found.values())
 
 
-def _loss(extended: Any, loss: Any, original: Callable, y_true: Any, y_pred: Any) -> tf.Tensor:
+def _loss(
+    extended: ComputingGroups, loss: Any, original: Callable, y_true: Any, y_pred: Any
+) -> tf.Tensor:
     """`SparseCategoricalCrossentropy.call`."""
     return _crossentropy(
         extended,
@@ -97,7 +100,7 @@ def _loss(extended: Any, loss: Any, original: Callable, y_true: Any, y_pred: Any
 
 
 def _crossentropy(
-    extended: Any,
+    extended: ComputingGroups,
     original: Callable,
     y_true: Any,
     y_pred: Any,
@@ -120,7 +123,7 @@ def _crossentropy(
     return values
 
 
-def _group_and_rows(extended: Any, y_pred: Any) -> tuple[Group, Rows] | None:
+def _group_and_rows(extended: ComputingGroups, y_pred: Any) -> tuple[Group, Rows] | None:
     """The group that has `y_pred` in parts along its last dim, and how; else None."""
     if not isinstance(y_pred, tf.Tensor) or not computes_in_parts(extended):
         return None
@@ -167,7 +170,7 @@ def _largest(group: Group, values: list[tf.Tensor]) -> tf.Tensor:
         return functools.reduce(tf.maximum, values)
 
 
-def _accuracy(extended: Any, original: Callable, y_true: Any, y_pred: Any) -> tf.Tensor:
+def _accuracy(extended: ComputingGroups, original: Callable, y_true: Any, y_pred: Any) -> tf.Tensor:
     """`keras.metrics.sparse_categorical_accuracy`; of equal logits, the first counts."""
     found = _group_and_rows(extended, y_pred)
     if found is None:

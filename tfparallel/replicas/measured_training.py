@@ -1,0 +1,34 @@
+"""What `callbacks.Measure` asks of the training that a strategy runs."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import keras
+
+from tfparallel.communication.link_journal import LinkJournal
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.measure.shares import Plan
+from tfparallel.replicas.noise_probe import NoiseProbe
+from tfparallel.replicas.training import Training
+
+
+class MeasuredTraining(Training, Protocol):
+    """A training that says what its links and its schedule cost; `extended` of ours but on TPUs."""
+
+    _id_in_cluster: int
+    _num_workers: int
+
+    def _plan_of(self, model: keras.Model) -> Plan:
+        """What of a step's time is idle by the strategy's own schedule."""
+
+    def _link_times(self) -> LinkTimes:
+        """What collectives of this process have taken so far, where the transport is our own."""
+
+    def _link_journal(self) -> AbstractContextManager[LinkJournal]:
+        """Within it, what that transport sends and receives is noted."""
+
+    def _probe_noise(self, every_steps: int | None) -> NoiseProbe | None:
+        """Notes squares of gradients in steps that are traced from now on; None: no more."""
+
+    def _trace_step_anew(self, model: keras.Model) -> None:
+        """Within `fit`: the next training step is traced as the strategy is now."""
