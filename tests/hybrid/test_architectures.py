@@ -1,98 +1,79 @@
-"""What meshes are built for: a GPT, a U-Net with long skips, an Inception block."""
+"""The architectures that meshes are built for train as on one device, on meshes of 4 and of 8."""
 
-import keras
-import numpy as np
+import functools
+
 import pytest
-from keras import layers
 
 import tfparallel
 from tests.helpers import assert_same_training, train
+from tests.hybrid.architectures import MODELS
 from tests.hybrid.meshes import hybrid
+from tests.multi_process.pool import WorkerPool, cluster_environments
 
-
-def gpt():
-    tokens = keras.Input((6,), dtype="int32")
-    positions = keras.ops.arange(6)[None] + 0 * tokens
-    x = layers.Embedding(11, 8, name="embedding")(tokens)
-    x = layers.Add()([x, layers.Embedding(6, 8, name="positions")(positions)])
-    for i in range(2):
-        y = layers.LayerNormalization(name=f"norm_{i}a")(x)
-        attention = layers.MultiHeadAttention(2, 4, use_bias=False, name=f"attention_{i}")
-        x = layers.Add()([x, attention(y, y, use_causal_mask=True)])
-        y = layers.LayerNormalization(name=f"norm_{i}b")(x)
-        y = layers.Dense(16, "gelu", name=f"dense_{2 * i}")(y)
-        x = layers.Add()([x, layers.Dense(8, name=f"dense_{2 * i + 1}")(y)])
-    return keras.Model(tokens, layers.Dense(11, name="scores")(layers.LayerNormalization()(x)))
-
-
-def text(rows):
-    tokens = np.random.default_rng(0).integers(0, 11, (rows, 7))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def unet():
-    """The first layers' output is needed by the last stage."""
-
-    def convolved(x, filters, name):
-        return layers.Conv2D(filters, 3, padding="same", activation="tanh", name=name)(x)
-
-    x = keras.Input((8, 8, 2))
-    first = convolved(x, 4, "conv2d_0")
-    second = convolved(layers.MaxPooling2D()(first), 6, "conv2d_1")
-    lowest = convolved(layers.MaxPooling2D()(second), 8, "conv2d_2")
-    up = layers.Concatenate()([layers.UpSampling2D()(lowest), second])
-    up = convolved(up, 6, "conv2d_3")
-    up = layers.Concatenate()([layers.UpSampling2D()(up), first])
-    return keras.Model(x, layers.Conv2D(3, 1, name="conv2d_4")(convolved(up, 4, "conv2d_5")))
-
-
-def images(rows):
-    random = np.random.default_rng(0)
-    return random.normal(size=(rows, 8, 8, 2)).astype("float32"), random.integers(
-        0, 3, (rows, 8, 8)
-    )
-
-
-def inception():
-    """Branches of one, two and two layers."""
-
-    def convolved(x, size, name):
-        return layers.Conv2D(4, size, padding="same", activation="tanh", name=name)(x)
-
-    x = keras.Input((6, 6, 2))
-    stem = convolved(x, 3, "stem")
-    wide = convolved(convolved(stem, 1, "wide_1"), 3, "wide_2")
-    wider = convolved(convolved(stem, 1, "wider_1"), 5, "wider_2")
-    joined = layers.Concatenate(name="joined")([convolved(stem, 1, "narrow"), wide, wider])
-    pooled = layers.GlobalAveragePooling2D(name="pooled")(joined)
-    return keras.Model(x, layers.Dense(3, name="scores")(pooled))
-
-
-def small_images(rows):
-    random = np.random.default_rng(0)
-    return random.normal(size=(rows, 6, 6, 2)).astype("float32"), random.integers(0, 3, rows)
-
-
-MODELS = {
-    "gpt": {"build": gpt, "data": text},
-    "unet": {"build": unet, "data": images},
-    "inception": {"build": inception, "data": small_images},
-}
 MESHES = [
     {"data": 2, "pipeline": 2},
     {"pipeline": 2, "model": 2},
     {"shard": 2, "pipeline": 2},
     {"data": 2, "model": 2},
     {"shard": 2, "model": 2},
+    {"data": 2, "shard": 2},
+]
+OF_EIGHT = [
+    {"data": 2, "pipeline": 2, "model": 2},
+    {"data": 2, "shard": 2, "pipeline": 2},
+    {"data": 2, "shard": 2, "model": 2},
+    {"shard": 2, "pipeline": 2, "model": 2},
+]
+OF_TWO_PROCESSES = [  # each has a mesh of its own, of four devices
+    {"data": 2, "pipeline": 2},
+    {"shard": 2, "pipeline": 2},
+    {"pipeline": 2, "model": 2},
+    {"shard": 2, "model": 2},
 ]
 
 
+def named(sizes):
+    return " x ".join(sizes)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Gives a pool of so many processes, which train on meshes of so many logical CPUs each."""
+    worker = ["-m", "tests.hybrid.architectures_worker"]
+
+    @functools.cache
+    def pool(count, devices):
+        environments = functools.partial(cluster_environments, count)
+        return WorkerPool([*worker, str(devices)], environments)
+
+    pools = {counts: pool(*counts) for counts in ((1, 8), (2, 4))}
+    yield lambda *counts: pools[counts]
+    for each in pools.values():
+        each.close()
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: " x ".join(sizes))
+@pytest.mark.parametrize("sizes", MESHES, ids=named)
 @pytest.mark.parametrize("model", MODELS)
 def test_an_architecture_trains_as_on_one_device(model, sizes):
     options = {**MODELS[model], "rows": 10, "batch_size": 5}
     assert_same_training(train(None, **options), train(hybrid(sizes), **options))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sizes", OF_EIGHT, ids=named)
+@pytest.mark.parametrize("model", MODELS)
+def test_it_does_on_a_mesh_of_three_axes(workers, model, sizes):
+    workers(1, 8).ask({"model": model, "sizes": sizes}, timeout_s=570)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sizes", OF_TWO_PROCESSES, ids=named)
+@pytest.mark.parametrize("model", MODELS)
+def test_it_does_in_two_processes_with_a_mesh_each(workers, model, sizes):
+    workers(2, 4).ask({"model": model, "sizes": sizes}, timeout_s=570)
 
 
 @pytest.mark.long

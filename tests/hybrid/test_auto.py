@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.helpers import assert_same_training, cpu_mesh_of, tiny_data, train
-from tests.hybrid.test_architectures import gpt, text
+from tests.hybrid.architectures import gpt, text
 from tfparallel import HybridStrategy, PipelineOptions, Sharding
 
 

@@ -310,6 +310,7 @@ class PipelineSection(Section):
     num_microbatches: int | None = Field(default=None, ge=1)
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     chunks_per_device: int | None = Field(default=None, ge=2)
+    num_stages: int | None = Field(default=None, ge=1)
     partition: Literal["balanced"] | list[list[str]] = "balanced"
     memory_limit_bytes: int | None = Field(default=None, ge=1)
     batch_norm: Literal["per_microbatch", "deferred"] = "per_microbatch"

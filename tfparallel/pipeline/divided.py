@@ -1,6 +1,7 @@
 """How a model is divided into the stages of a pipeline, once it is known what it is called with."""
 
 import collections
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +16,13 @@ from tfparallel.pipeline.first_batch import FirstBatches
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.placed import PlacedInStages
 from tfparallel.pipeline.plan_of_shares import plan_of_shares
+from tfparallel.pipeline.plans.replication import StageMemory, replicated_stages
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.profile import Cost, slowest
 from tfparallel.pipeline.refusals import check_batch_norm
 from tfparallel.pipeline.remote_stages import StageCluster
-from tfparallel.pipeline.replicated import first_with_copy
+from tfparallel.pipeline.replicated import ChosenLater, first_with_copy
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import StageVariable
 from tfparallel.pipeline.stages import Budget, Stages, divide, measured
@@ -35,6 +37,8 @@ class DividedModels(PlacedInStages):
     Args:
         container_strategy, devices, schedule, cluster, others: as in `PlacedInStages`.
         options: as `PipelineStrategy` explains them.
+        later: devices of which stages get one or several, when the first model is divided; None
+            where it is known which stage has which.
     """
 
     def __init__(
@@ -45,9 +49,10 @@ class DividedModels(PlacedInStages):
         options: PipelineOptions,
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
+        later: ChosenLater | None = None,
     ):
         super().__init__(container_strategy, devices, schedule, cluster, others)
-        self._options = options
+        self._options, self._later = options, later
         self._budget = self._budget_of_stages(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
         self._known_stages: Any = weakref.WeakKeyDictionary()
@@ -62,6 +67,16 @@ class DividedModels(PlacedInStages):
         sharing = [len(self._pipelines) // count for count in counts]
         live = [own * pipelines for own, pipelines in zip(budget.live, sharing, strict=True)]
         return Budget(live, budget.limit, counts)
+
+    def _description(self) -> str:
+        if self._later is None:
+            return super()._description()
+        later = self._later
+        return (
+            f"num_stages={later.num_stages}, "
+            f"num_microbatches={later.num_microbatches * later.num_pipelines}, of "
+            f"{len(later.devices)} devices each stage gets what is best for the first model"
+        )
 
     def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         """Notes the batch, to measure layers with it."""
@@ -88,7 +103,10 @@ class DividedModels(PlacedInStages):
             given = self._options.partition, self._placement, self._budget
             devices = self._first_devices()
             with without_remat_of_keras(model):  # layers are called, to be measured
-                stages = divide(model, *given, devices, inputs, self._agreed)
+                choose = None
+                if self._later is not None:
+                    choose = functools.partial(self._choose_devices, self._later)
+                stages = divide(model, *given, devices, inputs, self._agreed, choose)
                 if self._tells_stages_apart and stages.time_shares is None:
                     stages = measured(model, stages, devices, inputs, self._agreed)
             homes = stages.homes()
@@ -102,7 +120,32 @@ class DividedModels(PlacedInStages):
             self._known_stages[model] = stages
         return self._known_stages[model]
 
+    def _choose_devices(
+        self, later: ChosenLater, costs: Sequence[Cost], of_weights: Sequence[int]
+    ) -> Budget:
+        """Gives each stage its devices, once for all models; what a stage may hold then."""
+        limit, memory = self._options.memory_limit_bytes, None
+        if limit is not None:
+            live = simulate(self._schedule).peak_live_per_stage
+            outputs = [cost.activation_bytes for cost in costs]
+            together = [each * later.num_pipelines for each in live]
+            memory = StageMemory(of_weights, outputs, together, limit)
+        stages = replicated_stages(
+            [cost.time for cost in costs],
+            len(later.devices),
+            num_stages=later.num_stages,
+            boundary_costs=[cost.sending_time for cost in costs[:-1]],
+            copy_costs=[cost.copying_time / len(self._devices) for cost in costs],
+            allowed_devices=later.allowed,
+            memory=memory,
+        )
+        self._place_pipelines(later.pipelines([stage.num_devices for stage in stages]))
+        self._budget, self._later = self._budget_of_stages(self._schedule, limit), None
+        return self._budget
+
     def _first_devices(self) -> list[str]:
+        if self._later is not None:
+            return list(self._later.devices)
         return [self._device_of_stage(i) for i in range(self._schedule.num_stages)]
 
     def _tell_stages_apart(self, model: keras.Model) -> None:
@@ -121,20 +164,25 @@ class DividedModels(PlacedInStages):
         return slowest(self._workers._agreement.exchange("divide a model into stages", costs))
 
     def _summary_of(self, model: keras.Model) -> Summary:
+        stages = self._stages_of(model)  # which may choose their devices
         devices = [
             list(dict.fromkeys(d for group in self._groups_of_stage(stage) for d in group))
             for stage in range(self._schedule.num_stages)
         ]
-        return summarise(model.name, self._stages_of(model), devices, self._budget.live)
+        return summarise(model.name, stages, devices, self._budget.live)
 
     def _plan_of(self, model: keras.Model) -> Plan:
         if model not in self._known_stages:
             return super()._plan_of(model)
-        specs = map(tf.DeviceSpec.from_string, self._stage_devices)
+        together = self._pipelines_together() if self._has_stages_of_several else None
+        devices = self._stage_devices if together is None else together.devices
+        specs = map(tf.DeviceSpec.from_string, devices)
         where = [f"{each.job}:{each.task}/" if self._cluster else "" for each in specs]
-        short = short_names(self._stage_devices)
-        names = [f"{i} ({job}{name})" for i, (job, name) in enumerate(zip(where, short))]
-        return plan_of_shares(self._schedule, self._known_stages[model], names)
+        names = [
+            f"{i} ({job}{name})" for i, (job, name) in enumerate(zip(where, short_names(devices)))
+        ]
+        stages, counts = self._known_stages[model], self._budget.num_devices
+        return plan_of_shares(together or self._schedule, stages, names, counts)
 
 
 def stage_budget(schedule: Schedule, memory_limit_bytes: int | None) -> Budget:

@@ -75,6 +75,16 @@ class Executors:
         """As `Executor.order`, for all pipelines; the schedule is that of the first."""
         return [executor.order(graph) for executor in self._each][0]
 
-    def add_clock(self, graph: tf.Graph, hosts: Sequence[str]) -> dict[Action, tf.Tensor]:
-        """As `Executor.add_clock`, of the first pipeline."""
-        return self._each[0].add_clock(graph, hosts)
+    def add_clock(self, graph: tf.Graph, hosts: Sequence[Sequence[str]]) -> dict[Action, tf.Tensor]:
+        """As `Executor.add_clock`, of the microbatches of all pipelines.
+
+        Args:
+            graph: of the step.
+            hosts: for each pipeline, what `Executor.add_clock` takes.
+        """
+        count = self._num_microbatches
+        return {
+            action._replace(microbatch=i * count + action.microbatch): times
+            for i, executor in enumerate(self._each)
+            for action, times in executor.add_clock(graph, hosts[i]).items()
+        }

@@ -24,6 +24,7 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.simulation import simulate
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.remote_stages import StageCluster
+from tfparallel.pipeline.replicated import ChosenLater
 from tfparallel.pipeline.row_seeds_of_stages import RowSeedsOfStages
 from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.pipeline.stage_variables import SequentialVariable, StageVariable
@@ -42,7 +43,8 @@ class PipelineExtended(DividedModels):
     """Microbatches as replicas, over variables that exist once in each pipeline.
 
     Args:
-        container_strategy, devices, schedule, options, cluster, others: as in `DividedModels`.
+        container_strategy, devices, schedule, options, cluster, others, later: as in
+            `DividedModels`.
     """
 
     _gathers = False  # weights of a stage from other devices, when it is called
@@ -56,8 +58,9 @@ class PipelineExtended(DividedModels):
         options: PipelineOptions,
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
+        later: ChosenLater | None = None,
     ):
-        super().__init__(container_strategy, devices, schedule, options, cluster, others)
+        super().__init__(container_strategy, devices, schedule, options, cluster, others, later)
         self._executors: Executors | None = None
         self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False
@@ -188,7 +191,7 @@ class PipelineExtended(DividedModels):
             graph = tf.compat.v1.get_default_graph()
             self._say_once(executors.order(graph))
             if self._has_clock:
-                self._times = executors.add_clock(graph, self._hosts())
+                self._times = executors.add_clock(graph, list(map(hosts_of, self._pipelines)))
         finally:
             self._executors = self._reads = None
 

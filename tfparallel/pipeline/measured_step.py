@@ -35,5 +35,5 @@ def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: An
                 step(batch)
                 measured = step(batch)
     times_s = {action: tuple(own.numpy()) for action, own in zip(times, measured, strict=True)}
-    names = [short_name(device) for device in extended._stage_devices]
-    return swimlane(extended._schedule, times_s, names)
+    together = extended._pipelines_together()
+    return swimlane(together, times_s, list(map(short_name, together.devices)))

@@ -15,6 +15,11 @@ def parameter_bytes(variables: Iterable) -> int:
     return sum(_bytes_with_company(variable) for variable in variables)
 
 
+def trained_bytes(variables: Iterable) -> int:
+    """Bytes of those of Keras variables that train."""
+    return sum(_bytes(variable) for variable in variables if variable.trainable)
+
+
 def _bytes_with_company(variable: Any) -> int:
     copies = 1 + _GRADIENTS * bool(variable.trainable)
     slots = getattr(behind(variable), "_followers", ())

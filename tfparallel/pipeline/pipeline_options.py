@@ -17,8 +17,9 @@ class PipelineOptions:
 
     Attributes:
         num_microbatches, schedule, partition, chunks_per_device, memory_limit_bytes, batch_norm,
-            rematerialize, offload: the arguments of `PipelineStrategy`. On a mesh with an axis of
-            data, `num_microbatches` is of each pipeline.
+            rematerialize, offload, num_stages: the arguments of `PipelineStrategy`. On a mesh with
+            an axis of data, `num_microbatches` is of each pipeline; `num_stages` is for a mesh
+            whose one axis is the pipeline.
     """
 
     num_microbatches: int | None = None
@@ -29,6 +30,7 @@ class PipelineOptions:
     batch_norm: str = "per_microbatch"
     rematerialize: Choice = "none"
     offload: bool = False
+    num_stages: int | None = None
 
     def keeping(self, memory: MemoryPolicy | None) -> "PipelineOptions":
         """These options, of a pipeline that keeps what `memory` says.
@@ -67,6 +69,22 @@ class PipelineOptions:
         check_schedule(schedule, num_devices, self.num_microbatches)
         if self.memory_limit_bytes is not None:
             check_counts(memory_limit_bytes=self.memory_limit_bytes)
+        if self.num_stages is not None:
+            self._check_num_stages(schedule)
         check_choice("batch_norm", self.batch_norm, ("per_microbatch", "deferred"))
         Rematerialization(self.rematerialize, schedule)  # raises
         return schedule
+
+    def _check_num_stages(self, schedule: Schedule) -> None:
+        if schedule.num_stages != schedule.num_devices:
+            raise ValueError(
+                "With num_stages each stage has devices of its own. Received: "
+                f"num_stages={self.num_stages} and schedule {schedule.name!r}, which has several "
+                "stages on each device. Take another schedule, or leave num_stages out."
+            )
+        if self.partition != "balanced":
+            raise ValueError(
+                "With num_stages layers and devices of stages are chosen together, by "
+                f"partition='balanced'. Received: partition={self.partition!r}. Leave one of both "
+                "out; a stage of given layers has several devices where `devices` says so."
+            )

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, device_util, layer_of_late_variable, values_util
+from tfparallel.pipeline.plans.pipelines_together import PipelinesTogether, pipelines_together
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.stage_variables import (
@@ -42,20 +43,27 @@ class PlacedInStages(LocalExtended):
         cluster: StageCluster | None,
         others: Sequence[Sequence[str]],
     ):
-        pipelines = [devices, *others]
-        self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
-        self._groups: list[list[Sequence[str]]] = [[(d,) for d in each] for each in self._pipelines]
-        self._stage_devices = self._pipelines[0]
         super().__init__(container_strategy, devices[:1])  # which is in this process
         self._default_device = None
         self._schedule, self._cluster = schedule, cluster
-        # Losses and metrics are computed where the last stage is.
-        microbatches = range(schedule.num_microbatches)
-        self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
-        self._input_workers_devices = ((self._host_device, self._devices),)
+        self._place_pipelines([devices, *others])
         if cluster is not None:
             cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
         self._creation = threading.local()
+
+    def _place_pipelines(self, pipelines: Sequence[Sequence[str]]) -> None:
+        """Takes these as the devices of each pipeline's stages."""
+        self._pipelines = [[device_util.canonicalize(d) for d in each] for each in pipelines]
+        self._groups: list[list[Sequence[str]]] = [[(d,) for d in each] for each in self._pipelines]
+        self._stage_devices = self._pipelines[0]
+        # Losses and metrics are computed where the last stage is.
+        microbatches = range(self._schedule.num_microbatches)
+        self._devices = tuple(each[-1] for each in self._pipelines for _ in microbatches)
+        self._input_workers_devices = ((self._host_device, self._devices),)
+
+    def _pipelines_together(self) -> PipelinesTogether:
+        """What all devices do, in the order of the schedule."""
+        return pipelines_together(self._schedule, self._pipelines)
 
     def _description(self) -> str:
         schedule = self._schedule

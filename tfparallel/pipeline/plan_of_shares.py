@@ -6,25 +6,29 @@ Derived, not measured: a step has no clock in it. `strategy.profile` measures on
 from collections.abc import Sequence
 
 from tfparallel.measure.shares import NO_PLAN, Plan
-from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.orders import Orders
 from tfparallel.pipeline.plans.simulation import Timeline, simulate
 from tfparallel.pipeline.stages import Stages
 
 
-def plan_of_shares(schedule: Schedule, stages: Stages, devices: Sequence[str]) -> Plan:
+def plan_of_shares(
+    schedule: Orders, stages: Stages, devices: Sequence[str], counts: Sequence[int] | None = None
+) -> Plan:
     """Bubble and imbalance of a step.
 
     Args:
         schedule: which is carried out.
         stages: of the model; where their parts were not measured, all count as equal.
         devices: the name of each device of the schedule.
+        counts: of each stage, how many devices take its microbatches in turn. Default: one each.
     """
+    counts = counts or [1] * schedule.num_stages
     times = stage_times(stages, schedule.num_stages)
-    even, real = simulate(schedule), _with_stage_times(schedule, times)
+    even, real = _with_stage_times(schedule, counts), _with_stage_times(schedule, times)
     if not real.makespan:
         return NO_PLAN
     bubble = min(even.bubble_fraction, real.bubble_fraction)
-    slowest = max(range(len(times)), key=times.__getitem__)
+    slowest = max(range(len(times)), key=lambda stage: times[stage] / counts[stage])
     return Plan(
         bubble,
         real.bubble_fraction - bubble,
@@ -43,5 +47,5 @@ def stage_times(stages: Stages, num_stages: int) -> list[float]:
     return times
 
 
-def _with_stage_times(schedule: Schedule, times: Sequence[float]) -> Timeline:
+def _with_stage_times(schedule: Orders, times: Sequence[float]) -> Timeline:
     return simulate(schedule, list(times), [2 * each for each in times])

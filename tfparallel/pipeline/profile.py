@@ -21,9 +21,9 @@ from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import functional_graph, outputs_structure
 from tfparallel.pipeline.crossing_bytes import CrossingBytes, nbytes
 from tfparallel.pipeline.link_speed import seconds_per_byte
-from tfparallel.pipeline.memory import num_values
+from tfparallel.pipeline.memory import num_values, trained_bytes
 from tfparallel.pipeline.no_trace import without_trace
-from tfparallel.pipeline.parts import Calls, Part, members
+from tfparallel.pipeline.parts import Calls, Part, members, variables_by_part
 from tfparallel.pipeline.timed_calls import TimedCalls
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
@@ -37,11 +37,14 @@ class Cost(NamedTuple):
             batch is known, its number of weights.
         activation_bytes: of its outputs.
         sending_time: seconds for what would cross a cut right behind it, and back.
+        copying_time: seconds, once for all microbatches, to bring the gradients of its weights from
+            another device, and the weights back.
     """
 
     time: float
     activation_bytes: int = 0
     sending_time: float = 0.0
+    copying_time: float = 0.0
 
 
 def profile_parts(
@@ -66,7 +69,8 @@ def profile_parts(
         measured = _Measured(parts, TimedCalls(devices[0]), advance)
         if not _is_measured(model, parts, inputs, measured):
             return [Cost(1.0 + sum(map(num_values, _weights(part)))) for part in parts]
-        return measured.costs(seconds_per_byte(devices))
+        trained = [trained_bytes(own) for own in variables_by_part(parts)]
+        return measured.costs(seconds_per_byte(devices), trained)
 
 
 def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
@@ -140,12 +144,22 @@ class _Measured:
         """Whether a layer is called to time it."""
         return self._is_timing
 
-    def costs(self, seconds_per_byte: float) -> list[Cost]:
-        """Of each part; nothing of one that is not called."""
-        crossing = enumerate(self.crossing.behind_parts())
+    def costs(self, seconds_per_byte: float, trained: Sequence[int]) -> list[Cost]:
+        """Of each part; nothing of one that is not called.
+
+        Args:
+            seconds_per_byte: that is sent.
+            trained: bytes of the weights of each part that are trained.
+        """
+        crossing = enumerate(zip(self.crossing.behind_parts(), trained, strict=True))
         return [
-            Cost(self._seconds.get(i, 0.0), self._bytes[i], sent * seconds_per_byte)
-            for i, sent in crossing
+            Cost(
+                self._seconds.get(i, 0.0),
+                self._bytes[i],
+                sent * seconds_per_byte,
+                2 * weights * seconds_per_byte,
+            )
+            for i, (sent, weights) in crossing
         ]
 
 

@@ -26,6 +26,7 @@ from tfparallel.pipeline.plans.partition import balanced_cuts, match_patterns
 from tfparallel.pipeline.profile import Cost, profile_parts
 from tfparallel.pipeline.stage_scope import Placement, check_no_stage_is_empty
 
+ChooseDevices = Callable[[Sequence[Cost], Sequence[int]], "Budget"]
 Partition = str | Sequence[Sequence[str]]  # "balanced", or patterns of layer names for each stage
 
 
@@ -74,6 +75,7 @@ def divide(
     devices: Sequence[str],
     inputs: Any = None,
     agreed: Callable[[list[Cost]], list[Cost]] = list,
+    choose: ChooseDevices | None = None,
 ) -> Stages:
     """Decides on which stage each part of `model` runs.
 
@@ -86,6 +88,8 @@ def divide(
         devices: of each stage, on which parts are measured, and what it takes to send.
         inputs: of one microbatch, to measure with; see `profile_parts`.
         agreed: gives the costs that all workers divide by, of those that this one measured.
+        choose: gives the stages their devices, and the budget that is then; None where they have
+            them. Given the costs of the parts, and the bytes of their variables.
 
     Raises:
         ValueError: if there are fewer parts than stages, if patterns do not fit the layers, if a
@@ -99,7 +103,16 @@ def divide(
         )
     is_placed = placement.places(parts)
     if partition == "balanced" and not is_placed:
-        return _balanced(parts, agreed(profile_parts(model, parts, inputs, devices)), budget)
+        costs = agreed(profile_parts(model, parts, inputs, devices))
+        of_variables = [parameter_bytes(own) for own in variables_by_part(parts)]
+        budget = budget if choose is None else choose(costs, of_variables)
+        return _balanced(parts, costs, of_variables, budget)
+    if choose is not None:
+        raise ValueError(
+            "Layers and devices of stages are chosen together, of layers that are measured. "
+            f"Received: num_stages={num_stages} beside layers that are placed by the user. Leave "
+            "num_stages out and give the devices of each stage, or place no layers."
+        )
     if partition != "balanced" and is_placed:
         raise ValueError(
             "Layers are placed either by patterns or by `with strategy.stage(i):`. Received: "
@@ -142,8 +155,9 @@ def _matched(parts: Sequence[Part], partition: Partition, num_stages: int) -> li
     return [stages[part.name] for part in parts]
 
 
-def _balanced(parts: Sequence[Part], costs: Sequence[Cost], budget: Budget) -> Stages:
-    of_variables = [parameter_bytes(own) for own in variables_by_part(parts)]
+def _balanced(
+    parts: Sequence[Part], costs: Sequence[Cost], of_variables: Sequence[int], budget: Budget
+) -> Stages:
     memory = [
         [own + live * cost.activation_bytes for own, cost in zip(of_variables, costs, strict=True)]
         for live in budget.live

@@ -16,7 +16,7 @@ from typing import Any
 
 from tfparallel.measure.lanes import Box, draw_lanes, save_json, text_lanes, trace_events
 from tfparallel.pipeline.plans.action import Action
-from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.plans.orders import Orders
 from tfparallel.pipeline.plans.simulation import Event, Timeline, simulate
 
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
@@ -113,7 +113,7 @@ class Swimlane:
 
 
 def swimlane(
-    schedule: Schedule, times_s: Mapping[Action, Sequence], devices: Sequence[str]
+    schedule: Orders, times_s: Mapping[Action, Sequence], devices: Sequence[str]
 ) -> Swimlane:
     """The swimlane of what was measured.
 
@@ -124,7 +124,7 @@ def swimlane(
     """
     origin = min(start for start, _ in times_s.values())
     events = [
-        Event(action, schedule.device_of[action.stage], float(start - origin), float(end - origin))
+        Event(action, schedule.device_that_runs(action), float(start - origin), float(end - origin))
         for action, (start, end) in times_s.items()
     ]
     events.sort(key=lambda event: event.start)

@@ -16,6 +16,7 @@ from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.counts import check_choice
+from tfparallel.pipeline.replicated import chosen_later
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
@@ -81,7 +82,8 @@ class HybridStrategy(KerasStrategy):
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, for options of an axis that the mesh does not have, for
             those of `Sharding` that mean nothing on it, for a layout that is to be found beside
-            shards, and for `memory` beside a pipeline's own `rematerialize`.
+            shards, for `memory` beside a pipeline's own `rematerialize`, and for the options'
+            `num_stages` where other axes than the pipeline have places.
     """
 
     _groups_of_options: ClassVar[Mapping[str, type]] = {
@@ -129,6 +131,8 @@ class HybridStrategy(KerasStrategy):
         axis = "shard" if "shard" in mesh.names else "data"
         num_shards = 1 if shard is None else mesh.size(axis)
         if "pipeline" in mesh.names:
+            if pipeline.num_stages is not None:
+                return self._with_chosen_devices(pipeline)
             schedule = pipeline.schedule_for(mesh.size("pipeline"))
             if "model" not in mesh.names and shard is None:
                 first, *others = places[:, :, 0].tolist()
@@ -147,6 +151,22 @@ class HybridStrategy(KerasStrategy):
         if shard is None:
             return MirroredLocalExtended(self, devices)
         return LocalShardedExtended(self, devices, shard, len(devices) // num_shards)
+
+    def _with_chosen_devices(self, pipeline: PipelineOptions) -> PipelineExtended:
+        """A pipeline whose stages get one device or several when their layers are measured."""
+        names, devices = self._mesh.names, self._mesh.devices
+        if devices.size != self._mesh.size("pipeline"):
+            raise ValueError(
+                "Which stage has several devices is chosen on a mesh whose one axis is the "
+                f"pipeline. Received: num_stages={pipeline.num_stages} on a mesh of {self._mesh}. "
+                "Several devices of a stage divide rows, as an axis of data does: take "
+                f"{{{names['pipeline']!r}: {devices.size}}}, or leave num_stages out."
+            )
+        stages, microbatches = pipeline.num_stages or 1, pipeline.num_microbatches
+        later = chosen_later(devices.flatten().tolist(), stages, microbatches)
+        options = dataclasses.replace(pipeline, num_microbatches=later.num_microbatches)
+        (first, *others), schedule = later.before, options.schedule_for(stages)
+        return PipelineExtended(self, first, schedule, options, others=others, later=later)
 
     def _layouts(self, groups: np.ndarray, layout_map: Any) -> Layouts:
         """Of the devices `[group, model]`; without an axis of the model nothing is laid out."""
@@ -174,7 +194,7 @@ class HybridStrategy(KerasStrategy):
         return self._of_axis("pipeline")._stages_of(model)
 
     def profile(self, model: keras.Model, batch: Any) -> DrawnStep:
-        """With a pipeline, the passes of the first one; as `PipelineStrategy.profile`."""
+        """With pipelines, the passes of all; as `PipelineStrategy.profile`."""
         if "pipeline" in self._mesh.names:
             return measure_step(self, model, batch)
         return super().profile(model, batch)

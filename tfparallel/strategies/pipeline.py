@@ -19,8 +19,10 @@ from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Choice
+from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.replicated import (
     Stage,
+    chosen_later,
     flat,
     has_groups,
     microbatches_of_each,
@@ -44,8 +46,7 @@ class PipelineStrategy(KerasStrategy):
         devices: names such as `["GPU:0", "GPU:1"]`, one for each stage; None takes all GPUs, or all
             logical CPUs. A stage that is slower than the others may have several devices, which
             take microbatches in turn: `["GPU:0", ["GPU:1", "GPU:2"], "GPU:3"]`. Each has a copy of
-            the stage's weights. `tfparallel.pipeline.plans.replication.replicated_stages` tells
-            which layers and how many devices a stage should have.
+            the stage's weights. `num_stages` chooses which stage has several.
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
             for less than a fifth of the time. Numbers of devices of a stage must divide it.
         schedule: "1f1b" (default), "gpipe", "interleaved_1f1b" or "zero_bubble", or a
@@ -76,6 +77,11 @@ class PipelineStrategy(KerasStrategy):
         insecure_network: says that strangers cannot reach the network between the processes. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
         timeouts: how long processes wait for one another.
+        num_stages: fewer stages than `devices`, or as many: then "balanced" chooses layers and
+            devices of the stages together, by what it measures, so that the slowest stage is as
+            fast as can be. A stage has as many devices as divide the number of pipelines, which is
+            the most that a stage can have, or the next below that divides `num_microbatches`.
+            Default: a stage for each of `devices`.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`.
@@ -83,7 +89,8 @@ class PipelineStrategy(KerasStrategy):
         TimeoutError: naming the processes that never came.
         ValueError: for addresses that other machines reach, for devices that do not exist or are
             named twice, counts below 1, a schedule that is unknown, incomplete or would
-            deadlock, or `memory` beside `rematerialize` or `offload`.
+            deadlock, `memory` beside `rematerialize` or `offload`, or `num_stages` beside a
+            partition, devices of stages, or processes.
 
     Source: GPipe, Huang et al., https://arxiv.org/abs/1811.06965; 1F1B: PipeDream-flush, Narayanan
     et al., https://arxiv.org/abs/2104.04473.
@@ -105,14 +112,21 @@ class PipelineStrategy(KerasStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | None = None,
+        num_stages: int | None = None,
     ):
         names, cluster = stage_devices(
             flat(devices), cluster_resolver, insecure_network, timeouts or Timeouts()
         )
         stages = devices if devices is not None and has_groups(devices) else names
-        first, *others = pipelines_of(stages)
+        later = None
+        if num_stages is not None:
+            _check_is_one_process(num_stages, cluster)
+            later = chosen_later(stages, num_stages, num_microbatches)
+        first, *others = pipelines_of(stages) if later is None else later.before
         options = PipelineOptions(
-            microbatches_of_each(num_microbatches, stages, 1 + len(others)),
+            microbatches_of_each(num_microbatches, stages, 1 + len(others))
+            if later is None
+            else later.num_microbatches,
             schedule,
             partition,
             chunks_per_device,
@@ -120,9 +134,10 @@ class PipelineStrategy(KerasStrategy):
             batch_norm,
             rematerialize,
             offload,
+            num_stages,
         ).keeping(memory)
         schedule = options.schedule_for(len(first))
-        super().__init__(PipelineExtended(self, first, schedule, options, cluster, others))
+        super().__init__(PipelineExtended(self, first, schedule, options, cluster, others, later))
 
     extended: PipelineExtended
 
@@ -166,3 +181,11 @@ class PipelineStrategy(KerasStrategy):
             batch: `(x, y)` or `(x, y, sample_weight)`, arrays or tensors.
         """
         return measure_step(self, model, batch)
+
+
+def _check_is_one_process(num_stages: int, cluster: StageCluster | None) -> None:
+    if cluster is not None:
+        raise ValueError(
+            "Which stage has several devices is chosen of devices of one process. Received: "
+            f"num_stages={num_stages}, and a cluster of several tasks. Leave num_stages out."
+        )

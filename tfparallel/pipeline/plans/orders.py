@@ -46,6 +46,10 @@ class Orders:
             action.stage: device for device, order in enumerate(self.orders) for action in order
         }
 
+    def device_that_runs(self, action: Action) -> int:
+        """The device of an action's stage."""
+        return self.device_of[action.stage]
+
     @cached_property
     def actions(self) -> frozenset[Action]:
         """All actions of all devices."""
@@ -91,7 +95,7 @@ class Orders:
         for action in heads:
             missing = [needed for needed in self.dependencies(action) if needed not in done]
             waits.append(
-                f"device {self.device_of[action.stage]} is at {action}, which needs "
+                f"device {self.device_that_runs(action)} is at {action}, which needs "
                 + " and ".join(f"{m} (device {self.device_of.get(m.stage)})" for m in missing)
             )
         return (

@@ -70,13 +70,13 @@ def balanced_cuts(
             "memory=None. Pass memory too."
         )
     names = [f"layer {i}" for i in range(num_layers)] if layer_names is None else layer_names
-    times = _totals(_checked("costs", costs, num_layers))[None]
+    times = run_totals(_checked("costs", costs, num_layers))[None]
     if boundary_costs is not None:
         times[:, :, 1:-1] += _checked("boundary_costs", boundary_costs, num_layers - 1)
     if num_devices is not None:
         times = times / np.asarray(num_devices, np.float64)[:, None, None]
     bytes_ = _bytes_per_stage(memory, num_stages, num_layers)
-    sizes = np.stack([_totals(stage_bytes) for stage_bytes in bytes_])
+    sizes = np.stack([run_totals(stage_bytes) for stage_bytes in bytes_])
 
     if memory_limit is not None:
         smallest_limit, _ = _best_cut(sizes, num_stages, np.maximum)
@@ -121,7 +121,7 @@ def _checked(name: str, values: Sequence[float], length: int) -> np.ndarray:
     return array
 
 
-def _totals(values: np.ndarray) -> np.ndarray:
+def run_totals(values: np.ndarray) -> np.ndarray:
     """Return the sums `[start, stop]` of all runs of values; infinite where a run is empty."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     totals = sums[None, :] - sums[:, None]

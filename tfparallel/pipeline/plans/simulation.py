@@ -40,10 +40,15 @@ class Timeline:
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """For each device, the share of the makespan in which it computes."""
+        """For each device, the share of the makespan in which it computes.
+
+        Passes that a device runs at once, as a CPU may, count once.
+        """
         busy = [0.0] * self.schedule.num_devices
-        for event in self.events:
-            busy[event.device] += event.end - event.start
+        done = [0.0] * self.schedule.num_devices
+        for event in sorted(self.events, key=lambda event: event.start):
+            busy[event.device] += max(event.end - max(event.start, done[event.device]), 0.0)
+            done[event.device] = max(event.end, done[event.device])
         return tuple(time / self.makespan for time in busy)
 
     @property
@@ -125,7 +130,7 @@ def simulate(
     events: dict[Action, Event] = {}
     free = [0.0] * schedule.num_devices  # when each device is done with its last action
     for action in schedule.steps():
-        device = schedule.device_of[action.stage]
+        device = schedule.device_that_runs(action)
         needed = [events[dependency] for dependency in schedule.dependencies(action)]
         arrivals = [event.end + (hop if event.device != device else 0) for event in needed]
         start = max([free[device], *arrivals])
