@@ -23,15 +23,15 @@ class CreatesParts(SharesCopies):
     """The first of the five decisions of `ShardedExtended`."""
 
     _sharding: Sharding
-    _new: tf.Tensor | Drawn | None = None  # the value of a variable in parts that is created
+    _new_value: tf.Tensor | Drawn | None = None  # of a variable in parts that is created
     _new_is_slot = False
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         leader = kwargs.get("colocate_with")
         if self._num_shards == 1 or not (kwargs.get("trainable") or is_sharded(leader)):
             return super()._create_variable(next_creator, **kwargs)
-        kwargs = self._begun(kwargs, leader)
-        if self._new is not None:
+        kwargs = self._begin_new(kwargs, leader)
+        if self._new_value is not None:
             kwargs.pop("shape", None)
             self._new_is_slot = leader is not None
         try:
@@ -40,26 +40,26 @@ class CreatesParts(SharesCopies):
                 variable.is_on_host = True
             return variable
         finally:
-            self._new = None
+            self._new_value = None
 
-    def _begun(self, kwargs: dict, leader: Any) -> dict:
-        """`kwargs` with the initial value; it is kept in `_new` if the variable will be in parts.
+    def _begin_new(self, kwargs: dict, leader: Any) -> dict:
+        """`kwargs` with the initial value, which is `_new_value` if the variable will be in parts.
 
         What replicas store whole is drawn whole.
         """
         initial_value = kwargs["initial_value"]
         form = form_of(initial_value)
-        is_part = self._class_of(leader is not None) is not KeptWholeVariable
+        is_part = self._class_of_new(leader is not None) is not KeptWholeVariable
         if is_part and form is not None and self._is_cut(*form, leader):
             with tf.init_scope():
                 drawn = drawn_value(initial_value)
             if drawn is not None:
                 agreed = self._begun_alike(_announcing(drawn, kwargs))["initial_value"]
-                self._new = drawn.agreed(agreed)
+                self._new_value = drawn.agreed(agreed)
                 return {**kwargs, "initial_value": agreed}
         kwargs = self._begun_alike(kwargs)
         whole = _evaluated(kwargs["initial_value"], kwargs.get("dtype"))
-        self._new = whole if self._is_cut(whole.shape, whole.dtype, leader) else None
+        self._new_value = whole if self._is_cut(whole.shape, whole.dtype, leader) else None
         return {**kwargs, "initial_value": whole}
 
     def _is_cut(self, shape: tf.TensorShape, dtype: tf.DType, leader: Any) -> bool:
@@ -75,12 +75,12 @@ class CreatesParts(SharesCopies):
         return shape.rank > 0 and shape.num_elements() >= smallest
 
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
-        if self._new is None:
+        if self._new_value is None:
             return super()._variable_class(owner, kwargs)
-        shards = FlatShards(tuple(self._new.shape), self._num_shards)
-        return functools.partial(self._class_of(self._new_is_slot), shards=shards)
+        shards = FlatShards(tuple(self._new_value.shape), self._num_shards)
+        return functools.partial(self._class_of_new(self._new_is_slot), shards=shards)
 
-    def _class_of(self, is_slot: bool) -> type[ShardedVariable]:
+    def _class_of_new(self, is_slot: bool) -> type[ShardedVariable]:
         """Of a weight in parts, or of an optimizer's slot for one."""
         if is_slot or self._sharding.weights_on_host:
             return ShardedVariable
@@ -96,28 +96,29 @@ class CreatesParts(SharesCopies):
     def _is_new_on_host(self) -> bool:
         sharding = self._sharding
         is_there = sharding.slots_on_host if self._new_is_slot else sharding.weights_on_host
-        return self._new is not None and is_there
+        return self._new_value is not None and is_there
 
     def _initial_value(
         self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
     ) -> Any:
-        if self._new is None:
+        if self._new_value is None:
             return super()._initial_value(variable_class, i, device, copies, kwargs)
         if i == 0:  # replicas of one process start from one value
-            self._agree(device, kwargs)
-        shards, index = variable_class.keywords["shards"], self._shard_of(i)
-        if not isinstance(self._new, Drawn):
-            return variable_class.func.stored(shards, self._new, index)
+            self._agree_on_new(device, kwargs)
+        value, shards = self._new_value, variable_class.keywords["shards"]
+        index = self._shard_of(i)
+        if not isinstance(value, Drawn):
+            return variable_class.func.stored(shards, value, index)
         with tf.device(self._devices[i]):  # bits may be others on a host, where the part may be
-            return self._new.padded_part(index * shards.length, (index + 1) * shards.length)
+            return value.padded_part(index * shards.length, (index + 1) * shards.length)
 
-    def _agree(self, device: str, kwargs: Mapping[str, Any]) -> None:
-        """Replaces `_new` by rank 0's."""
-        new = self._new
+    def _agree_on_new(self, device: str, kwargs: Mapping[str, Any]) -> None:
+        """Replaces `_new_value` by rank 0's."""
+        new = self._new_value
         given = _announcing(new, kwargs) if isinstance(new, Drawn) else kwargs
         agreed = self._agreed_initial_value(0, device, [], given)
         value = tf.convert_to_tensor(agreed() if callable(agreed) else agreed)
-        self._new = new.agreed(value) if isinstance(new, Drawn) else value
+        self._new_value = new.agreed(value) if isinstance(new, Drawn) else value
 
 
 def _announcing(drawn: Drawn, kwargs: Mapping[str, Any]) -> dict[str, Any]:
