@@ -4,8 +4,12 @@
     python benchmarks/sharded.py --ranks 4 --width 512 --rounds 1
     python benchmarks/sharded.py --transport horovod --only "data parallel" parameters
 
+    python benchmarks/sharded.py --threads 1 --torch-path /tmp/torch \
+        --only "data parallel" optimizer parameters kept torch "torch kept" "torch ddp"
+
 Every contestant trains the same model in fresh processes, and they take turns (A B C A B C ...).
-Reported is the median over rounds of the rank that has most.
+Reported is the median over rounds of the rank that has most. "torch" is FSDP2 (`fully_shard`) on
+Gloo, which begins with our weights; "torch ddp" is DistributedDataParallel.
 
 - held: bytes of weights and slots that the process stores, counted; "ideal" is one device's over N.
 - "kept" is `reshard_after_forward=False`, "in no order" gathers where a layer reads a weight.
@@ -24,10 +28,13 @@ import argparse
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,21 +53,28 @@ CONTESTANTS = {
     "slots on host": {"host": "optimizer"},
     "all on host": {"host": "parameters"},
 }
-WARMUP_STEPS = 2
+TORCH = ("torch", "torch kept", "torch ddp")
+EPSILON = 1e-12  # torch adds it elsewhere
+ROWS, WARMUP_STEPS = 32, 2
+MEETING_TIMEOUT_S = 120.0
 
 
 def main() -> None:
     """Runs all contestants, or is one rank of one of them."""
     options = _parse()
-    if options.rank_of:
-        print(json.dumps(run_rank(options)), flush=True)
+    if options.contestant:
+        run = run_rank_of_torch if options.contestant in TORCH else run_rank
+        print(json.dumps(run(options)), flush=True)
         return
     if OWN_NETWORK not in os.environ:
         _go_on_in_own_network()
     results: dict[str, list[dict]] = {name: [] for name in options.only}
-    for _ in range(options.rounds):
-        for name in options.only:
-            results[name].append(_together(name, options))
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            for name in options.only:
+                own = Path(folder) / f"{name}_{number}".replace(" ", "_")
+                own.mkdir()
+                results[name].append(_together(name, options, own))
     _report(results, options)
 
 
@@ -83,34 +97,32 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024, help="of eight dense layers")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    names = [*CONTESTANTS, *TORCH]
+    parser.add_argument("--only", nargs="+", choices=names, default=list(CONTESTANTS))
+    parser.add_argument("--torch-path", default="", help="where torch is, if not installed")
+    parser.add_argument("--threads", type=int, default=0, help="of an operation; 0: each its own")
     parser.add_argument("--transport", choices=["ring", "collectives", "horovod"], default="ring")
-    parser.add_argument("--rank-of", choices=CONTESTANTS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--contestant", choices=names, help="be a rank of it")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.weights = None if options.folder is None else options.folder / "weights.npz"
+    return options
 
 
-def _together(name: str, options: argparse.Namespace) -> dict:
+def _together(name: str, options: argparse.Namespace, folder: Path) -> dict:
     """One run of a contestant: for each figure that of the rank that has most."""
-    environments = (
-        horovod_environments if options.transport == "horovod" else cluster_environments
-    )(options.ranks)
     processes = []
-    for own in environments:
-        environment = {
-            **os.environ,
-            **own,
-            "PYTHONPATH": str(ROOT),
-            "KERAS_BACKEND": "tensorflow",
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TF_ENABLE_ONEDNN_OPTS": "1",  # whose allocator counts what a CPU has in use
-        }
-        command = [sys.executable, __file__, "--rank-of", name, "--ranks", str(options.ranks)]
-        command += ["--width", str(options.width), "--steps", str(options.steps)]
-        command += ["--transport", options.transport]
+    for rank, own in enumerate(_environments(name, options)):
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        command += ["--contestant", name, "--rank", str(rank), "--folder", str(folder)]
         processes.append(
             subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                env={**os.environ, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
     outputs = [process.communicate(timeout=600) for process in processes]
@@ -121,47 +133,136 @@ def _together(name: str, options: argparse.Namespace) -> dict:
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
+def _environments(name: str, options: argparse.Namespace) -> list[dict[str, str]]:
+    """What each rank of a contestant finds."""
+    if name in TORCH:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        meets |= {"WORLD_SIZE": str(options.ranks), "PYTHONPATH": options.torch_path}
+        return [{**meets, "RANK": str(rank)} for rank in range(options.ranks)]
+    of = horovod_environments if options.transport == "horovod" else cluster_environments
+    common = {
+        "PYTHONPATH": str(ROOT),
+        "KERAS_BACKEND": "tensorflow",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_ENABLE_ONEDNN_OPTS": "1",  # whose allocator counts what a CPU has in use
+    }
+    if options.threads:
+        common["TF_NUM_INTRAOP_THREADS"] = str(options.threads)
+    return [{**common, **own} for own in of(options.ranks)]
+
+
 def run_rank(options: argparse.Namespace) -> dict:
     """Trains as one rank of a contestant."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     strategy = _strategy(options)
     keras.utils.set_random_seed(0)
     before, in_use_before = _peak_bytes(), _in_use()["current"]
     with strategy.scope():
-        layers = [keras.layers.Dense(options.width, activation="tanh") for _ in range(8)]
-        model = keras.Sequential([keras.Input((options.width,)), *layers, keras.layers.Dense(8)])
-        model.compile(keras.optimizers.Adam(1e-3), "mse")
+        model = build(options.width)
+        model.compile(keras.optimizers.Adam(1e-3, epsilon=EPSILON), "mse")
+    x, y = _data(options)
+    found = _measured(lambda: model.train_on_batch(x, y), options, strategy)
+    weights = sum(v.numpy().nbytes for v in model.trainable_variables)
+    return {
+        **found,
+        "loss": float(found["loss"]),
+        "held": _bytes_held(model),
+        "all_reduce": 2 * weights * (options.ranks - 1) / options.ranks,
+        "in_use": _in_use()["peak"] - in_use_before,
+        "peak": _peak_bytes() - before,
+    }
+
+
+def run_rank_of_torch(options: argparse.Namespace) -> dict:
+    """Trains as one rank of torch's, which begins with the weights that ours begin with."""
+    if options.rank == 0:
+        _save_initial_weights(options)
+    _meet("weights", options)
+    from benchmarks.torch_sharded_contestant import run_rank as run
+
+    found = run(options, options.rank, _data(options), lambda step: _measured(step, options))
+    return {**found, "in_use": 0}
+
+
+def _save_initial_weights(options: argparse.Namespace) -> None:
+    """In a process of its own: TensorFlow is none of torch's memory."""
+    program = (
+        "import sys, keras, numpy\n"
+        "from benchmarks.sharded import build\n"
+        "keras.utils.set_random_seed(0)\n"
+        "numpy.savez(sys.argv[2], *build(int(sys.argv[1])).get_weights())"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(options.width), str(options.weights)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"},
+        check=True,
+        capture_output=True,
+    )
+
+
+def build(width: int):
+    """The model of all contestants."""
+    import keras
+
+    layers = [keras.layers.Dense(width, activation="tanh") for _ in range(8)]
+    return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(8)])
+
+
+def _data(options: argparse.Namespace) -> tuple:
+    import numpy as np
+
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(32, options.width)).astype("float32")
-    y = rng.normal(size=(32, 8)).astype("float32")
-    times, sent, wire, spent = [], [], [], []
+    x = rng.normal(size=(ROWS, options.width)).astype("float32")
+    return x, rng.normal(size=(ROWS, 8)).astype("float32")
+
+
+def _measured(step: Callable, options: argparse.Namespace, strategy=None) -> dict:
+    """What steps take; of the wire what all ranks have sent from one meeting to the next."""
+    times, spent, sent, wire = [], [], [], 0
     for number in range(WARMUP_STEPS + options.steps):
         if number == WARMUP_STEPS:
-            tf.config.experimental.reset_memory_stats("CPU:0")
-        bytes_before, wire_before = _bytes_sent(strategy), _bytes_on_wire()
-        start = time.perf_counter()
-        cpu_start = time.process_time()
-        loss = model.train_on_batch(x, y)
+            wire = _wire_between_steps("begin", options)
+            if strategy is not None:
+                import tensorflow as tf
+
+                tf.config.experimental.reset_memory_stats("CPU:0")
+        bytes_before = _bytes_sent(strategy)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        loss = step()
         times.append(time.perf_counter() - start)
         spent.append(time.process_time() - cpu_start)
         sent.append(_bytes_sent(strategy) - bytes_before)
-        wire.append(wire_before)
-    wire.append(_bytes_on_wire())
-    weights = sum(v.numpy().nbytes for v in model.trainable_variables)
+    wire = _wire_between_steps("end", options) - wire
     return {
-        "held": _bytes_held(model),
-        "all_reduce": 2 * weights * (options.ranks - 1) / options.ranks,
+        "loss": loss,
         "sent": statistics.median(sent[WARMUP_STEPS:]),
-        "wire": (wire[-1] - wire[WARMUP_STEPS]) / options.steps / options.ranks,
-        "in_use": _in_use()["peak"] - in_use_before,
-        "peak": _peak_bytes() - before,
+        "wire": wire / options.steps / options.ranks,
         "step_s": statistics.median(times[WARMUP_STEPS:]),
         "cpu_s": statistics.median(spent[WARMUP_STEPS:]),
-        "loss": float(loss),
     }
+
+
+def _wire_between_steps(name: str, options: argparse.Namespace) -> int:
+    """Bytes on the wire while no rank is in a step: one may be ahead, and have begun to gather."""
+    _meet(f"before_{name}", options)
+    wire = _bytes_on_wire()
+    _meet(f"after_{name}", options)
+    return wire
+
+
+def _meet(name: str, options: argparse.Namespace) -> None:
+    """Waits until all ranks are here."""
+    (options.folder / f"{name}_{options.rank}").touch()
+    deadline = time.monotonic() + MEETING_TIMEOUT_S
+    while not all((options.folder / f"{name}_{i}").exists() for i in range(options.ranks)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Not all ranks have come to '{name}'. (Rank {options.rank}.)")
+        time.sleep(0.001)
 
 
 def _strategy(options: argparse.Namespace):
@@ -169,7 +270,7 @@ def _strategy(options: argparse.Namespace):
 
     import tfparallel
 
-    sharding = CONTESTANTS[options.rank_of]
+    sharding = CONTESTANTS[options.contestant]
     if sharding is not None:
         transport = "auto" if options.ranks == 1 else options.transport
         return tfparallel.ShardedStrategy(transport=transport, **sharding)
@@ -184,6 +285,8 @@ def _strategy(options: argparse.Namespace):
 
 def _bytes_sent(strategy) -> int:
     """By the ring; 0 where there is none."""
+    if strategy is None:
+        return 0
     ring = getattr(strategy.extended, "_parts_ring", None)
     ring = ring or getattr(strategy.extended, "_ring_all_reduce", None)
     return 0 if ring is None else ring._ring.bytes_sent
@@ -234,12 +337,29 @@ def _report(results: dict[str, list[dict]], options: argparse.Namespace) -> None
         ]
         print(
             f"{name:14} {own['held'] / 1e6:7.1f} {base['held'] / options.ranks / 1e6:9.1f}"
-            f" {_over(own, 'sent'):>8} {_over(own, 'wire'):>8} {own['in_use'] / 1e6:10.0f}"
-            f" {(own['in_use'] - own['held']) / 1e6:9.0f} {own['peak'] / 1e6:8.0f}"
+            f" {_over(own, 'sent'):>8} {_over(own, 'wire'):>8}"
+            f" {_in_use_and_above(own)} {own['peak'] / 1e6:8.0f}"
             f" {own['peak'] / base['peak']:8.2f}"
             f" {1e3 * own['step_s']:8.1f} {statistics.median(ratios):8.2f}"
             f" {1e3 * own['cpu_s']:7.0f} {own['cpu_s'] / base['cpu_s']:7.2f}  {own['loss']:.7f}"
         )
+
+    _report_over_torch(results)
+
+
+def _report_over_torch(results: dict[str, list[dict]]) -> None:
+    """The median over rounds of each step time over that of torch's of the same kind."""
+    for name, other in (("parameters", "torch"), ("kept", "torch kept"), ("optimizer", "torch")):
+        if name in results and other in results:
+            pairs = zip(results[name], results[other], strict=True)
+            ratio = statistics.median(own["step_s"] / run["step_s"] for own, run in pairs)
+            print(f"step of {name} over {other}: {ratio:.2f}")
+
+
+def _in_use_and_above(own: dict) -> str:
+    if not own["in_use"]:  # torch's allocator does not count
+        return f"{'-':>10} {'-':>9}"
+    return f"{own['in_use'] / 1e6:10.0f} {(own['in_use'] - own['held']) / 1e6:9.0f}"
 
 
 def _over(own: dict, key: str) -> str:

@@ -1,7 +1,8 @@
 """Reads pretrained weights as one of several workers, and tells what it took of memory.
 
 For each request, `{"path": a file of weights, "out": how files begin}`, this builds the model anew,
-reads its weights, and writes what it has of them.
+from a seed that no other worker has, reads its weights, and writes what it has of them, built and
+read.
 """
 
 import tracemalloc
@@ -26,9 +27,11 @@ def load(path: str, out: str) -> dict[str, int]:
     keras.backend.clear_session()
     extended = STRATEGY.extended
     ring, before = extended._ring_all_reduce._ring, allocated()["current"]
+    keras.utils.set_random_seed(extended._id_in_cluster)
     with STRATEGY.scope():
         model = build(WIDTH, NUM_LAYERS)
     built, sent = allocated(), ring.bytes_sent
+    write_parts(model, f"{out}_built")
     tracemalloc.start()
     try:
         tfparallel.load_weights(model, path)
@@ -37,8 +40,7 @@ def load(path: str, out: str) -> dict[str, int]:
         tracemalloc.stop()
     of_tensors = allocated()["peak"] - built["current"]
     sent = ring.bytes_sent - sent
-    parts = [weight.value.numbers_here().numpy() for weight in model.weights]
-    np.savez(f"{out}_{extended._id_in_cluster}.npz", *parts)
+    write_parts(model, out)
     return {
         "stored": built["current"] - before,
         "of_build": built["peak"] - before,
@@ -46,6 +48,11 @@ def load(path: str, out: str) -> dict[str, int]:
         "of_tensors": of_tensors,
         "sent": sent,
     }
+
+
+def write_parts(model: keras.Model, out: str) -> None:
+    parts = [weight.value.numbers_here().numpy() for weight in model.weights]
+    np.savez(f"{out}_{STRATEGY.extended._id_in_cluster}.npz", *parts)
 
 
 def start() -> None:

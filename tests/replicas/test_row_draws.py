@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.replicas.row_draws import normal_of_rows, uniform_of_rows
+from tfparallel.replicas.row_draws import normal_of_rows, truncated_normal_of_rows, uniform_of_rows
 
 ROWS = 11
-OURS = {"uniform": uniform_of_rows, "normal": normal_of_rows}
-THEIRS = {"uniform": tf.random.stateless_uniform, "normal": tf.random.stateless_normal}
+OURS = {
+    "uniform": uniform_of_rows,
+    "normal": normal_of_rows,
+    "truncated_normal": truncated_normal_of_rows,
+}
+THEIRS = {name: getattr(tf.random, f"stateless_{name}") for name in OURS}
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64], ids=str)

@@ -5,6 +5,7 @@ change: a file for each subject, with the reason beside each import and function
 
     supported              which versions, and `check`: what the installed ones lack
     keras_state            who creates a variable, masks, scopes, the global seed
+    keras_initializers     what initialisers draw
     keras_layers           models, layers, losses, metrics, optimizers
     keras_trainer          `fit` & co.: who calls, with what
     distribute             classes and numbers of `tf.distribute`

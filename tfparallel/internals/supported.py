@@ -33,7 +33,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.metrics.reduction_metrics": ("Mean", "MeanMetricWrapper", "Sum"),
     "keras.src.models.functional": ("Functional",),
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer",),
-    "keras.src.random.seed_generator": ("global_seed_generator",),
+    "keras.src.random.seed_generator": ("draw_seed", "global_seed_generator"),
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
@@ -110,6 +110,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_autocast",
         "_deferred_initialize",
         "_initialize",
+        "_initialize_with_initializer",
         "_shape",
         "_value",
         "handle",
@@ -314,6 +315,22 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 # Names of local variables and of what a function asks for, which are read on the stack. Of
 # functions with "|" between them, one has them.
 NAMED_IN: Mapping[str, tuple[str, ...]] = {
+    "keras.src.backend.tensorflow.core.Variable._initialize_with_initializer": (
+        "initializer",
+        "self",
+    ),
+    "keras.src.initializers.random_initializers.RandomNormal.__call__": ("normal", "random"),
+    "keras.src.initializers.random_initializers.RandomUniform.__call__": ("random", "uniform"),
+    "keras.src.initializers.random_initializers.TruncatedNormal.__call__": (
+        "random",
+        "truncated_normal",
+    ),
+    "keras.src.initializers.random_initializers.VarianceScaling.__call__": (
+        "normal",
+        "random",
+        "truncated_normal",
+        "uniform",
+    ),
     _KERAS_TRAINER + ".TensorFlowTrainer.fit": ("callbacks", "epoch_iterator", "epochs", "self"),
     _KERAS_TRAINER + ".TensorFlowTrainer._symbolic_build": ("self",),
     _KERAS_TRAINER + ".TFEpochIterator.__init__": ("self",),

@@ -6,6 +6,12 @@ behind the other. So the numbers of rows 40 to 49 are drawn without those of the
     tf.random.stateless_uniform([100, 5], seed)[40:50]     500 numbers, of which 50 are taken
     counter + 40 * 5 / 4                                   the same 50
 
+Truncated normal numbers reject some and draw again. Each four of them begin at a multiple of 256
+values of the counter, however many values those before have taken (TensorFlow's
+`kReservedSamplesPerOutput`, in `core/kernels/random_op_cpu.h`, and the same on GPUs):
+
+    counter + 40 * 5 / 4 * 256                             the same 50, if truncated
+
 Where XLA compiles it, normal numbers are in another order: there it is not for them.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox),
@@ -18,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 _PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
+_COUNTS_OF_TRUNCATED = 64  # values of the counter that are kept for a number, of which four come
 
 
 def uniform_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -41,17 +48,44 @@ def normal_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType)
     return _numbers_of_rows(tf.raw_ops.StatelessRandomNormalV2, shape, first_row, seed, dtype)
 
 
+def truncated_normal_of_rows(
+    shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
+    """Rows of what `tf.random.stateless_truncated_normal` draws for all rows, as `normal_of_rows`.
+
+    Args:
+        shape, first_row, seed, dtype: as of `uniform_of_rows`.
+    """
+    draw = tf.raw_ops.StatelessTruncatedNormalV2
+    return _numbers_of_rows(draw, shape, first_row, seed, dtype, is_rejecting=True)
+
+
+def seed_as_drawn(seed: tf.Tensor) -> tf.Tensor:
+    """A seed `[2]` of Keras's, int32, as Keras's draws give it to TensorFlow."""
+    if seed.dtype == tf.int32:
+        return seed
+    return tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
+
+
 def _numbers_of_rows(
-    draw: Callable, shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType
+    draw: Callable,
+    shape: Any,
+    first_row: Any,
+    seed: tf.Tensor,
+    dtype: tf.DType,
+    is_rejecting: bool = False,
 ) -> tf.Tensor:
     shape = tf.cast(shape, tf.int64)
     before = tf.cast(first_row, tf.int64) * tf.reduce_prod(shape[1:])
     of_a_count = 2 if dtype == tf.float64 else 4
+    counts = before // of_a_count
+    if is_rejecting:
+        counts *= of_a_count * _COUNTS_OF_TRUNCATED
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     flat = draw(
         shape=tf.reshape(before % of_a_count + tf.reduce_prod(shape), [1]),
         key=key,
-        counter=_advanced(counter, before // of_a_count),
+        counter=_advanced(counter, counts),
         alg=_PHILOX,
         dtype=dtype,
     )

@@ -28,7 +28,7 @@ from tfparallel.internals.keras_layers import (
     seed_generators_of,
 )
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.replicas.row_draws import normal_of_rows, uniform_of_rows
+from tfparallel.replicas.row_draws import normal_of_rows, seed_as_drawn, uniform_of_rows
 
 # What alpha dropout does to a number that is dropped, and keeps mean and variance by.
 _ALPHA_P = -1.6732632423543772848170429916717 * 1.0507009873554804934193349852946
@@ -122,12 +122,9 @@ class RowSeeds:
         """The next seed `[2]`, int32, as Keras gives it to TensorFlow."""
         self._thread.is_drawing = True
         try:
-            seed = generator.next()
+            return seed_as_drawn(generator.next())
         finally:
             self._thread.is_drawing = False
-        if seed.dtype == tf.int32:
-            return seed
-        return tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
 
     def _numbers(
         self, draw: Callable, generator: Any, shape: Any, dtype: Any, is_of_rows: bool = True

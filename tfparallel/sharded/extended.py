@@ -1,8 +1,7 @@
 """The five decisions of a strategy whose replicas hold parts."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,19 +22,18 @@ from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.segments.step_segments import StepSegments
 from tfparallel.sharded.backward import BackwardReduction, is_part
-from tfparallel.sharded.flat_shards import FlatShards
+from tfparallel.sharded.creation import CreatesParts
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.part_updates import PartUpdates
 from tfparallel.sharded.sharded_variables import (
     KeptWholeVariable,
     ShardedVariable,
-    UpdatedOnHostVariable,
     is_sharded,
 )
 from tfparallel.sharded.units import layers_of_units, units_of
 
 
-class ShardedExtended(PartUpdates):
+class ShardedExtended(CreatesParts, PartUpdates):
     """Data parallel replicas that hold a part each of weights, or of their optimizer's slots.
 
     Mixed into the extended of a process, or of several. Those of several processes give the two
@@ -44,8 +42,6 @@ class ShardedExtended(PartUpdates):
 
     _sharding: Sharding
     _memory = MemoryPolicy()
-    _whole_of_new: tf.Tensor | None = None
-    _new_is_slot = False
     _backward: BackwardReduction | None = None  # while a step is traced
     _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
 
@@ -58,74 +54,9 @@ class ShardedExtended(PartUpdates):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        leader = kwargs.get("colocate_with")
-        if self._num_shards == 1 or not (kwargs.get("trainable") or is_sharded(leader)):
-            return super()._create_variable(next_creator, **kwargs)
-        kwargs = self._begun_alike(kwargs)
-        whole = _evaluated(kwargs["initial_value"], kwargs.get("dtype"))
-        kwargs["initial_value"] = whole
-        if self._is_cut(whole, leader):
-            kwargs.pop("shape", None)
-            self._whole_of_new = whole
-            self._new_is_slot = leader is not None
-        try:
-            variable = super()._create_variable(next_creator, **kwargs)
-            if self._is_new_on_host:
-                variable.is_on_host = True
-            return variable
-        finally:
-            self._whole_of_new = None
-
-    def _is_cut(self, whole: tf.Tensor, leader: Any) -> bool:
-        """Whether a variable of this value is kept in parts.
-
-        A scalar is not, though an optimizer (Nadam) may have a trainable one.
-        """
-        if not whole.dtype.is_floating or not whole.shape.is_fully_defined():
-            return False
-        if leader is not None:
-            return is_sharded(leader) and whole.shape == leader.shape
-        smallest = max(self._sharding.min_size, self._num_shards)
-        return whole.shape.rank > 0 and whole.shape.num_elements() >= smallest
-
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
-        if self._whole_of_new is None:
-            return super()._variable_class(owner, kwargs)
-        shards = FlatShards(tuple(self._whole_of_new.shape), self._num_shards)
-        return functools.partial(self._class_of_new(), shards=shards)
-
-    def _class_of_new(self) -> type[ShardedVariable]:
-        if self._new_is_slot or self._sharding.weights_on_host:
-            return ShardedVariable
-        if self._sharding.shard != "parameters":
-            return KeptWholeVariable
-        return UpdatedOnHostVariable if self._sharding.slots_on_host else ShardedVariable
-
-    def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
-        devices = super()._variable_devices(variable_class)
-        return tuple(hosts_of(devices)) if self._is_new_on_host else devices
-
-    @property
-    def _is_new_on_host(self) -> bool:
-        sharding = self._sharding
-        is_there = sharding.slots_on_host if self._new_is_slot else sharding.weights_on_host
-        return self._whole_of_new is not None and is_there
-
     def _updated_on(self, own: tf.Variable) -> str:
         """The device on which an optimizer updates what a replica stores as `own`."""
         return hosts_of([own.device])[0] if self._sharding.slots_on_host else own.device
-
-    def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
-        if self._whole_of_new is None:
-            return super()._initial_value(variable_class, i, device, copies, kwargs)
-        if i == 0:  # replicas of one process start from one value
-            agreed = self._agreed_initial_value(0, device, [], kwargs)
-            self._whole_of_new = tf.convert_to_tensor(agreed() if callable(agreed) else agreed)
-        shards = variable_class.keywords["shards"]
-        return variable_class.func.stored(shards, self._whole_of_new, self._shard_of(i))
 
     def _wholes(
         self,
@@ -313,11 +244,3 @@ def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
 
 def _is_gathered(variable: Any) -> bool:
     return is_sharded(variable) and not isinstance(variable, KeptWholeVariable)
-
-
-def _evaluated(value: Any, dtype: Any) -> tf.Tensor:
-    if callable(value):
-        with tf.init_scope():
-            value = value()
-    value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
-    return tf.convert_to_tensor(value, dtype)
