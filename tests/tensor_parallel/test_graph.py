@@ -35,8 +35,15 @@ def _attention():
     return keras.Model(x, layers.MultiHeadAttention(4, 4)(x, x))
 
 
-def _operations_that_run(layouts, make, shape, parts=2, **options) -> dict:
-    """How many operations of each type one step runs on each device."""
+def _operations_that_run(
+    layouts, make, shape, parts=2, wrap=lambda optimizer: optimizer, of_words=0, **options
+) -> dict:
+    """How many operations of each type one step runs on each device.
+
+    Args:
+        wrap: makes an optimizer around Adam with `options`.
+        of_words: how many there are, where inputs are numbers of words.
+    """
     if isinstance(layouts, tf.distribute.Strategy):
         strategy = layouts
     elif layouts == "branches":
@@ -45,10 +52,13 @@ def _operations_that_run(layouts, make, shape, parts=2, **options) -> dict:
         strategy = tfparallel.TensorParallelStrategy(layout_map(1, parts, layouts))
     with strategy.scope():
         model = make()
-        model.compile(keras.optimizers.Adam(0.01, **options), "mse")
-    x = tf.random.normal(shape)
-    model.fit(x, x, batch_size=shape[0], verbose=0)  # makes all variables
-    step = tf.function(lambda: strategy.run(model.train_step, ((x, x),)))
+        model.compile(wrap(keras.optimizers.Adam(0.01, **options)), "mse")
+    x = y = tf.random.normal(shape)
+    if of_words:
+        x = tf.random.uniform(shape, 0, of_words, tf.int32)
+        y = tf.random.normal((shape[0], *model.output_shape[1:]))
+    model.fit(x, y, batch_size=shape[0], verbose=0)  # makes all variables
+    step = tf.function(lambda: strategy.run(model.train_step, ((x, y),)))
     step.get_concrete_function()
     with _recorded() as graphs:
         step()  # the first time, when TensorFlow divides the graph among devices
@@ -121,6 +131,43 @@ CLIPPING = {"global_clipnorm": 0.1, "clipnorm": 0.05, "clipvalue": 0.01}
 def test_gradients_are_clipped_where_they_are(name):
     counts = _operations_that_run(MEGATRON, _pair, (12, 16), **{name: CLIPPING[name]})
     assert _on_each(counts, "ConcatV2") == [0, 0]
+    assert _on_each(counts, "SplitV") == [0, 0]
+
+
+BESIDE_THE_UPDATE = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation and clipping": {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1},
+    "a fixed loss scale": {"loss_scale_factor": 8.0},
+    "averages": {"use_ema": True, "ema_overwrite_frequency": 2},
+    "a loss scale": {"wrap": keras.optimizers.LossScaleOptimizer},
+    "all": {
+        "wrap": keras.optimizers.LossScaleOptimizer,
+        "gradient_accumulation_steps": 2,
+        "global_clipnorm": 0.1,
+        "use_ema": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_UPDATE)
+def test_what_is_done_beside_the_update_makes_no_whole(name):
+    counts = _operations_that_run(MEGATRON, _pair, (12, 16), **BESIDE_THE_UPDATE[name])
+    assert _on_each(counts, "ConcatV2") == [0, 0]
+    assert _on_each(counts, "SplitV") == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["accumulation", "accumulation and clipping", "all"])
+def test_a_sparse_gradient_becomes_dense_by_parts(name):
+    def words():
+        table = layers.Embedding(40, 8, name="table")
+        outer = [layers.GlobalAveragePooling1D(), layers.Dense(3, name="scores")]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), table, *outer])
+
+    counts = _operations_that_run(
+        {".*embeddings": ("model", None)}, words, (12, 5), of_words=40, **BESIDE_THE_UPDATE[name]
+    )
+    on_each = _on_each(counts, "UnsortedSegmentSum")
+    assert on_each[0] == on_each[1] > 0
     assert _on_each(counts, "SplitV") == [0, 0]
 
 

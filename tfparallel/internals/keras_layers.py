@@ -36,6 +36,7 @@ __all__ = [
     "Sum",
     "add_loss_again",
     "added_losses",
+    "all_accumulated_gradients",
     "apply_without_replicas",
     "behind",
     "clear_added_losses",
@@ -258,6 +259,11 @@ def apply_without_replicas(optimizer: Any, grads: Any, trainable_variables: Any)
 def accumulated_gradient(optimizer: Any, variable: keras.Variable) -> keras.Variable:
     """The sum of gradients that `optimizer` has accumulated for `variable`."""
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+def all_accumulated_gradients(optimizer: Any) -> list[keras.Variable | None]:
+    """The sum of gradients that `optimizer` has accumulated for each variable that it trains."""
+    return optimizer._accumulated_gradients
 
 
 def moving_averages(optimizer: Any) -> list[keras.Variable | None]:

@@ -184,6 +184,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "keras.src.models.sequential.Sequential": ("_functional",),
     "keras.src.optimizers.base_optimizer.BaseOptimizer": (
         "_accumulated_gradients",
+        "_backend_reset_gradient_accumulators",
         "_clip_gradients",
         "_get_variable_index",
         "_model_variables_moving_average",
@@ -192,7 +193,11 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "apply",
         "scale_loss",
     ),
-    "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": ("_common_apply",),
+    "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": (
+        "_common_apply",
+        "_stateful_handle_finite_grads",
+        "check_finite",
+    ),
     "keras.src.optimizers.optimizer.Optimizer": ("_all_reduce_sum_gradients",),
     "keras.src.trainers.compile_utils.CompileLoss": ("_flat_losses",),
     "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter": (

@@ -10,10 +10,9 @@ are multiplied with:
 A sparse gradient, of an Embedding, has its rows in one place, and is clipped as one device does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer
@@ -23,42 +22,48 @@ from tfparallel.replicas.clipping import (
     scaled_gradient,
     sum_of_squares,
 )
+from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
 from tfparallel.tensor_parallel.gradients import as_whole
 from tfparallel.tensor_parallel.known_parts import known_parts
 
 
-def clipping_hooks(optimizer: BaseOptimizer) -> Mapping[str, Callable]:
-    """Methods of `optimizer` that act otherwise on gradients in parts."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return {}  # its inner optimizer clips
-    return {"_clip_gradients": lambda original, grads: _clip(optimizer, original, list(grads))}
-
-
-def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> Any:
-    if not any(known_parts(gradient) for gradient in gradients):
+def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> Any:
+    """`_clip_gradients` of `optimizer`, also of gradients in parts."""
+    gradients = list(gradients)
+    if not any(_is_in_parts(gradient) for gradient in gradients):
         return clip_gradients(gradients)
     if clips_by_norm(optimizer):
         squares = [squares_in_parts(gradient) for gradient in gradients]
-        return clipped_by_norm(optimizer, gradients, squares, scaled_in_parts)
+        # As on one device sparse gradients are dense behind a global norm.
+        scaled = scaled_in_parts if optimizer.clipnorm else _scaled_dense
+        return clipped_by_norm(optimizer, gradients, squares, scaled)
     limit = optimizer.clipvalue
     if not limit or limit <= 0:
         return gradients
-    whole = iter(clip_gradients([g for g in gradients if known_parts(g) is None]))
+    whole = iter(clip_gradients([g for g in gradients if not _is_in_parts(g)]))
     return [
-        next(whole)
-        if known_parts(gradient) is None
-        else _of_parts(gradient, lambda part: tf.clip_by_value(part, -limit, limit))
+        _mapped(gradient, lambda part: tf.clip_by_value(part, -limit, limit))
+        if _is_in_parts(gradient)
+        else next(whole)
         for gradient in gradients
     ]
 
 
+def _is_in_parts(gradient: Any) -> bool:
+    return isinstance(gradient, GradientInParts) or known_parts(gradient) is not None
+
+
 def squares_in_parts(gradient: Any) -> tf.Tensor:
     """The sum of squares of a gradient, which may be in parts: each is squared where it is."""
-    known = known_parts(gradient)
-    if known is None:
-        return sum_of_squares(gradient)
+    if isinstance(gradient, GradientInParts):
+        numbers = gradient.numbers()
+    else:
+        known = known_parts(gradient)
+        if known is None:
+            return sum_of_squares(gradient)
+        numbers = known[1]
     squares = []
-    for part in known[1]:
+    for part in numbers:
         with tf.device(part.device):
             squares.append(sum_of_squares(part))
     return tf.add_n(squares)
@@ -66,13 +71,20 @@ def squares_in_parts(gradient: Any) -> tf.Tensor:
 
 def scaled_in_parts(gradient: Any, scale: tf.Tensor) -> Any:
     """A gradient, which may be in parts, times a number."""
-    if known_parts(gradient) is None:
+    if not _is_in_parts(gradient):
         return scaled_gradient(gradient, scale)
-    return _of_parts(gradient, lambda part: scaled_gradient(part, scale))
+    return _mapped(gradient, lambda part: scaled_gradient(part, scale))
 
 
-def _of_parts(gradient: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+def _scaled_dense(gradient: Any, scale: tf.Tensor) -> Any:
+    dense = gradient.dense() if isinstance(gradient, GradientInParts) else gradient
+    return scaled_in_parts(dense, scale)
+
+
+def _mapped(gradient: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     """What `function` makes of each part of a gradient, on the part's device."""
+    if isinstance(gradient, GradientInParts):
+        return gradient.mapped(function)
     known = known_parts(gradient)
     assert known is not None
     rows, parts = known

@@ -20,7 +20,7 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.distribute import keep_number
-from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.internals.keras_state import (
     enclosing_layers,
     shape_of_new,
@@ -30,8 +30,8 @@ from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.tensor_parallel.blocks import blocks_of
-from tfparallel.tensor_parallel.clipping_parts import clipping_hooks
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
+from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts, for_optimizer
 from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.layer_rules import (
     hook_layer,
@@ -39,8 +39,9 @@ from tfparallel.tensor_parallel.layer_rules import (
 )
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.logits import logits_in_parts
+from tfparallel.tensor_parallel.optimizer_parts import optimizer_hooks
 from tfparallel.tensor_parallel.rows import Rows
-from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part
+from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part, split_of
 
 
 class HoldsParts(ReplicatedExtended):
@@ -215,12 +216,17 @@ class HoldsParts(ReplicatedExtended):
         return [behind(variable) for variable in source.variables]
 
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
-        return clipping_hooks(optimizer)
+        return optimizer_hooks(optimizer)
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
     def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        self._thread.updates_parts = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
+        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
+        self._thread.updates_parts = is_elementwise(optimizer)
+        trained = list(variables or trained_by(optimizer))
+        if self._thread.updates_parts and len(trained) == len(gradients):  # else Keras refuses
+            pairs = zip(gradients, trained, strict=True)
+            gradients = [for_optimizer(gradient, variable) for gradient, variable in pairs]
         try:
             return super()._apply_reduced(apply, gradients, variables)
         finally:
@@ -256,6 +262,10 @@ class HoldsParts(ReplicatedExtended):
 
 def _pieces(var: SplitVariable, arg: Any) -> list:
     """An argument of an update, for each part: of the same shape in parts, all else as it is."""
+    if isinstance(arg, GradientInParts):
+        return arg.pieces()
+    if split_of(arg) is not None:
+        return [arg] * len(var.stored.sizes)  # which in `in_part` is that part
     is_tensor = tf.is_tensor(arg) and not isinstance(arg, (tf.Variable, tf.IndexedSlices))
     is_dense = is_tensor and arg.shape.rank != 0 and arg.shape.is_compatible_with(var.shape)
     if is_dense or isinstance(arg, tf.IndexedSlices):

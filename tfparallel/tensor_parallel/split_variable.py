@@ -157,7 +157,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     def read_parts(self) -> list[tf.Tensor]:
         """The value of each part, where it is computed with, unknown to gradient tapes."""
-        pieces = self._read_stored()
+        pieces = self.read_stored()
         if self.shards == 1:
             return pieces
         group, values = self.distribute_strategy.extended.own_group(), []
@@ -169,7 +169,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                     values.append(put_together(pieces[own], rows))
         return values
 
-    def _read_stored(self) -> list[tf.Tensor]:
+    def read_stored(self) -> list[tf.Tensor]:
         """The value of all that is stored, read where it is, unknown to gradient tapes."""
         values = []
         with record.stop_recording():

@@ -1,0 +1,113 @@
+"""What an optimizer does beside its update, for variables in parts: each part where it is.
+
+Keras would make wholes of accumulators (to clear them), of moving averages, and of gradients (to
+ask whether they are finite, and to divide them by a loss scale).
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import BaseOptimizer
+from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.keras_layers import all_accumulated_gradients, moving_averages
+from tfparallel.tensor_parallel.clipping_parts import clip
+from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
+from tfparallel.tensor_parallel.split_variable import in_part, split_of
+
+
+def optimizer_hooks(optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+    """Methods of `optimizer` that act otherwise on variables in parts: `hook(original, *args)`."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return {
+            "check_finite": _check_finite,
+            "_stateful_handle_finite_grads": functools.partial(_unscale, optimizer),
+        }
+    return {
+        "_clip_gradients": functools.partial(clip, optimizer),
+        "_backend_reset_gradient_accumulators": functools.partial(_reset, optimizer),
+        "_update_model_variables_moving_average": functools.partial(_average, optimizer),
+    }
+
+
+def _check_finite(original: Callable, gradients: Sequence) -> Any:
+    in_parts = [g for g in gradients if isinstance(g, GradientInParts)]
+    if not in_parts:
+        return original(gradients)
+    finite = []
+    for numbers in [each for gradient in in_parts for each in gradient.numbers()]:
+        with tf.device(numbers.device):
+            finite.append(tf.reduce_all(tf.math.is_finite(numbers)))
+    others = [g for g in gradients if g is not None and not isinstance(g, GradientInParts)]
+    return tf.reduce_all(tf.stack([*finite, *([original(others)] if others else [])]))
+
+
+def _unscale(
+    optimizer: Any, original: Callable, gradients: Sequence, trainable_variables: Any
+) -> Any:
+    """Has the inner optimizer get gradients in parts; Keras's division makes wholes of them."""
+    if not any(isinstance(g, GradientInParts) for g in gradients):
+        return original(gradients, trainable_variables)
+    inner, scale = optimizer.inner_optimizer, tf.convert_to_tensor(optimizer.dynamic_scale)
+
+    def apply(inner_apply: Callable, others: Sequence, trainable_variables: Any = None) -> Any:
+        both = zip(gradients, others, strict=True)
+        unscaled = [
+            gradient.mapped(lambda numbers: keras.ops.divide(numbers, scale))
+            if isinstance(gradient, GradientInParts)
+            else other
+            for gradient, other in both
+        ]
+        return inner_apply(unscaled, trainable_variables)
+
+    with shadowed(
+        inner,
+        "apply",
+        wrapped(inner, "apply", apply),
+        during="the update of a LossScaleOptimizer",
+        why="Gradients in parts are divided by the loss scale where they are.",
+    ):
+        rest = [None if isinstance(g, GradientInParts) else g for g in gradients]
+        return original(rest, trainable_variables)
+
+
+def _reset(optimizer: BaseOptimizer, original: Callable) -> None:
+    accumulated = all_accumulated_gradients(optimizer)
+    if not any(split_of(each) is not None for each in accumulated if each is not None):
+        original()
+        return
+    for each in accumulated:
+        split = None if each is None else split_of(each)
+        if split is None and each is not None:
+            each.assign(keras.ops.zeros(each.shape, dtype=each.dtype))
+        elif split is not None and split.is_assigned_here():
+            for part in split.own_parts():
+                with tf.device(part.device):
+                    part.assign(tf.zeros(part.shape, part.dtype))
+
+
+def _average(optimizer: Any, original: Callable, variables: Sequence) -> None:
+    averages = moving_averages(optimizer) if optimizer.use_ema else []
+    if not any(split_of(each) is not None for each in averages if each is not None):
+        original(variables)
+        return
+    for variable, average in zip(variables, averages, strict=True):
+        split = None if average is None else split_of(average)
+        if split is None:
+            _assign_average(optimizer, variable, average)
+        elif split.is_assigned_here():
+            for i, part in enumerate(split.own_parts()):
+                with in_part(i), tf.device(part.device):
+                    _assign_average(optimizer, variable, average)
+
+
+def _assign_average(optimizer: Any, variable: Any, average: Any) -> None:
+    """As Keras's, past `KerasVariable.assign`, which expects the whole shape."""
+    if average is None:
+        return
+    value, mean = tf.convert_to_tensor(variable.value), tf.convert_to_tensor(average.value)
+    momentum = tf.cast(optimizer.iterations != 0, value.dtype) * optimizer.ema_momentum
+    average.value.assign(momentum * mean + (1 - momentum) * value)
