@@ -18,6 +18,9 @@ class MeasuredTraining(Training, Protocol):
     _id_in_cluster: int
     _num_workers: int
 
+    def _tell_stages_apart(self, model: keras.Model) -> None:
+        """Lets `_plan_of` know what each stage takes; nothing where there are none."""
+
     def _plan_of(self, model: keras.Model) -> Plan:
         """What of a step's time is idle by the strategy's own schedule."""
 
