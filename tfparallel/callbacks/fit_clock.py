@@ -150,10 +150,13 @@ class FitClock:
         return 0 if iterations is None else int(iterations.numpy())
 
     def _measured(self, batches: Any) -> Any:
-        """The iterator of a step with a clock at it; one of another kind as it is."""
-        if isinstance(batches, types.GeneratorType):
+        """The iterator of a step with a clock at it; one of another kind as it is.
+
+        So is one in whose graph a clock is refused.
+        """
+        if isinstance(batches, types.GeneratorType | BatchesAhead):
             return self._timed_batches(batches)
-        if not isinstance(batches, tf.data.Iterator):
+        if not isinstance(batches, tf.data.Iterator) or is_op_determinism_enabled():
             return batches
         if self._input is None:
             self._input = InputWait()

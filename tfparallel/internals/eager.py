@@ -16,6 +16,9 @@ from tensorflow.python.eager import context, record
 # Keeps the errors of one thread's remote calls to itself.
 from tensorflow.python.eager.executor import new_executor
 
+# Whether operations shall be deterministic, which a clock's are not: TensorFlow then refuses them.
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
 # How often each traced function is in use; the last one out removes it from every server.
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.ops import gradients_util
@@ -30,6 +33,7 @@ __all__ = [
     "end_collectives",
     "has_one_tape",
     "has_started",
+    "is_op_determinism_enabled",
     "keep_traced_functions",
     "let_idle_threads_sleep",
     "new_executor",

@@ -327,6 +327,11 @@ class ReplicatedExtended(MirroredExtended):
             raise ValueError(
                 f"`prefetch_batches` must be None or at least 0. Received: {num_batches}."
             )
+        if num_batches and not self._places_batches:
+            raise ValueError(
+                "`prefetch_batches` is for replicas that each have one device. Received: "
+                f"{num_batches}, for {self._description()}. Leave it out."
+            )
         self._num_batches_ahead = num_batches
 
     def _draw_by_row(self) -> None:
