@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.callback import BackupAndRestore
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.internals.eager import is_op_determinism_enabled
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_trainer import Fit, num_traces, surrounded_steps
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.training_clock import Sources, TrainingClock
+from tfparallel.replicas.batches_ahead import BatchesAhead
 
 _TIMED = (
     "on_train_begin",

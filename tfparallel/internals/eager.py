@@ -16,11 +16,11 @@ from tensorflow.python.eager import context, record
 # Keeps the errors of one thread's remote calls to itself.
 from tensorflow.python.eager.executor import new_executor
 
-# Whether operations shall be deterministic, which a clock's are not: TensorFlow then refuses them.
-from tensorflow.python.framework.config import is_op_determinism_enabled
-
 # How often each traced function is in use; the last one out removes it from every server.
 from tensorflow.python.eager.polymorphic_function import atomic_function
+
+# Whether operations shall be deterministic, which a clock's are not: TensorFlow then refuses them.
+from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import gradients_util
 
 # A variable that no strategy's scope replicates, to order operations by; and how a variable that a
