@@ -4,6 +4,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config
 
 from tfparallel.communication.exposed_wait import ExposedWait
 from tfparallel.communication.link_times import LinkTimes
@@ -70,3 +71,14 @@ def test_of_a_gpu_nothing_is_told():
 def test_steps_are_held_up_by_what_is_not_hidden(hidden_s, stalled_s):
     times = LinkTimes(7.0, 1.0, 100, 4.0).since(LinkTimes(2.0, 1.0, 50, 4.0 - hidden_s))
     assert times.stalled_s == stalled_s
+
+
+def test_there_is_no_clock_where_operations_shall_be_deterministic():
+    """TensorFlow refuses one then, which ended each training of several workers."""
+    tf.config.experimental.enable_op_determinism()
+    try:
+        wait = ExposedWait("/device:CPU:0")
+        wait.end(wait.begin([tf.ones(3)]), [tf.ones(3)])
+    finally:
+        config.disable_op_determinism()
+    assert wait.seconds == 0.0

@@ -276,6 +276,12 @@ STRATEGIES = [
         exempt=_ONE_REPLICA,
     ),
     Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
+    Row(
+        "mirrored_2_ahead",  # of what only GPUs have by default
+        lambda: library().MirroredStrategy(_cpus(2), prefetch_batches=2),
+        num_replicas=2,
+        few=("inputs.last_batch_of_one_row",),
+    ),
     Row("mirrored_3", lambda: library().MirroredStrategy(_cpus(3)), 3, few=NUMBER_OF_REPLICAS),
     Row(
         "central_storage",
@@ -386,6 +392,15 @@ STRATEGIES = [
         environments=_of_four_layers,
         few=("models.attention", "models.shared_layers", "nested.gan"),
         exempt={**_OF_STAGES, **_OF_TWO_LAYERS},
+    ),
+    Row(
+        "multi_worker_2_ahead",
+        lambda: library().MultiWorkerMirroredStrategy(prefetch_batches=2),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("inputs.last_batch_of_one_row",),
+        exempt=_ONE_PROCESS,
     ),
     Row(
         "multi_worker_2_of_pipeline_model_2x2",

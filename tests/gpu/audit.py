@@ -13,7 +13,7 @@ import collections
 import functools
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,16 +75,22 @@ class Audit:
         return {what: operations for what, operations in found.items() if operations}
 
 
-def audit(graph: tf.Graph) -> Audit:
-    """The audit of a step's graph, and of all functions that it calls."""
+def audit(graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None) -> Audit:
+    """The audit of a step's graph, and of all functions that it calls.
+
+    Args:
+        graph: of the step, whose arguments are on the host.
+        placed: arguments that are on devices already, with their devices.
+    """
     result = Audit()
-    _audit_graph(graph, GPU_0, {}, result, is_step=True)
+    _audit_graph(graph, GPU_0, dict(placed or {}), result, is_step=True)
     return result
 
 
 def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool = False) -> None:
     devices = _places(graph, default, given, result)
-    memory = functools.partial(_memory, devices, is_step)
+    on_host = {each for each in graph.get_operations() if is_step and each not in given}
+    memory = functools.partial(_memory, devices, on_host)
     for operation in graph.get_operations():
         _look_at_operation(operation, devices[operation], result)
         for i, tensor in enumerate(operation.inputs):
@@ -129,14 +135,14 @@ def _look_at_operation(operation, device: str, result: Audit) -> None:
         result.narrow_remote_calls += [x.name for x in tensors if x.dtype == tf.int32]
 
 
-def _memory(devices: dict, is_step: bool, operation, index: int, is_input: bool) -> str:
+def _memory(devices: dict, on_host: set, operation, index: int, is_input: bool) -> str:
     """Where an argument or a result of an operation is: the host, or a GPU's name."""
     device = devices[operation]
     dtype = (operation.inputs if is_input else operation.outputs)[index].dtype
     if not is_stand_in(device) or dtype in _IN_HOST_MEMORY:
         return HOST
     if operation.type == "Placeholder":
-        return HOST if is_step or dtype == tf.int32 else _name(device)
+        return HOST if operation in on_host or dtype == tf.int32 else _name(device)
     if operation.type in _FUNCTIONAL:
         return HOST if dtype == tf.int32 else _name(device)
     names = _argument_names(operation, is_input)

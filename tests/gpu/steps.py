@@ -14,6 +14,7 @@ from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel.internals import CollectiveAllReduce
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.replicas import layers_without_rows
+from tfparallel.replicas.placed_batch import BatchPlacement, PlacedSpec
 
 GPUS = ["CPU:1", "CPU:2"]
 ROWS = 12
@@ -45,7 +46,9 @@ class _MirroredOverNccl(tfparallel.MirroredStrategy):
 
 STRATEGIES = {
     "one_device": lambda: tfparallel.OneDeviceStrategy(GPUS[0]),
+    "one_device_ahead": lambda: tfparallel.OneDeviceStrategy(GPUS[0], prefetch_batches=2),
     "mirrored": lambda: tfparallel.MirroredStrategy(GPUS),
+    "mirrored_ahead": lambda: tfparallel.MirroredStrategy(GPUS, prefetch_batches=2),
     "mirrored_nccl": lambda: _MirroredOverNccl(GPUS),
     "central_storage": lambda: tfparallel.CentralStorageStrategy(GPUS, "CPU:0"),
     "sharded": lambda: tfparallel.ShardedStrategy(GPUS, min_size=1),
@@ -70,6 +73,8 @@ EVERY = [
 BY_DEFAULT = {
     ("one_device", "embedding", "unknown"),
     ("mirrored", "mlp", "static"),
+    ("mirrored_ahead", "mlp", "static"),
+    ("mirrored_ahead", "embedding", "unknown"),
     ("mirrored", "cnn", "unknown"),
     ("mirrored", "embedding", "unknown"),
     ("mirrored_nccl", "embedding", "unknown"),
@@ -92,11 +97,16 @@ def audited(strategy_name: str, model_name: str, size: str) -> Audit:
         model_name: of the conformance suite's models.
         size: "static" or "unknown": whether the step is traced for a number of rows.
     """
-    return audit(step_graph(STRATEGIES[strategy_name](), model_name, SIZES[size]))
+    return audit(*step_graph(STRATEGIES[strategy_name](), model_name, SIZES[size]))
 
 
-def step_graph(strategy: tf.distribute.Strategy, model_name: str, rows: int | None) -> tf.Graph:
-    """The graph of a training step for batches of so many rows."""
+def step_graph(
+    strategy: tf.distribute.Strategy, model_name: str, rows: int | None
+) -> tuple[tf.Graph, dict]:
+    """The graph of a training step for batches of so many rows, and which arguments are placed.
+
+    Those are, with their devices, the rows of a strategy that places batches before their steps.
+    """
     keras.utils.set_random_seed(helpers.SEED)
     keras.backend.clear_session()
     model_case = MODELS[model_name]
@@ -111,13 +121,22 @@ def step_graph(strategy: tf.distribute.Strategy, model_name: str, rows: int | No
         strategy.reduce_as_on_gpus()
 
     @tf.function(autograph=False)
-    def step(*data):
+    def step(data):
         return strategy.run(model.train_step, args=(data,))
 
     specs = tf.nest.map_structure(lambda x: tf.TensorSpec((rows, *x.shape[1:]), _dtype(x)), batch)
+    is_ahead = bool(strategy.extended._num_batches_ahead)
+    spec = BatchPlacement(strategy.extended, specs)._spec if is_ahead else specs
     # What CPUs get so that oneDNN never computes no rows is not there on GPUs.
     with mock.patch.object(layers_without_rows, "_LAYERS", ()):
-        return step.get_concrete_function(*specs).graph
+        graph = step.get_concrete_function(spec).graph
+    return graph, _placed(spec, graph) if is_ahead else {}
+
+
+def _placed(spec: PlacedSpec, graph: tf.Graph) -> dict:
+    """The arguments of a step that are on devices; how many rows there are stays on the host."""
+    inputs = iter(graph.inputs)
+    return {next(inputs).op: device for device in spec.devices for _ in range(spec.num_tensors)}
 
 
 def _with_statistics_apart(model: keras.Model) -> keras.Model:

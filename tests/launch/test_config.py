@@ -312,6 +312,13 @@ def test_what_is_kept_reaches_the_strategy(write, name):
         model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage", "sharded", "hybrid"])
+def test_batches_ahead_reach_the_strategy(write, name):
+    text = f"strategy: {{name: {name}, prefetch_batches: 3}}"
+    strategy = build_strategy(load_config(write(text)).strategy)
+    assert strategy.extended._num_batches_ahead == 3
+
+
 def test_what_is_kept_is_a_word_or_patterns(write):
     text = "strategy: {name: mirrored, memory: {offload: all}}"
     assert "strategy.memory.offload" in problems_of(write(text))[0]

@@ -18,6 +18,8 @@ STRATEGIES = {
     "mirrored": lambda **kw: tfparallel.MirroredStrategy(DEVICES, **kw),
     "one_device": lambda **kw: tfparallel.OneDeviceStrategy("CPU:1", **kw),
     "central_storage": lambda **kw: tfparallel.CentralStorageStrategy(DEVICES, "CPU:0", **kw),
+    "sharded": lambda **kw: tfparallel.ShardedStrategy(DEVICES, min_size=1, **kw),
+    "hybrid": lambda **kw: tfparallel.HybridStrategy({"data": 2, "shard": 2}, **kw),
 }
 
 
@@ -34,7 +36,16 @@ def trained(strategy, steps=1, **options):
     return {**training.results(), "predicted": predicted}
 
 
-@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
+LONG = {"central_storage", "sharded", "hybrid"}  # they differ in what is computed, not in batches
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.long if name in LONG else ())
+        for name, make in STRATEGIES.items()
+    ],
+)
 def test_a_training_ends_as_on_one_device_whose_batches_nobody_reads_ahead(make):
     helpers.assert_same_training(trained(None), trained(make(prefetch_batches=2)), 1e-9)
 
@@ -217,3 +228,8 @@ def test_what_is_not_placed_is_said_and_trained_on(caplog):
 def test_a_negative_number_is_refused():
     with pytest.raises(ValueError, match="prefetch_batches.*Received: -1"):
         tfparallel.MirroredStrategy(prefetch_batches=-1)
+
+
+def test_a_strategy_of_stages_refuses_what_it_would_not_do():
+    with pytest.raises(ValueError, match="is for replicas that each have one device"):
+        tfparallel.HybridStrategy({"pipeline": 2, "data": 2}, prefetch_batches=2)

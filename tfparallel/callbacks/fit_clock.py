@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from tfparallel.callbacks.backup.callback import BackupAndRestore
 from tfparallel.communication.link_times import LinkTimes
+from tfparallel.internals.eager import is_op_determinism_enabled
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_trainer import Fit, graphs_of_step, surrounded_steps
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.training_clock import Sources, TrainingClock
+from tfparallel.replicas.batches_ahead import BatchesAhead
 
 _TIMED = (
     "on_train_begin",
@@ -154,10 +156,13 @@ class FitClock:
         return 0 if iterations is None else int(iterations.numpy())
 
     def _measured(self, batches: Any) -> Any:
-        """The iterator of a step with a clock at it; one of another kind as it is."""
-        if isinstance(batches, types.GeneratorType):
+        """The iterator of a step with a clock at it; one of another kind as it is.
+
+        So is one in whose graph a clock is refused.
+        """
+        if isinstance(batches, types.GeneratorType | BatchesAhead):
             return self._timed_batches(batches)
-        if not isinstance(batches, tf.data.Iterator):
+        if not isinstance(batches, tf.data.Iterator) or is_op_determinism_enabled():
             return batches
         if self._input is None:
             self._input = InputWait()

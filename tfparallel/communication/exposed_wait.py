@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable
+from tfparallel.internals.eager import is_op_determinism_enabled
 
 
 class ExposedWait:
@@ -36,7 +37,7 @@ class ExposedWait:
 
     def begin(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
         """When the last of what will be summed is there; None where that cannot be told."""
-        if not self._is_on_cpu:
+        if not self._is_on_cpu or is_op_determinism_enabled():  # which no clock is
             return None
         with tf.device("CPU:0"), tf.control_dependencies(list(tensors)):
             return tf.timestamp()

@@ -46,6 +46,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     """One local replica; everything that crosses ranks goes through Horovod."""
 
     _host_has_all_to_all = True
+    _places_batches = True
 
     def __init__(
         self,

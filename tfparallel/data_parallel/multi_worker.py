@@ -55,6 +55,7 @@ CommunicationImplementation = tf.distribute.experimental.CommunicationImplementa
 class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` whose workers agree before a collective can hang."""
 
+    _places_batches = True
     _server_started = False  # of the process: TensorFlow starts one server in it
 
     def __init__(

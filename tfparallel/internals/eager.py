@@ -18,6 +18,9 @@ from tensorflow.python.eager.executor import new_executor
 
 # How often each traced function is in use; the last one out removes it from every server.
 from tensorflow.python.eager.polymorphic_function import atomic_function
+
+# Whether operations shall be deterministic, which a clock's are not: TensorFlow then refuses them.
+from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import gradients_util
 
 # A variable that no strategy's scope replicates, to order operations by; and how a variable that a
@@ -30,6 +33,7 @@ __all__ = [
     "end_collectives",
     "has_one_tape",
     "has_started",
+    "is_op_determinism_enabled",
     "keep_traced_functions",
     "let_idle_threads_sleep",
     "new_executor",

@@ -25,6 +25,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.backend.common.variables": ("get_autocast_scope",),
     "keras.src.backend.tensorflow.core": ("Variable",),
     "keras.src.backend.tensorflow.distribution_lib": ("list_devices",),
+    "keras.src.backend.tensorflow.numpy": ("signbit", "take"),
+    "keras.src.backend.tensorflow.random": ("_cast_seed",),
     _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),
     "keras.src.distribution.distribution_lib": ("GLOBAL_ATTRIBUTE_NAME", "global_state"),
     "keras.src.layers.layer": ("Layer",),
@@ -91,6 +93,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "get_read_only_resource_input_indices_graph",
     ),
     "tensorflow.python.framework.composite_tensor": ("CompositeTensor",),
+    "tensorflow.python.framework.config": ("is_op_determinism_enabled",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
     "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
     "tensorflow.python.ops.gradients_util": (

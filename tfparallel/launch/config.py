@@ -127,4 +127,7 @@ def build_strategy(strategy: StrategySection) -> Any:
     memory = getattr(strategy, "memory", None)
     if memory is not None:
         arguments["memory"] = tfparallel.MemoryPolicy(**memory.model_dump())
+    prefetch_batches = getattr(strategy, "prefetch_batches", None)
+    if prefetch_batches is not None:
+        arguments["prefetch_batches"] = prefetch_batches
     return getattr(tfparallel, strategy.class_name)(**arguments)

@@ -32,7 +32,7 @@ class StrategySection(Section):
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `tfparallel.<class_name>`."""
-        return self.model_dump(exclude={"name", "memory"})
+        return self.model_dump(exclude={"name", "memory", "prefetch_batches"})
 
 
 class Memory(Section):
@@ -48,6 +48,12 @@ class WithMemory(StrategySection):
     memory: Memory | None = None
 
 
+class PlacesBatches(WithMemory):
+    """A strategy that may place batches on devices ahead of their steps."""
+
+    prefetch_batches: int | None = Field(default=None, ge=0)
+
+
 class WaitLimits(Section):
     """The fields of `tfparallel.WorkerTimeouts`, in seconds; null waits for ever."""
 
@@ -57,7 +63,7 @@ class WaitLimits(Section):
     write_s: float | None = Field(default=14_400.0, gt=0)
 
 
-class WithTimeouts(WithMemory):
+class WithTimeouts(PlacesBatches):
     """A strategy of several workers, which wait for one another."""
 
     timeouts: WaitLimits | None = None
@@ -71,7 +77,7 @@ class WithTimeouts(WithMemory):
         return {**arguments, "timeouts": timeouts}
 
 
-class OneDevice(WithMemory):
+class OneDevice(PlacesBatches):
     """`device` None is the first GPU, or the CPU where there is none."""
 
     class_name = "OneDeviceStrategy"
@@ -85,7 +91,7 @@ class OneDevice(WithMemory):
         return {"device": self.device or default}
 
 
-class Mirrored(WithMemory):
+class Mirrored(PlacesBatches):
     """`devices` None is all GPUs, or all logical CPUs where there is none."""
 
     class_name = "MirroredStrategy"
@@ -232,7 +238,7 @@ class MultiWorkerMirrored(WithTimeouts):
         }
 
 
-class Horovod(WithMemory):
+class Horovod(PlacesBatches):
     """Which rank a process is comes from `horovodrun`, so that all hosts share one file."""
 
     class_name = "HorovodStrategy"
@@ -253,7 +259,7 @@ class Horovod(WithMemory):
         }
 
 
-class CentralStorage(WithMemory):
+class CentralStorage(PlacesBatches):
     """`compute_devices` None is all GPUs, or all logical CPUs where there is none."""
 
     class_name = "CentralStorageStrategy"
@@ -334,7 +340,7 @@ class ShardSection(Section):
     min_size: int = Field(default=1024, ge=1)
 
 
-class Hybrid(WithMemory):
+class Hybrid(PlacesBatches):
     """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s."""
 
     class_name = "HybridStrategy"

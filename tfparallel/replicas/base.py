@@ -32,6 +32,7 @@ from tfparallel.internals import (
     trainer_that_builds,
 )
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_integers import integers_stay
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
@@ -119,8 +120,9 @@ class KerasStrategy(DescribedStrategy):
             checks.check_states_of_rows(self, model)
         extended = self.extended
         draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
-        has_rows = never_without_rows(model, extended)
-        with told, has_rows, draws, extended._step_of(model), extended._kept_in_step_of(model):
+        own_layers, kept = never_without_rows(model, extended), extended._kept_in_step_of(model)
+        integers = integers_stay(seeds_on_host=extended._seed_device is not None)
+        with told, own_layers, integers, draws, extended._step_of(model), kept:
             if num_replicas(self) == 1:
                 return super().run(fn, of_the_only_replica(args), kwargs, options)
             if is_step:

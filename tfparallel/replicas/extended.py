@@ -100,6 +100,8 @@ class ReplicatedExtended(MirroredExtended):
         statistics = is_statistics(owner, kwargs)
         variable_class = self._variable_class(owner, kwargs)
         devices = self._variable_devices(variable_class)
+        if self._seed_device is not None and isinstance(owner, keras.random.SeedGenerator):
+            devices = (self._seed_device,) * len(devices)
 
         def create_copies(**kwargs: Any) -> list[tf.Variable]:
             copies: list = []
@@ -146,6 +148,16 @@ class ReplicatedExtended(MirroredExtended):
     def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
         del variable_class
         return self._devices
+
+    @property
+    def _seed_device(self) -> str | None:
+        """Where the seeds of all replicas are, if that is not each replica's own device.
+
+        What draws on a GPU takes its seed from the host. Where one replica is all there is, XLA may
+        compile its step, whose variables are on its device then.
+        """
+        is_xla_refused = self._places_batches and len(self.worker_devices) > 1
+        return self._host_device if is_xla_refused else None
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 
@@ -330,6 +342,11 @@ class ReplicatedExtended(MirroredExtended):
         if num_batches is not None and num_batches < 0:
             raise ValueError(
                 f"`prefetch_batches` must be None or at least 0. Received: {num_batches}."
+            )
+        if num_batches and not self._places_batches:
+            raise ValueError(
+                "`prefetch_batches` is for replicas that each have one device. Received: "
+                f"{num_batches}, for {self._description()}. Leave it out."
             )
         self._num_batches_ahead = num_batches
 

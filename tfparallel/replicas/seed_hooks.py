@@ -9,6 +9,7 @@ Keras's global generator (`keras.random.normal(shape)` without a seed) is a glob
 Replicas run in threads of their own and are given that of the thread that runs them.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,8 +57,10 @@ def _next_of_replica(
     row_seeds = getattr(strategy.extended, "_row_seeds", None)  # not of cores of a TPU
     if row_seeds is not None:
         return row_seeds.seed_of(generator, lambda: next_seed(ordered=ordered))
-    seed = next_seed(ordered=ordered)
-    return seed_of_stream(seed, context.replica_id_in_sync_group)
+    device = getattr(strategy.extended, "_seed_device", None)
+    with contextlib.nullcontext() if device is None else tf.device(device):
+        seed = next_seed(ordered=ordered)
+        return seed_of_stream(seed, context.replica_id_in_sync_group)
 
 
 def seed_of_stream(seed: tf.Tensor, number: Any) -> tf.Tensor:

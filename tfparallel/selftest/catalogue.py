@@ -47,7 +47,7 @@ def _job(name: str, *options: str) -> Check:
     return Check(f"exact: {name}", function, (name, *options), cure=cure, is_job=True)
 
 
-# Checks that the others build on: alone and first.
+# Checks that the others build on: first.
 FIRST = (
     Check("machine", "machine_checks:look_at_machine", cure=_CURE_MACHINE, limit_s=180),
     Check(

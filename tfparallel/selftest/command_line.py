@@ -74,8 +74,8 @@ async def _run_all(bench: Bench, word: str, outcomes: list[Outcome], console: Co
     others = [check for check in asked if check not in FIRST]
     # GPUs are one check's at a time: of its memory and its clock. Cores are shared.
     at_once = 1 if bench.gpus else max(1, min(4, len(os.sched_getaffinity(0))))
-    for checks, side_by_side in ((first, 1), (others, at_once)):
-        async for _, outcome in run_checks(checks, bench, side_by_side):
+    for checks in (first, others):
+        async for _, outcome in run_checks(checks, bench, at_once):
             outcomes.append(outcome)
             color = _COLORS[outcome.verdict]
             line = f"[{color}]{outcome.verdict}[/] {escape(outcome.check)}"

@@ -22,6 +22,8 @@ class LocalShardedExtended(ShardedExtended, LocalExtended):
         ValueError: if the devices cannot be divided so.
     """
 
+    _places_batches = True
+
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,

@@ -57,6 +57,8 @@ class HorovodStrategy(KerasStrategy):
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. With `inner` it is given to that.
+        prefetch_batches: how many batches are read and copied to the devices before their steps
+            begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
 
     Raises:
         ImportError: if Horovod is not installed, saying how to build it.
@@ -83,6 +85,7 @@ class HorovodStrategy(KerasStrategy):
         inner: Inner | None = None,
         memory: MemoryPolicy | None = None,
         start_timeout_s: float | None = 600.0,
+        prefetch_batches: int | None = None,
     ):
         kept_in_step_of = around_inner(memory, inner)
         _check_options(reduction, bucket_bytes, gradient_predivide_factor)
@@ -125,6 +128,8 @@ class HorovodStrategy(KerasStrategy):
         self._workers = workers
         self.inner = None if inner is None else made(inner)
         extended = workers if self.inner is None else inside_of(self, self.inner, workers)
+        if inner is None or prefetch_batches is not None:
+            extended._read_ahead(prefetch_batches)
         super().__init__(extended, kept_in_step_of)
 
     def scope(self) -> contextlib.AbstractContextManager:

@@ -73,6 +73,8 @@ class HybridStrategy(KerasStrategy):
             the same training on every mesh, and on one device. It is for the layers that Keras has
             against overfitting (Dropout and its kin, in attention and recurrent layers too); others
             that draw are refused.
+        prefetch_batches: how many batches are read and copied to the devices before their steps
+            begin, on a mesh of "data" and "shard". None: 2 on GPUs, else 0.
 
     Raises:
         NotImplementedError: for other shards than those of parameters beside a pipeline or an axis
@@ -101,6 +103,7 @@ class HybridStrategy(KerasStrategy):
         layout_map: Any = None,
         memory: MemoryPolicy | None = None,
         seed_by: str = "replica",
+        prefetch_batches: int | None = None,
     ):
         self._mesh = _mesh(mesh)
         shard = _sharding(self._mesh, shard)
@@ -115,6 +118,7 @@ class HybridStrategy(KerasStrategy):
             extended._memory, kept = memory or MemoryPolicy(), None
         if seed_by == "row":
             extended._draw_by_row()
+        extended._read_ahead(prefetch_batches)
         super().__init__(extended, kept)
 
     @staticmethod

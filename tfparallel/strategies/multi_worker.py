@@ -37,6 +37,8 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         memory: which activations are computed again in the backward pass, a
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. With `inner` it is given to that.
+        prefetch_batches: how many batches are read and copied to the devices before their steps
+            begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
 
     Raises:
         ClusterConfigError: listing all that is wrong with `TF_CONFIG`, before a server starts.
@@ -55,6 +57,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         check_weights_every: int | None = None,
         inner: Callable[[], KerasStrategy] | None = None,
         memory: MemoryPolicy | None = None,
+        prefetch_batches: int | None = None,
     ):
         kept_in_step_of = around_inner(memory, inner)
         if isinstance(inner, KerasStrategy):
@@ -79,6 +82,8 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         self._workers = workers
         self.inner = None if inner is None else made(inner)
         extended = workers if self.inner is None else inside_of(self, self.inner, workers)
+        if inner is None or prefetch_batches is not None:
+            extended._read_ahead(prefetch_batches)
         super().__init__(extended, kept_in_step_of)
 
     @property

@@ -61,6 +61,8 @@ class ShardedStrategy(KerasStrategy):
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
             names workers, else there is one process.
+        prefetch_batches: how many batches are read and copied to the devices before their steps
+            begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
         timeouts: how long processes wait for one another; those of Horovod for `start_s` and
             `stall_s` of it (300 s without it). One process waits for nobody.
 
@@ -90,12 +92,14 @@ class ShardedStrategy(KerasStrategy):
         replicas: int = 1,
         transport: str = "auto",
         timeouts: WorkerTimeouts | None = None,
+        prefetch_batches: int | None = None,
     ):
         sharding = Sharding(
             shard, min_size, units, reshard_after_forward, prefetch, gather_dtype, host
         )
         extended = _extended(self, devices, sharding, replicas, transport, timeouts)
         extended._memory = memory or MemoryPolicy()
+        extended._read_ahead(prefetch_batches)
         super().__init__(extended)
 
     extended: ShardedExtended

@@ -1,0 +1,87 @@
+"""Integers that Keras computes with, kept on the devices.
+
+Of int32 TensorFlow has most operations on GPUs in the host's memory only: they are meant for
+shapes. Keras uses them for numbers as well, which then go to the host in the midst of a step, and
+the host waits for the GPU to send them:
+
+    argmax     every accuracy: looks for -0.0 by comparing as many sign bits as there are scores
+    take       every Embedding: adds the table's length to numbers of rows that are negative
+    seeds      every Dropout: TensorFlow wants them as int32 on the host
+
+The same is computed with bits that become bool, and with int64, which GPUs have. Seeds that are on
+the host are cast there.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Where `argmax` finds `signbit`, and `keras.ops` finds `take`.
+from keras.src.backend.tensorflow import numpy as keras_numpy
+
+# Where what draws finds `_cast_seed`.
+from keras.src.backend.tensorflow import random as keras_random
+
+from tfparallel.internals.hooks import shadowed
+
+
+@contextlib.contextmanager
+def integers_stay(seeds_on_host: bool) -> Iterator[None]:
+    """Within it, neither `argmax` nor `take` of Keras sends integers from a device to the host.
+
+    Args:
+        seeds_on_host: whether seed generators have their state there, from where nothing goes to a
+            device then but what is drawn with.
+    """
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(
+            shadowed(
+                keras_numpy,
+                "signbit",
+                functools.partial(_sign_bits, keras_numpy.signbit),
+                during="a Keras step",
+                why="Keras compares signs as int32: on the host, where TensorFlow has that.",
+            )
+        )
+        hooks.enter_context(
+            shadowed(
+                keras_numpy,
+                "take",
+                functools.partial(_take, keras_numpy.take),
+                during="a Keras step",
+                why="Keras compares int32 rows of a table with 0, on the host, too.",
+            )
+        )
+        if seeds_on_host:
+            hooks.enter_context(
+                shadowed(
+                    keras_random,
+                    "_cast_seed",
+                    functools.partial(_cast_in_place, keras_random._cast_seed),
+                    during="a Keras step",
+                    why="A seed on the host is cast there, not on a GPU and back.",
+                )
+            )
+        yield
+
+
+def _cast_in_place(original: Callable, seed: Any) -> Any:
+    device = getattr(seed, "device", "")
+    with tf.device(device) if device else contextlib.nullcontext():
+        return original(seed)
+
+
+def _sign_bits(original: Callable, x: Any) -> Any:
+    if not isinstance(x, tf.Tensor) or not x.dtype.is_floating:
+        return original(x)
+    bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
+    return tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(tf.int32.min)), tf.bool)
+
+
+def _take(original: Callable, x: Any, indices: Any, axis: int | None = None) -> Any:
+    if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32:
+        indices = tf.cast(indices, tf.int64)
+    return original(x, indices, axis=axis)
