@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfparallel.internals import PerReplica, distribute_lib
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.replicas.batch import concat_rows
 
 
 class GraphCollectives:
@@ -35,12 +36,19 @@ class GraphCollectives:
         return _met(rows, lambda parts, i: _added_up([part[i] for part in parts]))
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """As `Collectives.all_gather`."""
-        return _met(rows, lambda parts, i: tf.concat(parts, 0))
+        """As `Collectives.all_gather`; also of ragged and sparse rows."""
+        return self.all_gather_each([rows])[0]
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As `Collectives.all_gather_each`."""
-        return [self.all_gather(part) for part in parts]
+        """As `Collectives.all_gather_each`, of any numbers of rows."""
+
+        def merge(strategy: tf.distribute.Strategy, *values: object) -> list[PerReplica]:
+            return [
+                _gathered(strategy.experimental_local_results(value), _devices_of(strategy))
+                for value in values
+            ]
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=tuple(parts))
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_to_all`."""
@@ -54,15 +62,28 @@ class GraphCollectives:
 def _met(tensor: tf.Tensor, combine: Callable[[Sequence[tf.Tensor], int], tf.Tensor]) -> tf.Tensor:
     """`combine(what all replicas have, i)` on the device of each replica `i`."""
 
-    def merge(strategy: tf.distribute.Strategy, value: object) -> object:
+    def merge(strategy: tf.distribute.Strategy, value: object) -> PerReplica:
         parts = strategy.experimental_local_results(value)
         results = []
-        for i, device in enumerate(strategy.extended.worker_devices):
+        for i, device in enumerate(_devices_of(strategy)):
             with tf.device(device):
                 results.append(combine(parts, i))
-        return results[0] if len(results) == 1 else PerReplica(results)
+        return PerReplica(results)
 
     return distribute_lib.get_replica_context().merge_call(merge, args=(tensor,))
+
+
+def _gathered(parts: Sequence[tf.Tensor], devices: Sequence[str]) -> PerReplica:
+    """All `parts` once on each device, also where it has several replicas."""
+    copies = {}
+    for device in dict.fromkeys(devices):
+        with tf.device(device):
+            copies[device] = concat_rows(parts)
+    return PerReplica([copies[device] for device in devices])
+
+
+def _devices_of(strategy: tf.distribute.Strategy) -> Sequence[str]:
+    return strategy.extended.worker_devices
 
 
 def _added_up(parts: Sequence[tf.Tensor]) -> tf.Tensor:
