@@ -4,15 +4,17 @@ Horovod knows neither bfloat16 nor most integers: they travel as a dtype that ho
 where nothing is summed, as bytes.
 """
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.coordination.rank_meeting import meet_ranks
 from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.internals import ResourceVariable
@@ -31,6 +33,7 @@ except ImportError as error:
 
 __all__ = [
     "HorovodAllReduce",
+    "HorovodCollectives",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "State",
@@ -53,6 +56,7 @@ _SUMMED_AS = {
     tf.uint32: tf.int64,
     tf.uint64: tf.int64,
 }
+_SCATTERED_AS = {**_SUMMED_AS, tf.int8: tf.int32, tf.uint8: tf.int32}
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
@@ -137,7 +141,7 @@ def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Ten
 
 def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`."""
-    sent = _unknown(tf.cast(rows, _SUMMED_AS.get(rows.dtype, rows.dtype)))
+    sent = _unknown(tf.cast(rows, _SCATTERED_AS.get(rows.dtype, rows.dtype)))
     own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
     own = tf.reshape(tf.cast(own, rows.dtype), tf.shape(rows)[1:])
     return tf.ensure_shape(own, rows.shape[1:])
@@ -211,6 +215,89 @@ def _from_bytes(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype in _SENT_AS_THEY_ARE:
         return received
     return tf.cast(received, dtype) if dtype == tf.bool else tf.bitcast(received, dtype)
+
+
+class HorovodCollectives:
+    """`Collectives` of the ranks of a process set, one after the other.
+
+    Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name, nor
+    those of branches. Gradients are: those of an iteration need the weights of the one before.
+
+    Args:
+        process_set: the ranks.
+        device: a CPU of this rank.
+    """
+
+    def __init__(self, process_set: Any, device: str):
+        self.size, self.index = process_set.size(), process_set.rank()
+        self._process_set, self._device = process_set, device
+        self._waits_for_last = True
+        with tf.init_scope():
+            # Not `tf.Variable`: under a strategy's scope it would be replicated.
+            self.order = ResourceVariable(0.0)
+
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_reduce`."""
+
+        def add_up(sent: tf.Tensor) -> tf.Tensor:
+            return all_reduce_sum([tf.identity(sent)], self._process_set)[0]
+
+        known = () if tensor.dtype.is_complex else (tensor.dtype,)
+        return self._one(lambda: summed_by(add_up, tensor, known))
+
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.reduce_scatter`."""
+        if rows.dtype.is_complex:
+            return self.all_reduce(rows)[self.index]
+        return self._one(lambda: reduce_scatter(tf.identity(rows), self._process_set))
+
+    def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_gather`."""
+        return self._one(lambda: all_gather(rows, self._process_set))
+
+    def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As `Collectives.all_gather_each`, in one collective."""
+        with self._in_order() as sent:
+            sent += all_gather_each([tf.identity(part) for part in parts], self._process_set)
+        return sent
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_to_all`."""
+        return self._one(lambda: all_to_all(rows, self._process_set))
+
+    def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.broadcast`."""
+        return self._one(lambda: broadcast(tensor, self._process_set))
+
+    def _one(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
+        with self._in_order() as sent:
+            sent.append(collective())
+        return sent[0]
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[list[tf.Tensor]]:
+        """Puts a collective, which the caller appends to the list, after the one before."""
+        collectives: list[tf.Tensor] = []
+        with tf.device(self._device):
+            if not self._waits_for_last:
+                yield collectives
+                return
+            with tf.control_dependencies([self.order.assign_add(1.0)]):
+                yield collectives
+            with tf.control_dependencies([runs_anyway(each) for each in collectives]):
+                self.order.assign_add(1.0)
+
+    @contextlib.contextmanager
+    def at_once_if(self, at_once: bool) -> Iterator[None]:
+        """Collectives traced in it reach Horovod when what they send is there, as gradients may.
+
+        Horovod has agreed on the next one then when the last is done.
+        """
+        self._waits_for_last = not at_once
+        try:
+            yield
+        finally:
+            self._waits_for_last = True
 
 
 class HorovodAllReduce(BucketedAllReduce):

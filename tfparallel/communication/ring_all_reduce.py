@@ -68,6 +68,10 @@ class RingAllReduce(BucketedAllReduce):
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._ring.all_gather, rows, [None, *rows.shape[1:]])
 
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """All workers' `[rows, ...]`, one after the other; only the number of rows may differ."""
+        return self._gather_rows(rows)
+
     def _gather_summed(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._timed(self._ring.all_gather), rows, [None, *rows.shape[1:]])
 

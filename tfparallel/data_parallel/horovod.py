@@ -13,13 +13,9 @@ import tensorflow as tf
 
 from tfparallel.communication.horovod_collectives import (
     HorovodAllReduce,
-    all_gather,
-    all_reduce_sum,
-    all_to_all,
+    HorovodCollectives,
     broadcast,
     hvd,
-    reduce_scatter,
-    runs_anyway,
 )
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
@@ -47,6 +43,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     _host_has_all_to_all = True
     _places_batches = True
+    _collectives: HorovodCollectives
 
     def __init__(
         self,
@@ -62,14 +59,13 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         with without_lines("Collective ops is not configured"):  # Horovod reduces instead
             super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
+        self._collectives = HorovodCollectives(process_set, self._host_device)
         with tf.init_scope():
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
-            self._order = ResourceVariable(0.0)
             self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
         self._broadcasts = [0, 0]  # begun and ended, outside of graphs
         self._reduced: list[str] = []  # paths of the variables whose gradients met last
         self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
-        self._waits_for_last = True
         self._num_workers, self._id_in_cluster = process_set.size(), process_set.rank()
         self._is_chief = self._id_in_cluster == 0
         common = {
@@ -124,7 +120,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def _counts_of_collectives(self) -> Callable[[], tuple[int, int]]:
         """Gives how many this rank has begun and ended; keeps nothing alive but the counters."""
-        begun, ended, order, broadcasts = self._begun, self._ended, self._order, self._broadcasts
+        begun, ended, broadcasts = self._begun, self._ended, self._broadcasts
+        order = self._collectives.order
 
         def counts() -> tuple[int, int]:
             ordered = int(order.numpy())  # counts on before each of them and after it
@@ -241,7 +238,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def _sum_across_ranks(self, gradients: list) -> list:
         if self._compressor is not None:
-            with self._at_once_if(not self._compressor.has_branches):
+            with self._collectives.at_once_if(not self._compressor.has_branches):
                 return super()._sum_gradients(gradients)
         step = current_replica_step()
         if self._adasum and step is not None:  # it combines means over rows, not shares of them
@@ -252,58 +249,6 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         pairs = [(gradient, gradient) for gradient in gradients]
         sums = self._gradient_all_reduce.batch_reduce(ReduceOp.SUM, pairs)
         return [self._local_results(each)[0] for each in sums]
-
-    # ---- across workers --------------------------------------------------------------------------
-
-    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        with self._in_order() as sent:
-            sent.append(all_reduce_sum([tf.identity(tensor)], self._process_set)[0])
-        return sent[0]
-
-    def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        with self._in_order() as sent:
-            sent.append(reduce_scatter(tf.identity(rows), self._process_set))
-        return sent[0]
-
-    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        with self._in_order() as sent:
-            sent.append(all_gather(rows, self._process_set))
-        return sent[0]
-
-    def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        with self._in_order() as sent:
-            sent.append(all_to_all(rows, self._process_set))
-        return sent[0]
-
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[list[tf.Tensor]]:
-        """Puts a collective, which the caller appends to the list, after the one before.
-
-        Nothing else keeps those of two iterations of a `tf.while_loop` apart, which have one name,
-        nor those of branches. Gradients are: those of an iteration need the weights of the one
-        before.
-        """
-        collectives: list[tf.Tensor] = []
-        with tf.device(self._host_device):
-            if not self._waits_for_last:
-                yield collectives
-                return
-            with tf.control_dependencies([self._order.assign_add(1.0)]):
-                yield collectives
-            with tf.control_dependencies([runs_anyway(each) for each in collectives]):
-                self._order.assign_add(1.0)
-
-    @contextlib.contextmanager
-    def _at_once_if(self, at_once: bool) -> Iterator[None]:
-        """Collectives traced in it reach Horovod when what they send is there, as gradients may.
-
-        Horovod has agreed on the next one then when the last is done.
-        """
-        self._waits_for_last = not at_once
-        try:
-            yield
-        finally:
-            self._waits_for_last = True
 
 
 def _answer_s() -> float:

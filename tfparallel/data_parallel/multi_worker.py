@@ -10,12 +10,15 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import is_sparse
+from tfparallel.communication.collectives import Collectives
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.neighbours import PeerLostError
 from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
+from tfparallel.communication.stock_collectives import StockCollectives
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import RankLostError
 from tfparallel.coordination.meeting import meet
@@ -289,26 +292,20 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         rest = iter(super()._batch_reduce_to(reduce_op, others, options) if others else [])
         return [results[i] if i in results else next(rest) for i in range(len(pairs))]
 
-    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        with tf.device(self._host_device):
-            tensor = tf.identity(tensor)
-            reduced = self._host_cross_device_ops.reduce(ReduceOp.SUM, tensor, self._host_device)
-        return self._local_results(reduced)[0]
+    @property
+    def _collectives(self) -> Collectives:  # type: ignore[override]
+        """Of what reduces between hosts now."""
+        reduction: Any = self._host_cross_device_ops
+        place = self._host_device, self._num_workers, self._id_in_cluster
+        if isinstance(reduction, RingAllReduce):
+            return RingCollectives(reduction, *place)
+        return StockCollectives(reduction, *place)
 
     def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        reduction: Any = self._host_cross_device_ops
-        if not isinstance(reduction, RingAllReduce):
+        """Through TensorFlow's collectives the row of a whole sum, which adds up in their order."""
+        if isinstance(self._collectives, RingCollectives):
             return super()._host_scatter_sum(rows)
-        with tf.device(self._host_device):
-            return reduction.reduce_scatter(rows)
-
-    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        reduction: Any = self._host_cross_device_ops
-        if isinstance(reduction, RingAllReduce):
-            with tf.device(self._host_device):
-                return reduction._gather_rows(rows)
-        with tf.device(self._host_device):
-            return launchers_of(self._host_cross_device_ops)[0].all_gather(rows, axis=0)
+        return self._host_sum(rows)[self._id_in_cluster]
 
 
 def _check_is_first(rank: int) -> None:

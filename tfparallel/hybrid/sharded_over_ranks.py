@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
-from tfparallel.communication.horovod_collectives import all_gather_each, hvd, start
+from tfparallel.communication.horovod_collectives import hvd, start
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.sharded.extended import ShardedExtended
@@ -40,9 +40,7 @@ class RanksShardedExtended(ShardedExtended, HorovodExtended):
             self._watch_for_stalls(timeouts.stall_s)
 
     def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        with self._in_order() as sent:
-            sent += all_gather_each([tf.identity(part) for part in parts], self._process_set)
-        return sent
+        return self._collectives.all_gather_each(parts)
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         return self._host_scatter_sum(rows)

@@ -5,9 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.communication.collectives import Collectives
+from tfparallel.communication.ring_collectives import RingCollectives
+from tfparallel.communication.stock_collectives import StockCollectives
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
-from tfparallel.internals.distribute import exchange_rows, gather_alike, launchers_of
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.options import Sharding
 
@@ -51,19 +53,15 @@ class WorkersShardedExtended(ShardedExtended, MultiWorkerExtended):
         self._parts_ring = self._ring_all_reduce if uses_ring else None
 
     def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        with tf.device(self._host_device):
-            if self._parts_ring is not None:
-                return self._parts_ring.gather_each(parts)
-            if tf.executing_eagerly():  # TensorFlow gathers in functions only
-                return tf.nest.flatten(tf.function(self._host_gather_parts)(parts))
-            return [gather_alike(self._launcher, tf.identity(part)) for part in parts]
+        return self._parts.all_gather_each(parts)
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        with tf.device(self._host_device):
-            if self._parts_ring is not None:
-                return self._parts_ring.reduce_scatter(rows)
-            return tf.reduce_sum(exchange_rows(self._launcher, tf.identity(rows)), 0)
+        return self._parts.reduce_scatter(rows)
 
     @property
-    def _launcher(self) -> Any:
-        return launchers_of(self._host_cross_device_ops)[0]
+    def _parts(self) -> Collectives:
+        """What parts of variables and their gradients go through."""
+        place = self._host_device, self._num_workers, self._id_in_cluster
+        if self._parts_ring is not None:
+            return RingCollectives(self._parts_ring, *place)
+        return StockCollectives(self._host_cross_device_ops, *place)

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import Collectives
 from tfparallel.communication.joining import join, split
 from tfparallel.coordination.agreement import Agreement, DisagreementError
 from tfparallel.internals import (
@@ -35,12 +36,13 @@ class WorkersExtended(ReplicatedExtended):
     """`ReplicatedExtended` over several processes, each with all variables.
 
     Set by the strategy that inherits it, before a variable is created: `_num_workers`, and where
-    there are several, `_agreement`.
+    there are several, `_agreement` and `_collectives`, between the hosts of all workers.
     """
 
     _num_workers: int
     _id_in_cluster: int
     _agreement: Agreement
+    _collectives: Collectives
     _weights_check: WeightsCheck | None = None
     _weights_to_check: list | None = None  # of the model whose step is traced, until it is checked
 
@@ -61,18 +63,15 @@ class WorkersExtended(ReplicatedExtended):
 
     def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of all workers' tensors of one shape; called in a cross-replica context."""
-        raise NotImplementedError
+        return self._collectives.all_reduce(tensor)
 
     def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
         """All workers' tensors, `[rows, ...]`, one after the other; called in a `tf.function`."""
-        raise NotImplementedError
+        return self._collectives.all_gather(rows)
 
     def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        """This worker's row of the sum of all workers' `[num_workers, length]`.
-
-        Of a transport that has no collective of half an all-reduce it is a whole one.
-        """
-        return self._host_sum(rows)[self._id_in_cluster]
+        """This worker's row of the sum of all workers' `[num_workers, length]`."""
+        return self._collectives.reduce_scatter(rows)
 
     # ---- where variables live --------------------------------------------------------------------
 

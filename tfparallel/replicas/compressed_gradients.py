@@ -48,10 +48,6 @@ class CompressedGradients(WorkersExtended):
     _has_round_ended: tf.Tensor | bool = False
     _statistics: Sequence[tf.Variable] = ()  # of the model that trains
 
-    def _host_all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        """`[workers, ...]`: row j goes to worker j, row i came from worker i."""
-        raise NotImplementedError
-
     def _compress_gradients(self, meeting: Meeting | None, transport: Transport) -> None:
         """Compresses from now on; called when the strategy is built."""
         self._transport = transport
@@ -252,7 +248,7 @@ class WorkersTransport:
             total = sum_halves(
                 join([tensors[i] for i in chosen]),
                 self.world_size,
-                self._extended._host_all_to_all,
+                self._extended._collectives.all_to_all,
                 lambda part: self.all_gather([part])[0],
             )
             own = split(total, [tensors[i].shape for i in chosen])

@@ -3,20 +3,16 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.communication.link_journal import LinkJournal
-from tfparallel.communication.link_times import LinkTimes
-from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
-    PerReplica,
     ReduceOp,
     TrainerCall,
     device_util,
@@ -28,44 +24,33 @@ from tfparallel.internals import (
     record,
     with_body,
 )
-from tfparallel.internals.keras_layers import behind
 from tfparallel.measure.operation_kinds import REDUCE_SCOPE
-from tfparallel.measure.shares import NO_PLAN, Plan
-from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
-from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
-from tfparallel.replicas.noise_probe import NoiseProbe, replica_number
-from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.replicas.gathers_rows import GathersRows
+from tfparallel.replicas.measured_replicas import MeasuredReplicas
+from tfparallel.replicas.noise_probe import replica_number
+from tfparallel.replicas.one_place import OnePlace
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
-from tfparallel.replicas.training import GradientMemory
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
-    SummedWhenRead,
     is_statistics,
     mark_owner,
-    prefetched_metrics,
 )
 
 
-class ReplicatedExtended(MirroredExtended):
+class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtended):
     """Replicas that compute alike, from gradients reduced once."""
 
-    _num_workers = 1
-    _id_in_cluster = 0
-    _agreement: Agreement | None = None  # of several workers
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _num_batches_ahead: int | None = None  # of their steps; None: as suits the devices
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
-    _workers: AxisOfProcesses | None = (
-        None  # around a process whose devices are a mesh of their own
-    )
 
     def __init__(self, *args: Any, **kwargs: Any):
         forget_blank_tf_config()
@@ -264,61 +249,7 @@ class ReplicatedExtended(MirroredExtended):
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
         return apply(gradients, variables)
 
-    # ---- what callbacks ask: `training.Training` -------------------------------------------------
-
-    def settle(self) -> None:
-        """Every step is done when it returns."""
-
-    def agreement(self) -> Agreement | None:
-        """That of the workers, if there are several."""
-        return self._agreement if self._num_workers > 1 else None
-
-    def compression_of(self, optimizer: BaseOptimizer) -> GradientMemory | None:
-        """What the workers around this process compress with, if there are any."""
-        return None if self._workers is None else self._workers.compression_of(optimizer)
-
-    # ---- across workers: this one is all there is, unless it has others around it ----------------
-
-    def _join(self, workers: AxisOfProcesses) -> None:
-        """Makes this process one place of an axis over several; before variables are created."""
-        self._workers, self._agreement = workers, workers._agreement
-        self._num_workers, self._id_in_cluster = workers._num_workers, workers._id_in_cluster
-        self._default_device = workers._default_device
-
-    def _names_lost_ranks(self) -> contextlib.AbstractContextManager | None:
-        """Within it, errors name a process that has ended; None where nobody would be known."""
-        return None
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return len(self.worker_devices) * self._num_workers
-
-    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self._id_in_cluster * len(self.worker_devices) + replica_id
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return replica_id_in_sync_group - self._id_in_cluster * len(self.worker_devices)
-
-    def _in_multi_worker_mode(self) -> bool:
-        if self._workers is None:
-            return super()._in_multi_worker_mode()
-        return self._workers._in_multi_worker_mode()
-
-    def _begun_alike(self, kwargs: dict) -> dict:
-        """What a variable creator gets, with rank 0's initial value; asking twice changes nothing.
-
-        For whoever looks at the value before the base's `_create_variable` does.
-        """
-        is_local = isinstance(kwargs.get("colocate_with"), numpy_dataset.SingleDevice)
-        if self._workers is None or is_local or kwargs["initial_value"] is self._agreed_value:
-            return kwargs
-        self._agreed_value = value_of_rank_zero(self._workers, kwargs)
-        return {**kwargs, "initial_value": self._agreed_value}
-
-    def _check_outside_of_replicas(self, name: str) -> None:
-        """Whether variable `name` may be differentiated outside of `run`."""
-        if self._workers is not None:
-            self._workers._check_outside_of_replicas(name)
+    # ---- around a step ---------------------------------------------------------------------------
 
     @property
     def _host_device(self) -> str:
@@ -362,134 +293,3 @@ class ReplicatedExtended(MirroredExtended):
         """Around each Keras step of `model`: what the backward pass finds of the forward pass."""
         del model
         return contextlib.nullcontext()
-
-    def _sum_across_workers(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._sum_list_across_workers([tensor])[0]
-
-    def _sum_list_across_workers(self, tensors: list) -> list:
-        return tensors if self._workers is None else self._workers._sum_list_across_workers(tensors)
-
-    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
-        """Of the sums of this process; called in a cross-replica context."""
-        if self._workers is None:
-            return gradients
-        return self._workers._sum_gradients_across_workers(gradients, source)
-
-    @property
-    def _compresses(self) -> bool:
-        """Whether gradients are compressed between workers, which takes whole ones.
-
-        What has gradients in parts then leaves them whole until they are summed.
-        """
-        return self._workers is not None and self._workers._compressor is not None
-
-    def _mean_statistics(
-        self, firsts: list[tf.Tensor], shares: list[tf.Tensor], batch: Batch
-    ) -> list[tf.Tensor]:
-        """Means over all rows of a batch of what replicas have computed of their own.
-
-        Args:
-            firsts: what the first replica of this process has.
-            shares: of each mean, what this process adds to it.
-            batch: whose rows it is of.
-        """
-        del firsts, batch
-        return self._sum_list_across_workers(shares)
-
-    def _gather_rows(self, rows: Any) -> Any:
-        return rows if self._workers is None else self._workers._gather_rows(rows)
-
-    def _all_rows(self, tensors: list) -> list:
-        """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
-
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
-            parts = [self._local_results(tensor) for tensor in tensors]
-            with tf.device(self._host_device):
-                rows = [self._gather_rows(concat_rows(each)) for each in parts]
-            return rows
-
-        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
-
-    def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """This replica's rows of the sum of all replicas' `rows`; called in a replica context.
-
-        Args:
-            rows: `[rows of all, ...]` on each replica, what it adds to the sum.
-            counts: `[replicas]`, whose rows they are, one replica after the other.
-        """
-
-        def merge(_: tf.distribute.Strategy, rows: Any, counts: Any) -> Any:
-            parts = self._local_results(rows)
-            with tf.device(self._host_device):
-                by_worker = self._local_results(counts)[0]
-                by_worker = tf.reshape(by_worker, [self._num_workers, len(parts)])
-                own = self._scattered_sum(tf.add_n(parts), tf.reduce_sum(by_worker, 1))
-                own_counts = by_worker[self._id_in_cluster]
-                split_up = tf.split(own, own_counts, num=len(parts))
-            return split_up[0] if len(parts) == 1 else PerReplica(split_up)
-
-        return distribute_lib.get_replica_context().merge_call(merge, args=(rows, counts))
-
-    def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """This process's rows of the sum of all processes' `rows`; `counts` of each process."""
-        return rows if self._workers is None else self._workers._scattered_sum(rows, counts)
-
-    @contextlib.contextmanager
-    def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
-        """Reads all metric variables in one all-reduce between workers instead of one for each."""
-        variables = [behind(v) for metric in metrics for v in metric.variables]
-        variables = [v for v in variables if isinstance(v, SummedWhenRead)]
-        if self._num_workers == 1 or not variables:
-            yield
-            return
-        sums = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
-        if self._meets_every_step:
-            sums = self._sum_and_check_weights(sums)
-        with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
-            yield
-
-    @property
-    def _meets_every_step(self) -> bool:
-        """Whether workers hear of one another in each step; what a step reports is of all then."""
-        return True
-
-    def _sum_and_check_weights(self, tensors: list) -> list:
-        if self._workers is None:
-            return self._sum_list_across_workers(tensors)
-        return self._workers._sum_and_check_weights(tensors)
-
-    # ---- what training costs ---------------------------------------------------------------------
-
-    def _link_times(self) -> LinkTimes:
-        """What collectives of this process have taken so far, where the transport is our own."""
-        return LinkTimes() if self._workers is None else self._workers._link_times()
-
-    def _link_journal(self) -> contextlib.AbstractContextManager[LinkJournal]:
-        """Within it, what that transport sends and receives is noted."""
-        if self._workers is None:
-            return contextlib.nullcontext(LinkJournal())
-        return self._workers._link_journal()
-
-    _noise_probe: NoiseProbe | None = None
-
-    def _probe_noise(self, every_steps: int | None) -> NoiseProbe | None:
-        """Notes squares of gradients in steps that are traced from now on; None: no more.
-
-        Returns:
-            None also where replicas do not hold gradients of their own.
-        """
-        count = self._num_replicas_in_sync
-        self._noise_probe = NoiseProbe(count, every_steps) if every_steps and count > 1 else None
-        return self._noise_probe
-
-    def _trace_step_anew(self, model: keras.Model) -> None:
-        """Within `fit`: the next training step is traced as the strategy is now."""
-        model.make_train_function(force=True)
-
-    def _tell_stages_apart(self, model: keras.Model) -> None:
-        """`_plan_of` shall know what each stage takes; without stages there is nothing to know."""
-
-    def _plan_of(self, model: keras.Model) -> Plan:
-        """What of a step's time is idle by the strategy's own schedule."""
-        del model
-        return NO_PLAN

@@ -1,10 +1,10 @@
 """Replicas on devices of one process, between which nothing has to be matched."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.communication.collectives import Collectives
 from tfparallel.internals import (
     DistributedValues,
     Mirrored,
@@ -15,9 +15,9 @@ from tfparallel.internals import (
     distribute_utils,
 )
 from tfparallel.internals.distribute import gather
-from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.device_names import is_in_parts
 from tfparallel.replicas.extended import ReplicatedExtended
+from tfparallel.replicas.graph_collectives import GraphCollectives
 from tfparallel.replicas.optimizer_hooks import gradient_source
 
 
@@ -29,6 +29,7 @@ class LocalExtended(ReplicatedExtended):
     """
 
     _user_cross_device_ops: tf.distribute.CrossDeviceOps | None = None
+    _replicas: Collectives = GraphCollectives()
     _takes_workers = True  # may be inside of a strategy over several processes
 
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
@@ -43,17 +44,7 @@ class LocalExtended(ReplicatedExtended):
         if self._workers is not None:
             return super()._all_rows(tensors)
 
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
-            return [self._copies_of_rows(self._local_results(tensor)) for tensor in tensors]
-
-        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
-
-    def _copies_of_rows(self, parts: Sequence) -> PerReplica:
-        copies = {}
-        for device in dict.fromkeys(self._devices):
-            with tf.device(device):
-                copies[device] = concat_rows(parts)
-        return PerReplica([copies[device] for device in self._devices])
+        return self._replicas.all_gather_each(tensors)
 
     def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         """As the base's; in one process each device adds up the rows of its own alone."""

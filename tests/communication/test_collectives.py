@@ -1,0 +1,122 @@
+"""The collectives of all transports, against numpy, for uneven lengths and all dtypes."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tests.communication.collective_claims import (
+    DTYPES,
+    LENGTHS,
+    all_differences,
+    asked,
+    differences,
+)
+from tests.communication.rings import connect_all, on_all
+from tests.horovod.launching import horovodrun
+from tests.multi_process.pool import WorkerPool, cluster_environments
+from tfparallel.communication.carried_dtypes import as_words, from_words
+from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.ring_collectives import RingCollectives
+from tfparallel.internals import ResourceVariable
+from tfparallel.replicas.graph_collectives import GraphCollectives
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_ring(size):
+    rings = connect_all(size)
+
+    def on(rank: int) -> list[str]:
+        return all_differences(_of_ring(rings[rank], rank, size), in_function=False)
+
+    try:
+        assert on_all(size, on) == [[]] * size
+    finally:
+        for ring in rings:
+            ring.close()
+
+
+def _of_ring(ring, rank: int, size: int) -> RingCollectives:
+    keys = tf.distribute.experimental.CommunicationOptions()
+    reduction = RingAllReduce(
+        ring=ring,
+        order=ResourceVariable(0.0),
+        device="CPU:0",
+        devices=["CPU:0"],
+        group_size=size,
+        options=keys,
+    )
+    return RingCollectives(reduction, "CPU:0", size, rank)
+
+
+def test_a_reduce_scatter_of_the_ring_sends_half_the_bytes_of_an_all_reduce():
+    rings = connect_all(4)
+
+    def on(rank: int) -> list[int]:
+        collectives, ring = _of_ring(rings[rank], rank, 4), rings[rank]
+        sent = [ring.bytes_sent]
+        for collective in (collectives.all_reduce, collectives.reduce_scatter):
+            collective(tf.zeros([4, 100_000]))
+            sent.append(ring.bytes_sent)
+        return [b - a for a, b in zip(sent, sent[1:], strict=False)]
+
+    try:
+        for whole, half in on_all(4, on):
+            assert half == pytest.approx(whole / 2, rel=0.01)
+    finally:
+        for ring in rings:
+            ring.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_graph_between_replicas(size):
+    strategy = tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(size)])
+    collectives = GraphCollectives()
+    found: list[str] = []
+    for dtype in DTYPES[:: 1 if size == 2 else 4]:
+        for length in LENGTHS:
+            run = tf.function(functools.partial(_run, strategy, collectives, dtype, length))
+            results = [strategy.experimental_local_results(each) for each in run()]
+            for i in range(size):
+                own = [np.asarray(each[i]) for each in results]
+                found += differences(own, size, i, dtype, length)
+    assert not found
+
+
+def _run(strategy, collectives, dtype, length):
+    return strategy.run(lambda: asked(collectives, dtype, length))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_between_workers_of_tensorflow(num_workers):
+    program = ["-m", "tests.communication.collectives_worker"]
+    pool = WorkerPool(program, lambda: cluster_environments(num_workers))
+    try:
+        assert pool.ask({}, timeout_s=120) == [[]] * num_workers
+    finally:
+        pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_between_ranks_of_horovod(num_ranks):
+    status, output = horovodrun("collectives", num_ranks=num_ranks)
+    assert status == 0, output
+    assert output.count("nothing differs") == num_ranks, output
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_words_have_every_bit(dtype):
+    numbers = np.random.default_rng(0).integers(0, 256, 1600, np.uint8).tobytes()
+    array = np.frombuffer(numbers, dtype.as_numpy_dtype) if dtype != tf.bool else np.ones(9, bool)
+    words = as_words(tf.constant(array, dtype))
+    assert words.dtype in (tf.int32, tf.int64)
+    assert from_words(words, dtype).numpy().tobytes() == array.tobytes()
+
+
+def test_words_of_text_are_refused():
+    with pytest.raises(TypeError, match="carry numbers. Received: a tensor of string"):
+        as_words(tf.constant("text"))
