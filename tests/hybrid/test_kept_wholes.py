@@ -21,9 +21,7 @@ def whole(variable):
     ]
 
 
-@pytest.mark.parametrize(
-    "what", ["gradients", pytest.param("optimizer", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("what", ["gradients", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_weights_are_whole_and_slots_in_pieces_in_a_pipeline(what):
     training = train(hybrid(MESHES[0], what=what))
     first, _, last, _ = training.model.trainable_weights

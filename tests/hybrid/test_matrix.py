@@ -55,6 +55,6 @@ def check(cell):
     try:
         results = candidate(*cell)
     except NotImplementedError as refused:  # as docs/combining.md says
-        assert (mesh, optimizer) in REFUSED, refused
+        assert (mesh.partition(",")[0], optimizer) in REFUSED, refused
         return
     assert_same_training(expected, results, atol=atol_of(model))
