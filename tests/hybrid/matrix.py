@@ -41,6 +41,19 @@ MESHES: dict[str, tuple[dict, dict]] = {
         for smaller in [{"pipeline": 2} if schedule == "interleaved" else {}]
     },
 }
+# As some of those, with weights that are kept whole beside their pieces: a matrix of its own.
+MESHES_THAT_KEEP: dict[str, tuple[dict, dict]] = {
+    "shard x model, ZeRO 1": ({"shard": 2, "model": 2}, {"what": "optimizer"}),
+    "shard x model, ZeRO 2": ({"shard": 2, "model": 2}, {"what": "gradients"}),
+    **{
+        f"shard x pipeline, {schedule}, ZeRO {stage}": (
+            MESHES[f"shard x pipeline, {schedule}"][0],
+            {**options, "what": what},
+        )
+        for schedule, options in SCHEDULES.items()
+        for stage, what in {1: "optimizer", 2: "gradients"}.items()
+    },
+}
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
@@ -77,6 +90,8 @@ FACTORS = {
     "memory": tuple(MEMORIES),
 }
 CELLS = pairwise(FACTORS)
+CELLS_THAT_KEEP = pairwise({**FACTORS, "mesh": tuple(MESHES_THAT_KEEP)})
+_ALL_MESHES = MESHES | MESHES_THAT_KEEP
 _FLOAT16_ATOL = 1e-2
 
 
@@ -120,8 +135,7 @@ def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memor
     strategy = functools.partial(_strategy, model=model, memory=memory)
     if "restored" not in run:
         return _results(model, trained(strategy(mesh)))
-    names = list(MESHES)
-    other = names[(names.index(mesh) + 7) % len(names)] if "another" in run else mesh
+    other = _another(mesh) if "another" in run else mesh
     with tempfile.TemporaryDirectory() as folder:
         backups = functools.partial(BackupAndRestore, folder, save_freq=1, asynchronous=False)
         try:
@@ -131,9 +145,15 @@ def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memor
     raise AssertionError("The training was not interrupted.")
 
 
+def _another(mesh: str) -> str:
+    names = list(MESHES)
+    own = list(MESHES_THAT_KEEP if mesh in MESHES_THAT_KEEP else MESHES)
+    return names[(own.index(mesh) + 7) % len(names)]
+
+
 def parts_of_batch(mesh: str) -> int | None:
     """How many parts of a batch BatchNorm sees each for itself; None for the batch as it is."""
-    sizes, _ = MESHES[mesh]
+    sizes, _ = _ALL_MESHES[mesh]
     if "pipeline" not in sizes:
         return None
     return _num_microbatches(mesh) * sizes.get("data", 1) * sizes.get("shard", 1)
@@ -144,7 +164,7 @@ def _num_microbatches(mesh: str) -> int:
 
 
 def _strategy(mesh: str, model: str, memory: str) -> tfparallel.HybridStrategy:
-    sizes, options = MESHES[mesh]
+    sizes, options = _ALL_MESHES[mesh]
     if "pipeline" in sizes:
         options = {"num_microbatches": _num_microbatches(mesh), **options}
         options["batch_norm"] = "deferred" if model == "batch norm" else "per_microbatch"

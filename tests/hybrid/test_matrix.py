@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import assert_same_training
 from tests.hybrid.matrix import (
     CELLS,
+    CELLS_THAT_KEEP,
     FACTORS,
     atol_of,
     candidate,
@@ -36,6 +37,16 @@ def test_any_two_values_come_together():
     ids="; ".join,
 )
 def test_a_cell_trains_as_one_device_does(cell):
+    check(cell)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", CELLS_THAT_KEEP, ids="; ".join)
+def test_so_does_one_whose_weights_are_kept_whole(cell):
+    check(cell)
+
+
+def check(cell):
     mesh, optimizer, model, batch, *_ = cell
     parts = parts_of_batch(mesh) if model == "batch norm" else None
     expected = reference(optimizer, model, batch, parts)

@@ -123,11 +123,6 @@ def test_a_layer_that_assigns_a_weight_in_shards_is_refused_by_name(sizes):
         train(sharded(**sizes), build)
 
 
-def test_other_stages_of_sharding_are_refused_before_anything_runs():
-    with pytest.raises(NotImplementedError, match="'optimizer'"):
-        sharded("optimizer", shard=2, pipeline=2)
-
-
 @pytest.mark.parametrize(
     "option",
     [

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptStageVariable
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.hybrid.split_stage_variable import SplitStageVariable
 from tfparallel.internals import device_util
@@ -27,7 +28,7 @@ from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.rows import Rows
 
 
-class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
+class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
     """Pipelines of groups of devices, of which several may share copies of the state.
 
     Args:
@@ -40,7 +41,9 @@ class PipelinesOfGroupsExtended(HoldsShards, PipelineExtended):
         num_shards: how many pipelines, one behind the other, share a copy.
     """
 
-    _split_class = SplitStageVariable
+    @property
+    def _split_class(self) -> type[SplitStageVariable]:  # type: ignore[override]
+        return KeptStageVariable if self._keeps else SplitStageVariable
 
     def __init__(
         self,

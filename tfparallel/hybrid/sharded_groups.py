@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import distribute_lib, distribute_utils
 from tfparallel.replicas.replica_step import current_replica_step
@@ -39,7 +40,11 @@ class SharedSplitVariable(SplitVariable):
         return super()._to_parts(name, value)
 
 
-class ShardedGroupsExtended(HoldsShards, TensorParallelExtended):
+class KeptSharedVariable(KeptWhole, SharedSplitVariable):
+    """As `SharedSplitVariable`, of which each replica may keep what its layers read."""
+
+
+class ShardedGroupsExtended(KeepsWholes, HoldsShards, TensorParallelExtended):
     """Groups of devices that share copies of the state.
 
     Args:
@@ -49,7 +54,9 @@ class ShardedGroupsExtended(HoldsShards, TensorParallelExtended):
         num_shards: how many groups share a copy.
     """
 
-    _split_class = SharedSplitVariable
+    @property
+    def _split_class(self) -> type[SharedSplitVariable]:  # type: ignore[override]
+        return KeptSharedVariable if self._keeps else SharedSplitVariable
 
     def __init__(
         self,

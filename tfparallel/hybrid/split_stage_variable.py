@@ -111,11 +111,15 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         if not present:
             return None
         if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
-            return _rows_of_whole(self.stored, gradients, self.shape.as_list())
+            return self.sparse_gradient(self.stored, gradients)
         pieces = []
         for part, gradient in zip(self.parts[0], gradients, strict=True):
             pieces.append(tf.zeros(part.shape, part.dtype) if gradient is None else gradient)
         return self._joined_where_they_are(pieces)
+
+    def sparse_gradient(self, rows: Rows, gradients: Sequence) -> tf.IndexedSlices:
+        """Sparse gradients of parts along `rows`, as one of the whole."""
+        return _rows_of_whole(rows, gradients, self.shape.as_list())
 
     def _joined_where_they_are(self, gradients: Sequence) -> tf.Tensor:
         pieces = []

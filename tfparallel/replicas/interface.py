@@ -74,6 +74,10 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
         """Whether a layer that needs the rows of all replicas gets them."""
 
     @property
+    def _seed_device(self) -> str | None:
+        """Where the seeds of all replicas are, if that is not each replica's own device."""
+
+    @property
     def _xla_can_predict(self) -> bool:
         """Whether each replica's device has all that XLA compiles there, to predict."""
 

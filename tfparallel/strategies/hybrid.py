@@ -77,8 +77,7 @@ class HybridStrategy(KerasStrategy):
             begin, on a mesh of "data" and "shard". None: 2 on GPUs, else 0.
 
     Raises:
-        NotImplementedError: for other shards than those of parameters beside a pipeline or an axis
-            of the model.
+        NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
@@ -315,12 +314,7 @@ def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
             "Beside a pipeline or an axis of the model, weights and slots are on devices. "
             f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
         )
-    if shard.shard != "parameters":
-        raise NotImplementedError(
-            "Beside a pipeline or an axis of the model, weights and slots are in parts alike: "
-            f"Sharding('parameters'). Received: {shard.shard!r}, on a mesh of {mesh}."
-        )
-    defaults = Sharding(min_size=shard.min_size)
+    defaults = Sharding(shard.shard, shard.min_size)
     names = [field.name for field in dataclasses.fields(shard)]
     given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
     if given:
