@@ -231,6 +231,23 @@ def _with_inner_pair():
     return keras.Sequential([keras.Input((16,)), first, *_pair().layers])
 
 
+def test_a_device_is_sent_the_learning_rate_and_the_step_once():
+    counts = _operations_that_run(MEGATRON, _pair, (12, 16))
+    # The input, the gradient of the output, two numbers of Adam; back, a sum and that it is done.
+    assert _on_each(counts, "Send") == [4, 2]
+
+
+def test_query_key_and_value_send_one_gradient_of_their_input():
+    def within():
+        x = keras.Input((5, 8))
+        y = layers.LayerNormalization()(x)
+        return keras.Model(x, layers.MultiHeadAttention(4, 4)(y, y))
+
+    counts = _operations_that_run(ATTENTION, within, (4, 5, 8))
+    # The input, the gradient of the output, two numbers; back, two sums and that it is done.
+    assert _on_each(counts, "Send") == [4, 3]
+
+
 def test_heads_stay_where_they_are():
     counts = _operations_that_run(ATTENTION, _attention, (4, 5, 8))
     assert _on_each(counts, "ConcatV2") == [0, 0]

@@ -50,3 +50,31 @@ def gather_on_each(
         "AllGather", wholes, list(parts), lambda *grads: scatter_sum(grads, rows, devices)
     )
     return wholes
+
+
+def copy_on_each(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """`tensor` on each device, for several that read it there.
+
+    Their gradients are added up where they are, and one for each device is sent.
+    """
+    with record.stop_recording():
+        copies = []
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.identity(tensor))
+
+    def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
+        own = [_added_on(device, g) for device, g in zip(devices, gradients, strict=True)]
+        with tf.device(devices[0]):
+            return [tf.add_n(own)]
+
+    record.record_operation("CopyOnEach", copies, [tensor], backward)
+    return copies
+
+
+def _added_on(device: str, total: tf.Tensor) -> tf.Tensor:
+    """A sum that a tape has made on the device of its owner, on another one."""
+    if tf.executing_eagerly() or total.op.type != "AddN":
+        return total
+    with tf.device(device):
+        return tf.add_n([_added_on(device, term) for term in total.op.inputs])

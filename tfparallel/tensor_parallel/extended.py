@@ -23,6 +23,7 @@ from tfparallel.replicas.local import LocalExtended
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
 from tfparallel.tensor_parallel.holds_parts import HoldsParts
 from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.numbers_of_update import NumberOfUpdate
 from tfparallel.tensor_parallel.rows import Rows
 
 
@@ -38,6 +39,8 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
     Raises:
         ValueError: if the first device of a group is of another process than the first of all.
     """
+
+    _replicated_class = NumberOfUpdate
 
     def __init__(
         self,

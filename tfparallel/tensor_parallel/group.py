@@ -1,17 +1,34 @@
 """The devices that compute one replica, as the rule of a layer sees them."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals.keras_state import autocast
-from tfparallel.tensor_parallel.exchanges import gather_on_each, scatter_sum
+from tfparallel.tensor_parallel.exchanges import copy_on_each, gather_on_each, scatter_sum
 from tfparallel.tensor_parallel.known_parts import joined, known_parts, on_device, parts_of
 from tfparallel.tensor_parallel.rows import Rows, even_rows
 from tfparallel.tensor_parallel.split_variable import split_of
 
+_thread = threading.local()
 _COPIES = "_tfparallel_copies"  # attribute of a tensor in parts: the whole on each device
+
+
+@contextlib.contextmanager
+def shared_inputs() -> Iterator[None]:
+    """Within it, layers by columns of one tensor share its copies on the devices.
+
+    Around what starts no tape of its own: that one would not see where the copies come from.
+    """
+    before = getattr(_thread, "shared", None)
+    _thread.shared = {}
+    try:
+        yield
+    finally:
+        _thread.shared = before
 
 
 class Group:
@@ -94,12 +111,21 @@ class Group:
         """A tensor for all devices; one in parts along positions is put together on each."""
         rows = self.known_rows(tensor)
         if rows is None or not self._cuts_sequences or rows.dim != 1 or len(tensor.shape) != 3:
-            return tensor
+            return self._shared(tensor)
         copies = getattr(tensor, _COPIES, None)
         if copies is None:  # query, key and value read the same
             copies = gather_on_each(self.parts(tensor, rows), rows, self.devices)
             setattr(tensor, _COPIES, copies)
         return copies
+
+    def _shared(self, tensor: tf.Tensor) -> tf.Tensor | list[tf.Tensor]:
+        shared = getattr(_thread, "shared", None)
+        if shared is None or not tensor.dtype.is_floating or len(self.devices) == 1:
+            return tensor
+        key = (id(tensor), self.devices)
+        if key not in shared:  # the tensor is kept, so that its id stays its own
+            shared[key] = tensor, copy_on_each(tensor, self.devices)
+        return shared[key][1]
 
     def known_rows(self, tensor: Any) -> Rows | None:
         """How `tensor` is in parts already; None for one that is not."""

@@ -39,6 +39,7 @@ from tfparallel.tensor_parallel.layer_rules import (
 )
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.logits import logits_in_parts
+from tfparallel.tensor_parallel.numbers_of_update import numbers_sent_once, update_on
 from tfparallel.tensor_parallel.optimizer_parts import optimizer_hooks
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable, in_part, split_of
@@ -228,7 +229,8 @@ class HoldsParts(ReplicatedExtended):
             pairs = zip(gradients, trained, strict=True)
             gradients = [for_optimizer(gradient, variable) for gradient, variable in pairs]
         try:
-            return super()._apply_reduced(apply, gradients, variables)
+            with numbers_sent_once():
+                return super()._apply_reduced(apply, gradients, variables)
         finally:
             self._thread.updates_parts = False
 
@@ -244,7 +246,7 @@ class HoldsParts(ReplicatedExtended):
             return None
         pieces = [_pieces(var, arg) for arg in args]
         for i, part in enumerate(var.own_parts()):
-            with in_part(i), tf.device(part.device):
+            with in_part(i), update_on(part.device):
                 fn(part, *(each[i] for each in pieces), **kwargs)
         return None
 

@@ -35,7 +35,7 @@ class _Rule(NamedTuple):
     function: Callable
 
 
-_RULES: dict[type, _Rule] = {}
+_RULES: dict[type, dict[str, _Rule]] = {}  # by method
 
 
 def layer_rule(layer_type: type, method: str = "call") -> Callable:
@@ -48,31 +48,29 @@ def layer_rule(layer_type: type, method: str = "call") -> Callable:
     `original`, such as for weights that are not in parts.
 
     Args:
-        layer_type: a subclass of `keras.Layer`; a second rule for it replaces the first.
-        method: which it stands for.
+        layer_type: a subclass of `keras.Layer`.
+        method: which it stands for; a second rule for it replaces the first.
     """
 
     def register(function: Callable) -> Callable:
-        _RULES[layer_type] = _Rule(method, function)
+        _RULES.setdefault(layer_type, {})[method] = _Rule(method, function)
         return function
 
     return register
 
 
-def rule_of(layer: keras.Layer) -> _Rule | None:
-    """The rule for a layer whose class does not override the method of that rule."""
+def rules_of(layer: keras.Layer) -> list[_Rule]:
+    """The rules for a layer, of methods that its class does not override."""
     for cls in type(layer).__mro__:
-        rule = _RULES.get(cls)
-        if rule is not None:
-            same = getattr(type(layer), rule.method) is getattr(cls, rule.method)
-            return rule if same else None
-    return None
+        if cls in _RULES:
+            rules = _RULES[cls].values()
+            return [r for r in rules if getattr(type(layer), r.method) is getattr(cls, r.method)]
+    return []
 
 
 def hook_layer(layer: Any, extended: ComputingGroups) -> None:
-    """Lets the groups of `extended` compute `layer` by its rule. Twice changes nothing."""
-    rule = rule_of(layer) if isinstance(layer, keras.Layer) else None
-    if rule is not None:
+    """Lets the groups of `extended` compute `layer` by its rules. Twice changes nothing."""
+    for rule in rules_of(layer) if isinstance(layer, keras.Layer) else ():
         by_rule = functools.partial(_call, extended, layer, rule.function)
         hook_once(
             layer,
@@ -92,7 +90,7 @@ def hook_layers_of(outermost: Any, extended: ComputingGroups) -> None:
 
 def name_layers_without_rule(layer: Any, path: str) -> None:
     """Says once that a layer with a split weight computes with the whole of it."""
-    if isinstance(layer, keras.Layer) and rule_of(layer) is None:
+    if isinstance(layer, keras.Layer) and not rules_of(layer):
         _log.warning(
             "No rule computes layer '%s' (%s) in parts: it reads the whole of '%s', which saves "
             "memory only. See tfparallel.tensor_parallel.layer_rule.",

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tfparallel.internals.keras_layers import inputs_structure, layers_of, own_variables
 from tfparallel.tensor_parallel.layer_calls import calls_of
-from tfparallel.tensor_parallel.layer_rules import rule_of
+from tfparallel.tensor_parallel.layer_rules import rules_of
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
 from tfparallel.tensor_parallel.sent import KINDS, LayerCost, Sent, costs_of
 
@@ -112,7 +112,7 @@ def _weights(model: keras.Model, layouts: Layouts) -> list[tuple[str, ...]]:
             placement = layouts.placements.get(variable.path)
             if placement is not None:
                 size = keras.backend.standardize_dtype(variable.dtype)
-                lines.append(_line(placement, _bytes_of(size), rule_of(layer) is not None))
+                lines.append(_line(placement, _bytes_of(size), bool(rules_of(layer))))
     return list(dict.fromkeys(lines))
 
 

@@ -16,6 +16,7 @@ from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import all_accumulated_gradients, moving_averages
 from tfparallel.tensor_parallel.clipping_parts import clip
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
+from tfparallel.tensor_parallel.numbers_of_update import update_on
 from tfparallel.tensor_parallel.split_variable import in_part, split_of
 
 
@@ -100,7 +101,7 @@ def _average(optimizer: Any, original: Callable, variables: Sequence) -> None:
             _assign_average(optimizer, variable, average)
         elif split.is_assigned_here():
             for i, part in enumerate(split.own_parts()):
-                with in_part(i), tf.device(part.device):
+                with in_part(i), update_on(part.device):
                     _assign_average(optimizer, variable, average)
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.internals import record
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import dropout_of_scores, gives_scores
-from tfparallel.tensor_parallel.group import Group
+from tfparallel.tensor_parallel.group import Group, shared_inputs
 from tfparallel.tensor_parallel.layer_rules import layer_rule
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.elementwise_layers import masked
@@ -59,6 +59,15 @@ def attention(
     if drops:
         masks = [_masks_of_scores(group, layer, heads, rows), *masks]
     return group.joined(group.compute(own_heads, *heads, *masks), _HEADS), None
+
+
+@layer_rule(keras.layers.MultiHeadAttention)
+@layer_rule(keras.layers.GroupQueryAttention)
+def projections(group: Group, layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Query, key and value of one tensor: a device sends one gradient of it."""
+    del group, layer
+    with shared_inputs():
+        return original(*args, **kwargs)
 
 
 def _dropout_rate(layer: Any) -> float:

@@ -13,7 +13,7 @@ from keras import layers
 
 from tfparallel.internals import record
 from tfparallel.tensor_parallel.group import Group
-from tfparallel.tensor_parallel.layer_rules import layer_rule, rule_of
+from tfparallel.tensor_parallel.layer_rules import layer_rule, rules_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import is_elementwise_function
 from tfparallel.tensor_parallel.rules.normalization import keeps_features_in_parts
@@ -45,7 +45,7 @@ def keeps_parts(layer: Any) -> bool:
         return is_elementwise_function(layer.activation)
     types = (layers.Dropout, *_ACTIVATIONS, *_MERGES, *_BY_CHANNEL, *_GLOBAL)
     keeps = isinstance(layer, types) or keeps_features_in_parts(layer) or _is_depthwise(layer)
-    return keeps and rule_of(layer) is not None
+    return keeps and bool(rules_of(layer))
 
 
 def _is_depthwise(layer: Any) -> bool:
