@@ -47,7 +47,8 @@ class ShardedExtended(PartUpdates):
     _whole_of_new: tf.Tensor | None = None
     _new_is_slot = False
     _backward: BackwardReduction | None = None  # while a step is traced
-    _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
+    # The `id` of each variable that the step trains which is traced; None outside of a step.
+    _trained: frozenset[int] | None = None
 
     # ---- what XLA compiles -----------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class ShardedExtended(PartUpdates):
             with super()._step_of(model), without_remat_of_keras(model), segments.called(units):
                 yield
         finally:
-            self._backward = None
+            self._backward = self._trained = None
 
     @property
     def sharding(self) -> Sharding:
@@ -190,7 +191,8 @@ class ShardedExtended(PartUpdates):
         TensorFlow's variable was created to be trained, so that a tape would ask for one.
         """
         step = current_replica_step()
-        return step is not None and step.weights_loss and id(variable) not in self._trained
+        is_keras_own = step is not None and step.weights_loss and self._trained is not None
+        return is_keras_own and id(variable) not in (self._trained or ())
 
     def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
         """What a tape gets where replica `i` has read the whole of `variable`."""
