@@ -182,6 +182,7 @@ _OF_TWO_LAYERS = dict.fromkeys(
         "custom_training.guide_train_step",
         "custom_training.loss_by_row",
         "custom_training.own_loss_and_optimizer",
+        "custom_training.own_sums_of_gradients",
         "custom_training.two_optimizers",
         "layer_state.a_model_that_counts",
         "coupled_losses.sums_that_a_model_adds",

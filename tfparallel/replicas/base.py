@@ -40,7 +40,8 @@ from tfparallel.replicas.batches_ahead import with_batches_ahead
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.keras_step import run_keras_step, run_predict_step
-from tfparallel.replicas.layers_without_rows import never_without_rows
+from tfparallel.replicas.known_layers import layers_known_to
+from tfparallel.replicas.layers_without_rows import layers_never_without_rows, never_without_rows
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.model_hooks import build_from_step, build_without_reading
 from tfparallel.replicas.placed_batch import of_the_only_replica
@@ -112,7 +113,8 @@ class KerasStrategy(DescribedStrategy):
         elif is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
         if not is_step and not is_predict_step(fn):
-            with spoken_of(self, fn):
+            has_rows = layers_never_without_rows(layers_known_to(fn), self.extended)
+            with spoken_of(self, fn), has_rows:
                 return super().run(fn, args, kwargs, options)
         model = fn.__self__ if is_step else model_of_predict_step(fn)
         step = fn if is_step else model.predict_step

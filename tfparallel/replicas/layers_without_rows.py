@@ -12,11 +12,13 @@ So such a layer is called with one row of zeros where there is none, and what co
     x  --pad by 0 rows, or by 1-->  layer  --slice [:rows]-->  y
 
 What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer.
+
+Operations of a user's own, such as `tf.nn.conv2d`, are no layer's call and end as above.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -47,10 +49,17 @@ def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[
 
     XLA has a program of its own for each number of rows, and no oneDNN in it.
     """
+    with layers_never_without_rows([] if model.jit_compile else layers_of(model), extended):
+        yield
+
+
+@contextlib.contextmanager
+def layers_never_without_rows(layers: Iterable[keras.Layer], extended: Any) -> Iterator[None]:
+    """As `never_without_rows`, of these layers."""
     is_on_cpus = any("cpu" in device.lower() for device in extended.worker_devices)
-    is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1 and not model.jit_compile
+    is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1
     with contextlib.ExitStack() as hooks:
-        for layer in layers_of(model) if is_concerned else ():
+        for layer in layers if is_concerned else ():
             if isinstance(layer, _LAYERS):
                 hooks.enter_context(
                     shadowed(

@@ -32,12 +32,12 @@ def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
     look_at(getattr(model, "optimizer", None))
     for layer in layers_of(model):
         look_at(list(vars(layer).values()))
-    look_at(_known_to(getattr(model, "train_step", None)))
+    look_at(known_to(getattr(model, "train_step", None)))
     return list(found.values())
 
 
-def _known_to(function: Callable | None) -> list[Any]:
-    """The values that a function uses and was not called with."""
+def known_to(function: Callable | None) -> list[Any]:
+    """The values that a function, partial or method uses and was not called with."""
     values: list[Any] = []
     while isinstance(function, functools.partial):
         values += [*function.args, *function.keywords.values()]

@@ -24,6 +24,12 @@ from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
 _thread = threading.local()
+_IN_A_BRANCH = (
+    "Replicas sum gradients between the operations of their step, not in a function of its own "
+    "within it. Received: an optimizer that is applied in a tf.cond, a loop or a tf.function. To "
+    "update every k-th step, apply it in each step and give it gradient_accumulation_steps=k, or "
+    "call the loop's body with strategy.run; run_eagerly=True runs branches in Python."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,10 @@ def _reduce_then_apply(
     _thread.source = GradientSource(optimizer, present_variables)
     try:
         totals = strategy.extended._weigh_and_reduce(present)
+    except RuntimeError as error:
+        if "defining a new graph" not in str(error):
+            raise
+        raise RuntimeError(_IN_A_BRANCH) from error
     finally:
         _thread.source = None
     reduced = map(added_up, present, totals)

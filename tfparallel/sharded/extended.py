@@ -43,7 +43,8 @@ class ShardedExtended(CreatesParts, PartUpdates):
     _sharding: Sharding
     _memory = MemoryPolicy()
     _backward: BackwardReduction | None = None  # while a step is traced
-    _trained: frozenset[int] = frozenset()  # the `id` of each variable that the step trains
+    # The `id` of each variable that the step trains which is traced; None outside of a step.
+    _trained: frozenset[int] | None = None
 
     # ---- what XLA compiles -----------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             with super()._step_of(model), without_remat_of_keras(model), segments.called(units):
                 yield
         finally:
-            self._backward = None
+            self._backward = self._trained = None
 
     @property
     def sharding(self) -> Sharding:
@@ -121,7 +122,8 @@ class ShardedExtended(CreatesParts, PartUpdates):
         TensorFlow's variable was created to be trained, so that a tape would ask for one.
         """
         step = current_replica_step()
-        return step is not None and step.weights_loss and id(variable) not in self._trained
+        is_keras_own = step is not None and step.weights_loss and self._trained is not None
+        return is_keras_own and id(variable) not in (self._trained or ())
 
     def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
         """What a tape gets where replica `i` has read the whole of `variable`."""

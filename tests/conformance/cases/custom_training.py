@@ -62,6 +62,33 @@ class OwnEverything(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
+class AddsUpGradients(keras.Model):
+    """Applies the mean gradient of every two steps, which it adds up in weights of its own."""
+
+    def make_sums(self) -> keras.Model:
+        options = {"initializer": "zeros", "trainable": False}
+        self.steps = self.add_weight(name="steps", shape=(), dtype="int32", **options)
+        self.sums = [
+            self.add_weight(name=f"sum_{i}", shape=weight.shape, **options)
+            for i, weight in enumerate(self.trainable_weights)
+        ]
+        return self
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            total.assign_add(gradient)
+        self.steps.assign_add(1)
+        is_due = tf.cast(self.steps % 2 == 0, self.sums[0].dtype)
+        self.optimizer.apply([total * is_due / 2 for total in self.sums], self.trainable_weights)
+        for total in self.sums:
+            total.assign(total * (1 - is_due))
+        return {"loss": loss}
+
+
 class TwoOptimizers(keras.Model):
     """Two parts, each with its optimizer, as in a GAN."""
 
@@ -112,6 +139,18 @@ def own_loss_and_optimizer(run: Run):
 @case()
 def own_loss_and_optimizer_with_uneven_batch(run: Run):
     return _train_own(run, rows=UNEVEN_ROWS, batch_size=BATCH)
+
+
+@case()
+def own_sums_of_gradients(run: Run):
+    """Of batches of 12 rows and of one, which not all replicas have."""
+    return run.train(
+        "values",
+        build=lambda: _functional(AddsUpGradients).make_sums(),
+        compile_options=lambda: {"loss": "mse"},
+        rows=BATCH + 1,
+        batch_size=BATCH,
+    ).results()
 
 
 @case()
