@@ -115,6 +115,7 @@ def test_private_modules_are_imported_in_internals_only():
 def test_methods_that_are_hooked_are_checked_when_a_strategy_is_imported():
     from tfparallel.internals.supported import MODULES
 
+    # Methods of a class's objects, and functions of a module.
     known = {name for names in (*ATTRIBUTES.values(), *MODULES.values()) for name in names}
     for path, tree in _trees():
         for node in ast.walk(tree):

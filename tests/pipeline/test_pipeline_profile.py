@@ -9,6 +9,7 @@ from keras import layers
 
 from tests.helpers import momentum_sgd, tiny_compile_options, tiny_data
 from tfparallel import PipelineStrategy
+from tfparallel.pipeline.swimlane import Swimlane
 
 CPUS = ["CPU:0", "CPU:1"]
 
@@ -70,3 +71,9 @@ def test_it_is_drawn_as_text_trace_and_picture(profiled, tmp_path):
     swimlane.save_png(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.json", "step.png"]
+
+
+@pytest.mark.parametrize(("devices", "is_said"), [(["GPU:0", "GPU:1"], True), (CPUS, False)])
+def test_of_gpus_it_says_that_a_time_may_be_of_a_launch(profiled, devices, is_said):
+    timeline = profiled[3].timeline
+    assert ("launched, before it has run" in str(Swimlane(timeline, tuple(devices)))) == is_said

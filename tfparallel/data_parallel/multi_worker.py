@@ -216,6 +216,10 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 devices=[self._worker_device], group_size=self._num_workers, **common
             )
 
+    @property
+    def _gathers_by_collectives(self) -> bool:
+        return self._local_device_type == "GPU"
+
     # ---- where variables live --------------------------------------------------------------------
 
     def _get_variable_creator_initial_value(

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -58,6 +58,8 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     ):
         super().__init__(container_strategy, cluster, partitioner)
         devices = tuple(worker[0] for worker in cluster.worker_devices())
+        if (warning := idle_devices(cluster.worker_devices())) is not None:
+            tf.get_logger().warning(warning)
         self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
         # The others train on: only what waits for the silent one shall fail.
         addresses = task_names(cluster.tasks, "ps", "worker")
@@ -210,6 +212,25 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             if graph is not None:
                 return DatasetOnWorkers(dataset, graph, self._pool.generation)
         return FedByChief(dataset)
+
+
+def idle_devices(of_workers: Sequence[Sequence[str]]) -> str | None:
+    """What is said where workers have more devices than they use; None where they do not.
+
+    A worker computes one step at a time (see "one function at a time" in `remote_step.py`).
+
+    Args:
+        of_workers: the devices of each worker.
+    """
+    counts = {worker: len(each) for worker, each in enumerate(of_workers) if len(each) > 1}
+    if not counts:
+        return None
+    told = ", ".join(f"worker {worker} has {count}" for worker, count in counts.items())
+    return (
+        'Under mode="async" a worker computes on its first device: TensorFlow\'s servers crash '
+        f"where one runs two functions at a time. Received: {told}. Start a worker for each GPU "
+        '(`tfparallel launch` gives each its own), or take mode="sync", which uses all.'
+    )
 
 
 class WorkerContext(ReplicaContext):

@@ -19,6 +19,7 @@ from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.orders import Orders
 from tfparallel.pipeline.plans.simulation import Event, Timeline, simulate
 
+_OF_GPUS = "GPU: by the host's clock; a pass may end where it is launched, before it has run"
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 _COLOURS = {
     "forward": "#5b8ff9",
@@ -78,6 +79,7 @@ class Swimlane:
             f"{self.timeline.schedule.name}: {self.timeline.makespan * 1e3:.1f} ms, busy: {busy}",
             f"bubble {self.timeline.bubble_fraction:.0%}, "
             f"of passes as long as these without any delay {self.ideal.bubble_fraction:.0%}",
+            *([_OF_GPUS] if any("GPU" in name for name in self.devices) else []),
         ]
 
     def _boxes(self) -> list[Box]:

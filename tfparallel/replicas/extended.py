@@ -25,6 +25,7 @@ from tfparallel.internals import (
     with_body,
 )
 from tfparallel.measure.operation_kinds import REDUCE_SCOPE
+from tfparallel.replicas.batch import with_int32_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
@@ -188,6 +189,11 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
         return False
 
+    @property
+    def _gathers_by_collectives(self) -> bool:
+        """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
+        return False
+
     def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Any, options: Any = None) -> Any:
         context = distribute_lib.get_replica_context()
 
@@ -201,6 +207,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
             tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
             for t in tf.nest.flatten(value)
         ]
+        flat = [with_int32_rows(t) for t in flat] if self._gathers_by_collectives else flat
         reduced = context.merge_call(merge, args=flat)
         # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
         # graph backwards from what it gets to what it gave, and through that of the other replicas

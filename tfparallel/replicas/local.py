@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
 from tfparallel.internals import (
+    CollectiveAllReduce,
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -38,6 +39,10 @@ class LocalExtended(ReplicatedExtended):
         if all("gpu" in device.lower() for device in self._devices) and not is_in_parts():
             return self._collective_ops
         return ReductionToOneDevice()
+
+    @property
+    def _gathers_by_collectives(self) -> bool:
+        return isinstance(self._local_reduction(), CollectiveAllReduce)
 
     def _all_rows(self, tensors: list) -> list:
         """As the base's; in one process gathered on each device from each."""

@@ -1,0 +1,82 @@
+"""What replicas send one another in a step, and where it meets, as read from its graph."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests.gpu.audit import audit
+from tests.gpu.steps import STRATEGIES
+
+ROWS = 12
+
+
+class Norm(keras.layers.BatchNormalization):
+    """Without weights that have gradients: all that its replicas exchange is statistics."""
+
+    def __init__(self, **options):
+        super().__init__(center=False, scale=False, **options)
+
+
+def audited(strategy_name, layers, labels="int32"):
+    """A training step for `[12, 6]` rows and 3 classes, by `layers` and a Dense behind them."""
+    strategy = STRATEGIES[strategy_name]()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), *[make() for make in layers]])
+        model.add(keras.layers.Dense(3))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy"])
+    x, y = tf.random.normal([ROWS, 6]), tf.zeros([ROWS], labels)
+    model.train_on_batch(x, y)
+
+    @tf.function(autograph=False)
+    def step(*data):
+        return strategy.run(model.train_step, args=(data,))
+
+    return audit(step.get_concrete_function(x, y).graph)
+
+
+def test_statistics_of_any_number_of_layers_cross_as_one_tensor_of_each_type():
+    def copies(*layers):
+        return audited("mirrored", layers).totals()["between_devices"]
+
+    none, one = copies(), copies(Norm)
+    assert one == none + 2  # from the second replica to the first, and the mean back
+    assert copies(Norm, Norm, Norm) == one
+    assert copies(Norm, lambda: Norm(dtype="float64"), Norm) == one + 2
+
+
+def test_a_central_storage_sums_gradients_where_its_variables_are():
+    copies = audited("central_storage", [lambda: keras.layers.Dense(4)]).copies
+    gradients = {edge for edge in copies["to_host"] if edge.endswith("-> AddN (float32)")}
+    assert gradients == {"MatMul -> AddN (float32)", "BiasAddGrad -> AddN (float32)"}
+    assert sum(copies["to_host"][edge] for edge in gradients) == 2 * 4  # replicas, variables
+    for direction in ("to_device", "between_devices"):  # no sum comes back
+        assert not [edge for edge in copies[direction] if edge.startswith("AddN")]
+        assert not [edge for edge in copies[direction] if "-> AddN" in edge], copies[direction]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
+def test_neither_metrics_nor_seeds_nor_counters_wait_for_a_gpu(strategy):
+    """An accuracy, Dropout, and an optimizer's count of steps, for batches of a known size."""
+    found = audited(strategy, [lambda: keras.layers.Dropout(0.5)])
+    assert found.totals()["to_host"] == 0, found.copies["to_host"]
+
+
+def test_tokens_stay_on_their_gpu():
+    found = audited("one_device", [_TakesRows])
+    assert found.totals()["to_host"] == 0, found.copies["to_host"]
+
+
+class _TakesRows(keras.layers.Layer):
+    """An Embedding of the signs of its inputs, as int32 on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(2, 3)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, x):
+        rows = self.table(keras.ops.cast(x > 0, "int32"))
+        return keras.ops.reshape(rows, [-1, 18])
