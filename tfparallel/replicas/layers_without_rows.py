@@ -17,7 +17,6 @@ What is cut off has no gradient. Where there are rows, neither copies: both pass
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -64,7 +63,7 @@ def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[
         yield
 
 
-def _call(call: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(call: Callable, inputs: object, *args: object, **kwargs: object) -> object:
     others = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
     if not isinstance(inputs, tf.Tensor) or inputs.shape[0] or any(x.shape.rank for x in others):
         return call(inputs, *args, **kwargs)
