@@ -167,7 +167,7 @@ def __getattr__(name: str) -> Any:
     return getattr(_load(_MODULES[name]), name)
 
 
-def _load(module: str) -> Any:
+def _load(module: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -57,7 +57,7 @@ class ElasticJob(horovod.State):
         tf.random.set_seed(self._seed)
 
 
-def run_elastic(train: Callable[[ElasticJob], Any]) -> Callable[[], Any]:
+def run_elastic(train: Callable[[ElasticJob], object]) -> Callable[[], Any]:
     """Decorator of a function that trains; calls it again whenever ranks have come or gone.
 
     `train(job)` creates the strategy, the model and the data, and calls `fit` with a
@@ -105,12 +105,12 @@ class _HostsCallback(keras.callbacks.Callback):
         self._job, self._check_freq = job, check_freq
         self._seen = 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Announcements in a sequence of their own."""
         own = training_of(self.model.distribute_strategy).agreement()
         self._agreement = own.sequence(f"hosts/{next(own.numbers)}") if own is not None else None
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """After the last batch has been saved, if it was to be."""
         self._seen += 1
         if self._seen % self._check_freq:

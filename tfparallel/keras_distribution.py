@@ -69,7 +69,7 @@ def disable() -> None:
     _enabled = False
 
 
-def strategy_for(distribution: Any) -> Any:
+def strategy_for(distribution: object) -> Any:
     """The strategy that a distribution is, made when it is first asked for.
 
     Args:
@@ -87,7 +87,7 @@ def strategy_for(distribution: Any) -> Any:
     return _strategies[distribution]
 
 
-def _make(distribution: Any) -> Any:
+def _make(distribution: object) -> object:
     if isinstance(distribution, keras.distribution.ModelParallel):
         _check_one_process(distribution)
         strategy = TensorParallelStrategy(distribution)
@@ -119,7 +119,7 @@ def _check_auto_shard(distribution: Any) -> None:
         )
 
 
-def _activate(distribution: Any) -> None:
+def _activate(distribution: object) -> None:
     """Makes the strategy of `distribution` that of everything that is made from now on."""
     strategy = None if distribution is None else strategy_for(distribution)
     if distribution is not None and strategy is None:
@@ -152,7 +152,7 @@ def get_device_count(device_type: str | None = None) -> int:
     return len(list_devices(device_type))
 
 
-def distribute_tensor(tensor: Any, layout: Any) -> Any:
+def distribute_tensor(tensor: object, layout: object) -> Any:
     """The tensor itself: where it is changes nothing that is computed."""
     del layout
     return tensor

@@ -69,6 +69,10 @@ class Row:
     few: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
+    def reason_for_not_asking(self, case: Any) -> str:
+        """Why a case is never asked of this row; empty if it is."""
+        return next((why for name, why in self.exempt.items() if case.name.startswith(name)), "")
+
     def is_asked(self, case: Any, everything: bool, slice_of_pairs: int | None = None) -> bool:
         """Whether this row is asked a case.
 
@@ -739,7 +743,7 @@ ROWS_OF = {
     "OneDeviceStrategy": ["one_device"],
     "MirroredStrategy": ["mirrored_2", "mirrored_3"],
     "CentralStorageStrategy": ["central_storage"],
-    "TPUStrategy": [],  # tests/tpu: its steps need equal batches of a size known when tracing
+    "TPUStrategy": [],
     "PipelineStrategy": [
         "pipeline_2",
         "pipeline_4",
@@ -800,6 +804,30 @@ ROWS_OF = {
         "shard_pipeline_model_2x2x2",
     ],
 }
+
+# Public strategies that the suite cannot ask, and where they are asked: a folder, and the reason.
+WITHOUT_ROWS = {
+    "TPUStrategy": "tests/tpu: its steps need equal batches, of a size that is known when tracing",
+}
+
+
+def _engine_of(row: Row) -> str:
+    """What computes a step and carries its sums."""
+    by_server = {"parameter_server_sync": "synchronous", "parameter_server_async": "asynchronous"}
+    if row.name in by_server:
+        return f"{by_server[row.name]} parameter servers"
+    if row.environments is horovod_environments:
+        return "ranks of Horovod"
+    if row.num_workers > 1:
+        return "workers over the ring"
+    if "pipeline" in row.name:
+        return "a pipeline"
+    return "parts of layers" if "tensor" in row.name or "model" in row.name else "local replicas"
+
+
+ENGINES: dict[str, list[str]] = {}
+for _row in STRATEGIES:
+    ENGINES.setdefault(_engine_of(_row), []).append(_row.name)
 
 # Workers that reduce dense tensors through TensorFlow's own collectives; asked a few cases.
 TENSORFLOW_COLLECTIVES = Row(

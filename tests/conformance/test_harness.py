@@ -1,5 +1,7 @@
 """The suite itself: it can fail, it survives a worker's death, and a wrong number is named."""
 
+import collections
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,10 +9,18 @@ import tensorflow as tf
 import tfparallel
 from tests.conformance.cases import CASES
 from tests.conformance.conftest import Workers
-from tests.conformance.slices import NUM_SLICES, VARIABLE, slice_of_this_run
-from tests.conformance.strategies import ROWS_OF, STRATEGIES, Row
+from tests.conformance.never_asked import NEVER_ASKED
+from tests.conformance.slices import NUM_SLICES, VARIABLE, slice_of_pair, slice_of_this_run
+from tests.conformance.strategies import (
+    ENGINES,
+    ROWS,
+    ROWS_OF,
+    STRATEGIES,
+    WITHOUT_ROWS,
+    Row,
+)
 from tests.helpers import BATCH, UNEVEN_ROWS, assert_same_training, train
-from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
+from tests.multi_process.pool import REPOSITORY, WorkerFailure, WorkerPool, cluster_environments
 
 
 def test_plain_keras_equals_itself():
@@ -37,8 +47,52 @@ def test_what_rows_are_exempt_from_exists():
 def test_slices_together_are_every_pair():
     pairs = [(row, case) for row in STRATEGIES for case in CASES.values() if not case.long]
     for row, case in pairs:
-        asked = [row.is_asked(case, False, number) for number in range(NUM_SLICES)]
-        assert any(asked) == row.is_asked(case, everything=True), (row.name, case.name)
+        number = slice_of_pair(row.name, case.name)
+        asked = row.is_asked(case, False, number)
+        assert asked == row.is_asked(case, everything=True), (row.name, case.name)
+        assert number in range(NUM_SLICES)
+
+
+def test_a_slice_is_a_small_part_of_what_is_left_out():
+    sizes = collections.Counter(
+        slice_of_pair(row.name, case.name)
+        for row in STRATEGIES
+        for case in CASES.values()
+        if not case.long and row.is_asked(case, True) and not row.is_asked(case, False)
+    )
+    assert len(sizes) == NUM_SLICES and max(sizes.values()) < 60
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_case_is_asked_of_every_engine_or_there_is_a_reason(engine):
+    rows = [ROWS[name] for name in ENGINES[engine]]
+    unasked = [
+        case
+        for case in CASES.values()
+        if not any(row.is_asked(case, everything=True) for row in rows)
+    ]
+    assert {case.name for case in unasked} == set(NEVER_ASKED[engine])
+    for case in unasked:
+        assert all(row.reason_for_not_asking(case) for row in rows), case.name
+
+
+def test_every_row_has_an_engine():
+    of_engines = [name for rows in ENGINES.values() for name in rows]
+    assert sorted(of_engines) == sorted(row.name for row in STRATEGIES)
+
+
+def test_every_exemption_has_a_reason():
+    for row in STRATEGIES:
+        without = [name for name, reason in row.exempt.items() if len(reason.split()) < 3]
+        assert not without, (row.name, without)
+
+
+def test_a_strategy_without_rows_says_why():
+    without = {name for name, rows in ROWS_OF.items() if not rows}
+    assert without == set(WITHOUT_ROWS) and all(WITHOUT_ROWS.values())
+    for reason in WITHOUT_ROWS.values():
+        folder = REPOSITORY / reason.partition(":")[0]
+        assert folder.is_dir(), f"{folder} asks in its place, and is not there"
 
 
 def test_the_slice_can_be_given(monkeypatch):

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import keras
 
@@ -87,7 +87,7 @@ class Measure(keras.callbacks.Callback):
 
     # ---- what Keras tells ------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Puts the clock around steps and callbacks."""
         fit = fit_that_tells(self.model)
         if fit is None:
@@ -117,28 +117,28 @@ class Measure(keras.callbacks.Callback):
             self.model, fit, links, self, self._begin_job, self._write_ledger_if_due
         )
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """A step is done."""
         self._running.note_batch()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: object = None) -> None:
         """Validation begins."""
         if self._timed is not None:
             self._timed.clock.begin_validation()
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: object = None) -> None:
         """Validation ends."""
         if self._timed is not None:
             self._timed.clock.end_validation()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Tells of the epoch; what callbacks do at its end belongs to the next one."""
         self._epoch = epoch
         record = self._record(self._running.clock.end_epoch())
         self.records.append(record)
         self.verdict = self._tell(record, self._verbose >= 2)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Tells of the whole training."""
         rest = self._record(self._running.clock.end_epoch())
         self.total = whole_training([*self.records, rest])

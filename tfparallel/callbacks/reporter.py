@@ -58,7 +58,9 @@ class Reporter:
         """By category."""
         return seconds_by_category(spent, timed.saving, self._plan(), behind_s)
 
-    def record(self, number: int, epoch: Epoch, timed: FitClock, more: Mapping[str, Any]) -> Record:
+    def record(
+        self, number: int, epoch: Epoch, timed: FitClock, more: Mapping[str, object]
+    ) -> Record:
         """Of one epoch; all processes call it.
 
         Args:

@@ -54,7 +54,7 @@ class BucketedAllReduce(CollectiveAllReduce):
     # ---- what is done with it --------------------------------------------------------------------
 
     def _all_reduce_per_replica_values(
-        self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any
+        self, reduce_op: ReduceOp, per_replica_values: Sequence, options: object
     ) -> list:
         results: list = [None] * len(per_replica_values)
         sparse = [is_sparse(value) for value in per_replica_values]
@@ -72,7 +72,7 @@ class BucketedAllReduce(CollectiveAllReduce):
         self._exposed.end(began, _tensors_of(results))
         return [self._on_all_devices(reduce_op, result) for result in results]
 
-    def _reduce_dense(self, per_replica_values: list, options: Any) -> list[tf.Tensor]:
+    def _reduce_dense(self, per_replica_values: list, options: object) -> list[tf.Tensor]:
         """Sums over replicas, bucket by bucket."""
         local = [tf.add_n(list(value.values)) for value in per_replica_values]
         buckets = plan_buckets(
@@ -97,7 +97,7 @@ class BucketedAllReduce(CollectiveAllReduce):
             value.values[0].dense_shape,
         )
 
-    def _batch_all_gather(self, per_replica_values: list, axis: int, options: Any) -> list:
+    def _batch_all_gather(self, per_replica_values: list, axis: int, options: object) -> list:
         del options
         with tf.device(self._device):
             gathered = [
@@ -113,27 +113,27 @@ class BucketedAllReduce(CollectiveAllReduce):
         order[0], order[axis] = order[axis], order[0]
         return tf.transpose(self._gather_rows(tf.transpose(tensor, order)), order)
 
-    def _on_all_devices(self, reduce_op: ReduceOp, total: Any) -> Any:
+    def _on_all_devices(self, reduce_op: ReduceOp, total: object) -> object:
         copies = []
         for device in self._devices:
             with tf.device(device):
                 copies.append(self._copy(reduce_op, total))
         return distribute_utils.regroup(tuple(copies), wrap_class=Mirrored)
 
-    def _copy(self, reduce_op: ReduceOp, total: Any) -> Any:
+    def _copy(self, reduce_op: ReduceOp, total: object) -> object:
         if isinstance(total, tf.IndexedSlices):
             values = self._copy(reduce_op, total.values)
             return tf.IndexedSlices(values, tf.identity(total.indices), total.dense_shape)
         return total / self._group_size if reduce_op == ReduceOp.MEAN else tf.identity(total)
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     """Whether a value, of one replica or `PerReplica`, is a sparse gradient."""
     parts = value.values if isinstance(value, DistributedValues) else [value]
     return any(isinstance(part, tf.IndexedSlices) for part in parts)
 
 
-def _tensors_of(values: Iterable[Any]) -> list[tf.Tensor]:
+def _tensors_of(values: Iterable[object]) -> list[tf.Tensor]:
     return [each.values if isinstance(each, tf.IndexedSlices) else each for each in values]
 
 

@@ -94,7 +94,7 @@ def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
 
 
 def all_reduce_sum(
-    tensors: list[tf.Tensor], process_set: Any, predivide: float = 1.0, adasum: bool = False
+    tensors: list[tf.Tensor], process_set: object, predivide: float = 1.0, adasum: bool = False
 ) -> list[tf.Tensor]:
     """Sums over ranks of tensors of one dtype, reduced together.
 
@@ -121,7 +121,7 @@ def all_reduce_sum(
     ]
 
 
-def all_gather(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+def all_gather(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
     sent, shape = _unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
     gathered = hvd.allgather(sent, process_set=process_set, **_named())
@@ -139,7 +139,7 @@ def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Ten
     ]
 
 
-def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+def reduce_scatter(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`."""
     sent = _unknown(tf.cast(rows, _SCATTERED_AS.get(rows.dtype, rows.dtype)))
     own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
@@ -147,7 +147,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
     return tf.ensure_shape(own, rows.shape[1:])
 
 
-def all_to_all(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """`[ranks, ...]`: row j goes to rank j, row i came from rank i."""
     sent = _unknown(_as_bytes(rows))
     received = hvd.alltoall(sent, process_set=process_set, **_named())

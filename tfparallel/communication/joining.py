@@ -27,12 +27,12 @@ def split(joined: tf.Tensor, shapes: Sequence[Any]) -> list[tf.Tensor]:
     return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def tensor_of(value: Any) -> tf.Tensor:
+def tensor_of(value: object) -> tf.Tensor:
     """A tensor itself, or what tells where IndexedSlices are."""
     return value.values if isinstance(value, tf.IndexedSlices) else value
 
 
-def add_tensors(parts: Sequence) -> Any:
+def add_tensors(parts: Sequence) -> tf.Tensor | tf.IndexedSlices:
     """The sum of dense tensors, or of IndexedSlices, whose rows stay apart."""
     if len(parts) == 1:
         return parts[0]

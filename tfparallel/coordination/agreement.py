@@ -8,7 +8,6 @@ kinds of steps.
 import hashlib
 import itertools
 import json
-from typing import Any
 
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
@@ -61,7 +60,7 @@ class Agreement:
         place = (self.rank, self.num_workers)
         return Agreement(self.store, own, *place, slow_s, slow_s, self.machine)
 
-    def exchange(self, kind: str, value: Any) -> list:
+    def exchange(self, kind: str, value: object) -> list:
         """Announces `value`; returns what every worker announced, by rank.
 
         Args:
@@ -82,7 +81,7 @@ class Agreement:
             )
         return [value for _, value in announced]
 
-    def require_equal(self, kind: str, value: Any) -> None:
+    def require_equal(self, kind: str, value: object) -> None:
         """Announces `value` and refuses to go on unless all workers announced the same.
 
         Raises:
@@ -145,11 +144,11 @@ class Agreement:
         return f"{'; '.join(texts)}. (Rank {self.rank} is speaking.)"
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """A short text that differs where `value` (anything JSON can hold) differs."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 400 else f"{text[:400]}… ({fingerprint(value)})"

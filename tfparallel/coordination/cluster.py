@@ -122,7 +122,7 @@ class ClusterConfig(BaseModel):
             config["rpc_layer"] = self.rpc_layer
         return json.dumps(config)
 
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> object:
         """This cluster as a `tf.distribute.cluster_resolver.SimpleClusterResolver`.
 
         Does not initialize TensorFlow's context, so devices can still be configured afterwards;
@@ -226,7 +226,7 @@ def _shortened(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
-def _alone_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _alone_problems(config: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with a description that has no cluster."""
     if "sparseCluster" in config:
         yield (
@@ -244,7 +244,7 @@ def _alone_problems(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _cluster_config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _cluster_config_problems(config: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with a description that has a cluster, in the order it is written."""
     cluster = config["cluster"]
     if isinstance(cluster, Mapping):
@@ -266,7 +266,7 @@ def _cluster_config_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f'rpc_layer: expected a name such as "grpc". Received: {rpc_layer!r}.'
 
 
-def _cluster_problems(cluster: Mapping[str, Any]) -> Iterator[str]:
+def _cluster_problems(cluster: Mapping[str, object]) -> Iterator[str]:
     first_seen: dict[tuple[str, int], str] = {}
     for task_type, addresses in cluster.items():
         path = f"cluster.{task_type}"
@@ -308,7 +308,9 @@ def _parse_address(address: object) -> tuple[str, int] | None:
     return host, int(match["port"])
 
 
-def _task_problems(task: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
+def _task_problems(
+    task: Mapping[str, object], cluster: Mapping[str, object] | None
+) -> Iterator[str]:
     task_type: Any = task.get("type")
     known_type = task_type in TASK_TYPES
     if "type" not in task:

@@ -90,7 +90,7 @@ class _State:
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
-    def answer(self, do: str, **arguments: Any) -> Any:
+    def answer(self, do: str, **arguments: object) -> object:
         """Carries out one request."""
         with self._changed:
             return getattr(self, f"_{do}")(**arguments)

@@ -1,7 +1,6 @@
 """Counts TensorFlow's collectives as they begin and end, for the watch that ends what waits."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -32,7 +31,9 @@ class WatchedCollectives:
             begun, ended = (ResourceVariable(0, dtype=tf.int64) for _ in range(2))
         self._numbers.append((begun, ended))
 
-        def counted(launch: Callable, tensor: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+        def counted(
+            launch: Callable, tensor: tf.Tensor, *args: object, **kwargs: object
+        ) -> tf.Tensor:
             self._begin()
             with tf.device(self._device), tf.control_dependencies([tensor]):
                 number = begun.assign_add(1, read_value=True)

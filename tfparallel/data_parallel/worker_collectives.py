@@ -38,7 +38,7 @@ def check_alike(kinds: Sequence[str], counts: Sequence[int], addresses: Sequence
         )
 
 
-def options_of_gradients(options: Any, kind: str, is_divided: bool) -> Any:
+def options_of_gradients(options: Any, kind: str, is_divided: bool) -> object:
     """The options with NCCL, in packs, where devices are whole GPUs and nothing else is asked for.
 
     Args:
@@ -67,12 +67,12 @@ def options_of_gradients(options: Any, kind: str, is_divided: bool) -> Any:
     )
 
 
-def without_limit(options: Any) -> Any:
+def without_limit(options: Any) -> object:
     """The options without `timeout_seconds`, which our watch keeps (`collective_watch.py`)."""
     return Options(bytes_per_pack=options.bytes_per_pack, implementation=options.implementation)
 
 
-def options_of_hosts(options: Any) -> Any:
+def options_of_hosts(options: Any) -> object:
     """The options of collectives between hosts' memories."""
     return Options(
         bytes_per_pack=options.bytes_per_pack,

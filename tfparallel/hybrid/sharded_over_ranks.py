@@ -1,7 +1,6 @@
 """Shards on the ranks of Horovod."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -45,6 +44,6 @@ class RanksShardedExtended(ShardedExtended, HorovodExtended):
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         return self._host_scatter_sum(rows)
 
-    def _is_held_alike(self, variable: Any) -> bool:
+    def _is_held_alike(self, variable: object) -> bool:
         """Whether a rank has the same of `variable` as the others."""
         return not isinstance(variable, ShardedVariable)

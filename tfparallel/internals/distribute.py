@@ -97,7 +97,9 @@ def first_replica_of_process(extended: tf.distribute.StrategyExtended) -> int:
     return extended._get_replica_id_in_sync_group(0)
 
 
-def gather(operations: Any, value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
+def gather(
+    operations: Any, value: Any, destinations: Any, axis: int, options: Any = None
+) -> object:
     """`value` of all replicas one behind the other, by the operations of one process.
 
     The public `gather` of a strategy asks `extended`, which is who calls this.
@@ -119,7 +121,7 @@ def gather_alike(launcher: Any, part: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(gathered, [part.shape[0] * launcher._group_size])
 
 
-def exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
+def exchange_rows(launcher: object, rows: tf.Tensor) -> tf.Tensor:
     """`[workers, length]`: row j goes to worker j, row i came from worker i.
 
     TensorFlow reduce-scatters on GPUs only; this sends as many bytes, and its rows' sum is that.
@@ -159,7 +161,7 @@ def count_collectives(launcher: Any, counted: Callable) -> None:
     setattr(launcher, _COUNTED, on_device)
 
 
-def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:
+def draw_keys_at_call_time(launcher: object, draws: Callable[[], bool]) -> None:
     """Asks `draws` whether a collective's key is drawn when it runs; else tracing fixes it."""
     hook_once(
         launcher,
@@ -169,7 +171,7 @@ def draw_keys_at_call_time(launcher: Any, draws: Callable[[], bool]) -> None:
     )
 
 
-def become_copy_of(variable: Any, index: int, new: Any, old: Any) -> None:
+def become_copy_of(variable: tf.Variable, index: int, new: tf.Variable, old: tf.Variable) -> None:
     """Makes `new` copy number `index` of `variable`, in the place of `old`.
 
     Optimizers of Keras know a variable by its number, and copies know what they are copies of.
@@ -179,7 +181,7 @@ def become_copy_of(variable: Any, index: int, new: Any, old: Any) -> None:
     variable._values = (*variable._values[:index], new, *variable._values[index + 1 :])
 
 
-def become_part_of(variable: Any, new: Any, old: Any) -> None:
+def become_part_of(variable: tf.Variable, new: tf.Variable, old: tf.Variable) -> None:
     """Makes `new` a part of `variable`, in the place of `old`.
 
     A gradient tape finds the variable by the part's handle.
@@ -189,7 +191,7 @@ def become_part_of(variable: Any, new: Any, old: Any) -> None:
     new._unique_id = old._unique_id
 
 
-def container_of(copy: Any) -> Any:
+def container_of(copy: tf.Variable) -> tf.Variable:
     """The distributed variable that `copy` is a copy of; for a variable of its own itself."""
     return distribute_utils.value_container(copy)
 
@@ -199,12 +201,12 @@ def give_to(extended: tf.distribute.StrategyExtended, strategy: tf.distribute.St
     extended._container_strategy_weakref = weakref.ref(strategy)
 
 
-def number_of_first_copy(variable: Any) -> Any:
+def number_of_first_copy(variable: tf.Variable) -> object:
     """What Keras's optimizers know `variable` by, in every replica."""
     return variable._values[0]._unique_id
 
 
-def strategy_behind(variable: Any) -> Any:
+def strategy_behind(variable: tf.Variable) -> tf.distribute.Strategy:
     """The strategy of a distributed variable, also while that is being made."""
     return variable._distribute_strategy
 

@@ -87,12 +87,12 @@ def is_stateful(operation: tf.Operation) -> bool:
     return operation._is_stateful
 
 
-def functions_of(graph: Any) -> list:
+def functions_of(graph: tf.Graph) -> list:
     """The functions that are known to `graph`."""
     return list(graph._functions.values())
 
 
-def add_function(graph: Any, function: Any) -> None:
+def add_function(graph: tf.Graph, function: object) -> None:
     """Makes a function, and all that it calls, known to `graph`."""
     graph._add_function_recursive(function)
 
@@ -105,7 +105,7 @@ def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
-def with_body(function: Any, body: Callable) -> Any:
+def with_body(function: Any, body: Callable) -> object:
     """`function`, a `tf.function`, with all its options, around the Python function `body`."""
     return function._clone(python_function=body)
 

@@ -20,7 +20,7 @@ _MARK = "_tfparallel_hook"
 _NOTHING = object()
 
 
-def wrapped(instance: Any, name: str, hook: Callable) -> Callable:
+def wrapped(instance: object, name: str, hook: Callable) -> Callable:
     """`hook`, which takes the method first and then its arguments, as that method of `instance`."""
     original = getattr(instance, name)
     return functools.wraps(original)(functools.partial(hook, original))
@@ -28,7 +28,7 @@ def wrapped(instance: Any, name: str, hook: Callable) -> Callable:
 
 @contextlib.contextmanager
 def shadowed(
-    instance: Any, name: str, replacement: Any, *, during: str, why: str
+    instance: object, name: str, replacement: object, *, during: str, why: str
 ) -> Iterator[None]:
     """Within it, `instance` has `replacement` as its attribute `name`.
 
@@ -53,7 +53,7 @@ def shadowed(
 
 
 def hook_once(
-    instance: Any, name: str, replacement: Callable, *, why: str, mark: str = _MARK
+    instance: object, name: str, replacement: Callable, *, why: str, mark: str = _MARK
 ) -> None:
     """Gives `instance` the method `replacement` for good; twice changes nothing.
 
@@ -70,12 +70,12 @@ def hook_once(
         vars(instance)[name] = replacement
 
 
-def is_hooked(instance: Any, name: str, mark: str = _MARK) -> bool:
+def is_hooked(instance: object, name: str, mark: str = _MARK) -> bool:
     """Whether `hook_once` has been here, also where something is before its hook by now."""
     return getattr(vars(instance).get(name), mark, False)
 
 
-def hook_next_call(instance: Any, name: str, replacement: Callable, *, why: str) -> None:
+def hook_next_call(instance: object, name: str, replacement: Callable, *, why: str) -> None:
     """Has the next call of the method `name` of `instance` go to `replacement`, and no other.
 
     When it is called, what was there is back. A call that never came is forgotten.
@@ -98,12 +98,12 @@ class _NextCall:
         self._attributes, self._name, self._replacement = attributes, name, replacement
         self.before = before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         _put_back(self._attributes, self._name, self.before)
         return self._replacement(*args, **kwargs)
 
 
-def _put_back(attributes: dict, name: str, before: Any) -> None:
+def _put_back(attributes: dict, name: str, before: object) -> None:
     if before is _NOTHING:
         attributes.pop(name, None)
     else:

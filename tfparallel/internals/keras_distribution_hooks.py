@@ -19,7 +19,7 @@ from tfparallel.internals.hooks import shadowed
 
 @contextlib.contextmanager
 def distribution_installed(
-    functions: Mapping[str, Callable], changed: Callable[[Any], None]
+    functions: Mapping[str, Callable], changed: Callable[[object], None]
 ) -> Iterator[None]:
     """Within it, Keras's functions reach `functions`, and every new setting reaches `changed`.
 

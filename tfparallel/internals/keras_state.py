@@ -84,7 +84,7 @@ def layer_of_late_variable() -> object:
     return _holder(frame.f_locals["self"], variable)
 
 
-def _holder(layer: Layer, variable: Any) -> Layer | None:
+def _holder(layer: Layer, variable: object) -> Layer | None:
     """Which of `layer` and the layers in it has `variable`."""
     for each in layer._flatten_layers():
         own = each._trainable_variables + each._non_trainable_variables
@@ -115,7 +115,7 @@ def shape_of_new(variable: Any) -> tuple[int, ...] | None:
     return variable._shape
 
 
-def autocast(variable: Any, value: Any) -> Any:
+def autocast(variable: Any, value: Any) -> object:
     """`value`, a part of a Keras variable's, in the dtype in which a layer would read it."""
     scope = get_autocast_scope()
     return scope.maybe_cast(value) if variable._autocast and scope is not None else value

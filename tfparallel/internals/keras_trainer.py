@@ -106,7 +106,7 @@ def is_keras_step(fn: Callable) -> bool:
     return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
 
 
-def is_compiled_step(fn: Any) -> bool:
+def is_compiled_step(fn: object) -> bool:
     """Whether `fn` is the `train_step` or `test_step` of a Keras model, as a `tf.function`.
 
     Decorated in the class, or wrapped on the instance; whoever asks, and from however deep.
@@ -200,17 +200,17 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
     return model._distribute_strategy
 
 
-def build_if_needed(model: keras.Model, data_batch: Any) -> None:
+def build_if_needed(model: keras.Model, data_batch: object) -> None:
     """Builds and compiles what of `model` is not yet, from the shapes of a batch, as `fit` does."""
     model._maybe_symbolic_build(data_batch=data_batch)
 
 
-def build_from_shapes(model: keras.Model, data_batch: Any) -> None:
+def build_from_shapes(model: keras.Model, data_batch: object) -> None:
     """Builds model, metrics, loss and optimizer from the shapes of a batch."""
     model._symbolic_build(data_batch=data_batch)
 
 
-def build_as_keras_does(model: keras.Model, data_batch: Any) -> None:
+def build_as_keras_does(model: keras.Model, data_batch: object) -> None:
     """The same, without what was put before that method of this model."""
     type(model)._symbolic_build(model, data_batch=data_batch)
 
@@ -249,7 +249,7 @@ def fit_that_tells(model: keras.Model) -> Fit | None:
     return None
 
 
-def is_fit_under(frame: FrameType | None, epoch_iterator: Any) -> bool:
+def is_fit_under(frame: FrameType | None, epoch_iterator: object) -> bool:
     """Whether the call of `fit` with this iterator is `frame`, or called it, and has not ended."""
     while frame is not None:
         if frame.f_locals.get("epoch_iterator") is epoch_iterator:
@@ -258,7 +258,7 @@ def is_fit_under(frame: FrameType | None, epoch_iterator: Any) -> bool:
     return False
 
 
-def is_fit_running(iterator: Any) -> bool:
+def is_fit_running(iterator: object) -> bool:
     """Whether the call of `fit` with this iterator has not ended, in whatever thread it runs.
 
     The argument has another name than in `fit`, as this frame is among those that are looked at.
@@ -281,7 +281,7 @@ def set_dataset_of_iterator(epoch_iterator: Any, dataset: Any) -> None:
     epoch_iterator._distributed_dataset = dataset
 
 
-def iterator_of_epochs(epoch_iterator: Any) -> Any:
+def iterator_of_epochs(epoch_iterator: Any) -> object:
     """The iterator that goes on from epoch to epoch (`steps_per_epoch`); None before the first."""
     return epoch_iterator._current_iterator
 
@@ -306,7 +306,7 @@ def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
     epoch_iterator._num_batches = steps
 
 
-def graphs_of_step(train_function: Any) -> list[Any]:
+def graphs_of_step(train_function: object) -> list[Any]:
     """The `tf.function`s in the function that `fit` calls for a step; none where it is no graph."""
     if not inspect.isfunction(train_function):
         return []
@@ -314,7 +314,7 @@ def graphs_of_step(train_function: Any) -> list[Any]:
     return [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
 
 
-def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> None:
+def hook_steps(epoch_iterator: object, around: Callable[[Iterator], Iterator]) -> None:
     """Has `around(steps)` walk the steps of each epoch in the place of `steps`, from now on.
 
     Args:
@@ -334,7 +334,7 @@ def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> N
 
 
 @contextlib.contextmanager
-def surrounded_steps(epoch_iterator: Any, around: Callable) -> Iterator[None]:
+def surrounded_steps(epoch_iterator: object, around: Callable) -> Iterator[None]:
     """Within it, `around(steps)` walks the steps of each epoch in the place of `steps`.
 
     Args:

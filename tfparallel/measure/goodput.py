@@ -103,7 +103,7 @@ class Ledger:
         self._last_s = time.monotonic()
         self._append({"kind": "beat", "at": time.time(), "step": step, "seconds": dict(seconds)})
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def _append(self, line: Mapping[str, object]) -> None:
         text = json.dumps({"run": self._run, **line}, allow_nan=False).encode() + b"\n"
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

@@ -61,7 +61,7 @@ def write_report(folder: Path, path: Path) -> None:
     path.write_text(_page(folder, records, epochs), encoding="utf-8")
 
 
-def last_training(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def last_training(records: Sequence[Mapping[str, object]]) -> list[Mapping[str, Any]]:
     """The epochs of the last training in a file that several may have written to.
 
     A training that ended has a record of its own behind its epochs; numbers of epochs that do not
@@ -168,7 +168,7 @@ def _pictures(
     return found
 
 
-def _picture(caption: str, draw: Callable[[Any], None]) -> str:
+def _picture(caption: str, draw: Callable[[object], None]) -> str:
     figure = matplotlib_figure("A report")(figsize=_SIZE_INCHES, layout="constrained")
     draw(figure.subplots())
     image = io.BytesIO()

@@ -39,7 +39,7 @@ class InputWait:
         """Rows so far, of the first tensor of each batch."""
         return int(self._rows.numpy())
 
-    def around(self, iterator: Any) -> Any:
+    def around(self, iterator: object) -> Any:
         """The measured iterator over `iterator`; the same one, as long as that is the same."""
         if self._known[0] is not iterator:
             self._known = (iterator, self._make(iterator))
@@ -57,11 +57,11 @@ class InputWait:
         """
         self._known = (None, None)
 
-    def _make(self, iterator: Any) -> Any:
+    def _make(self, iterator: object) -> object:
         with tf.device("CPU:0"):
             return iterator_over(iterator, self._function(iterator), _ENDLESS)
 
-    def _function(self, iterator: Any) -> Any:
+    def _function(self, iterator: Any) -> object:
         key = str(iterator.element_spec)
         if key not in self._functions:
             types, shapes = flat_output(iterator)

@@ -207,7 +207,7 @@ def trace_events(lanes: Sequence[str], boxes: Iterable[Box]) -> dict[str, Any]:
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def save_json(value: Any, path: str | os.PathLike) -> None:
+def save_json(value: object, path: str | os.PathLike) -> None:
     """Writes JSON; the file is whole at any time, or not there."""
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")

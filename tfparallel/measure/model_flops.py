@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.internals.graphs import functions_of
 
 
-def flops_of_step(model: keras.Model, inputs: Any) -> int:
+def flops_of_step(model: keras.Model, inputs: object) -> int:
     """Of a forward and a backward pass.
 
     Args:
@@ -30,7 +30,7 @@ def flops_of_step(model: keras.Model, inputs: Any) -> int:
     states = [_spec(variable) for variable in model.non_trainable_variables]
 
     @tf.function(autograph=False)
-    def passes(weights: list, states: list, inputs: Any) -> list:
+    def passes(weights: list, states: list, inputs: object) -> list:
         outputs, _ = model.stateless_call(weights, states, inputs, training=True)
         floats = [y for y in keras.tree.flatten(outputs) if y.dtype.is_floating]
         return [*floats, *(g for g in tf.gradients(floats, weights) if g is not None)]
@@ -42,7 +42,7 @@ def _spec(variable: keras.Variable) -> tf.TensorSpec:
     return tf.TensorSpec(variable.shape, variable.dtype)
 
 
-def flops_of_graph(graph: Any) -> int:
+def flops_of_graph(graph: object) -> int:
     """Of all operations of a `FuncGraph`, and of the functions that they call.
 
     Raises:
@@ -65,7 +65,7 @@ class _Count:
     def __init__(self, functions: Mapping[str, Any]):
         self._functions = dict(functions)
 
-    def of(self, graph: Any) -> int:
+    def of(self, graph: object) -> int:
         for each in functions_of(graph):
             name = each.name.decode() if isinstance(each.name, bytes) else each.name
             self._functions[name] = each

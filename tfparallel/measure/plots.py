@@ -112,7 +112,7 @@ def _noise_by_epoch(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, flo
     return [(epoch, noise["rows"]) for epoch, noise in found if noise and noise["rows"]]
 
 
-def has_noise(records: Sequence[Mapping[str, Any]]) -> bool:
+def has_noise(records: Sequence[Mapping[str, object]]) -> bool:
     """Whether there is a noise scale to draw."""
     return bool(_noise_by_epoch(records))
 

@@ -30,7 +30,7 @@ class ScalarWriter:
             folder,
         )
 
-    def write(self, values: Mapping[str, Any], step: int) -> None:
+    def write(self, values: Mapping[str, object], step: int) -> None:
         """One point of each curve, which is in the file when this returns."""
         if self._writer is None:
             return

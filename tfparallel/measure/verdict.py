@@ -152,7 +152,7 @@ def _communication(record: Record, setting: Setting, details: Mapping[str, Any])
     return "small steps", text + "A larger batch computes longer for the same bytes."
 
 
-def _bubble(record: Record, setting: Setting, details: Mapping[str, Any]) -> tuple[str, str]:
+def _bubble(record: Record, setting: Setting, details: Mapping[str, object]) -> tuple[str, str]:
     more = max(2 * setting.microbatches, 4 * setting.stages)
     rows = None if setting.batch_size is None else max(1, setting.batch_size // more)
     of = "fewer rows" if rows is None else f"{rows} rows"
@@ -164,7 +164,7 @@ def _bubble(record: Record, setting: Setting, details: Mapping[str, Any]) -> tup
     )
 
 
-def _imbalance(record: Record, setting: Setting, details: Mapping[str, Any]) -> tuple[str, str]:
+def _imbalance(record: Record, setting: Setting, details: Mapping[str, object]) -> tuple[str, str]:
     who = details.get("slowest", "the slowest one")
     if setting.stages:
         return "stage", (
@@ -207,7 +207,7 @@ def _saving(record: Record, setting: Setting, details: Mapping[str, Any]) -> tup
     )
 
 
-def _tracing(record: Record, setting: Setting, details: Mapping[str, Any]) -> tuple[str, str]:
+def _tracing(record: Record, setting: Setting, details: Mapping[str, object]) -> tuple[str, str]:
     return "retracing", (
         f"{_percent(record, 'tracing')} traces: {details.get('traces')} traces in {record.steps} "
         "steps, as shapes or Python values differ from step to step. Batches of one shape "

@@ -80,7 +80,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         if hasattr(self, "_pool"):
             self._pool.join()
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> type:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return AsyncMetricVariable
         return AsyncVariable
@@ -90,7 +90,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
     # ---- how a step runs -------------------------------------------------------------------------
 
-    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         strategy = self._container_strategy()
         worker = getattr(self._worker, "number", None)
         device = self._devices[0] if worker is None else None  # the pool places its steps itself
@@ -103,7 +103,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         """`step_function` as a worker and the servers run it, for arguments like these."""
         strategy = self._container_strategy()
 
-        def run(tensors: Any, worker: tf.Tensor) -> Any:
+        def run(tensors: object, worker: tf.Tensor) -> Any:
             self._worker.number = worker
             try:
                 return strategy.run(step_function, (arguments.recipe(tensors),))
@@ -117,7 +117,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
         return RemoteStep(run, arguments.specs, scope, self._states)
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> object:
         effects = current_effects()
         if effects is None:
             return super()._apply_reduced(apply, gradients, variables)
@@ -154,7 +154,12 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         return None
 
     def _hand_in(
-        self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
+        self,
+        effects: Effects,
+        optimizer: object,
+        variable: object,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        scale: object,
     ) -> Payload:
         if self._handed_in is None:
             return as_it_is(gradient)
@@ -164,7 +169,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         """What a worker hands in in one step, for each optimizer that has trained."""
         return self._handed_in.report() if self._handed_in else []
 
-    def compression_of(self, optimizer: Any) -> CompressionMemory | None:
+    def compression_of(self, optimizer: object) -> CompressionMemory | None:
         """What workers remember of a built optimizer's gradients; None where none is compressed."""
         if self._handed_in is None:
             return None
@@ -179,7 +184,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     def _divides_data(self) -> bool:
         return len(self._cluster.worker_devices()) > 1
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         own_executor()
         model: Any = call.model
         if model.run_eagerly:
@@ -203,7 +208,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             2 * self._cluster.num_workers,
         )
 
-    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         """Where batches come from: the workers' own data, or the chief where that cannot be."""
         if ArraysOnWorkers.can_take(call.data_adapter):
             return ArraysOnWorkers(call.data_adapter, self._pool.generation)
@@ -247,6 +252,6 @@ class WorkerContext(ReplicaContext):
         self.graph = tf.compat.v1.get_default_graph()  # in which the step is traced
 
     @property
-    def replica_id_in_sync_group(self) -> Any:
+    def replica_id_in_sync_group(self) -> object:
         """The worker's number: seeds differ by it."""
         return tf.convert_to_tensor(self._worker_number)

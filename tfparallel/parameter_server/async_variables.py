@@ -51,36 +51,36 @@ class HandedIn:
         seen = self._seen()
         return super().read_value() if seen is None else seen  # type: ignore[misc]
 
-    def _dense_var_to_tensor(self, *args: Any, **kwargs: Any) -> Any:
+    def _dense_var_to_tensor(self, *args: object, **kwargs: object) -> tf.Tensor:
         seen = self._seen()
         return super()._dense_var_to_tensor(*args, **kwargs) if seen is None else seen  # type: ignore[misc]
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, indices: object, name: str | None = None) -> tf.Tensor:
         seen = self._seen()
         if seen is None:
             return super().sparse_read(indices, name=name)  # type: ignore[misc]
         return tf.gather(seen, indices, name=name)
 
-    def _get(self) -> Any:  # by `variable[0]` and other operators
+    def _get(self) -> object:  # by `variable[0]` and other operators
         seen = self._seen()
         return super()._get() if seen is None else seen  # type: ignore[misc]
 
-    def _get_cross_replica(self) -> Any:
+    def _get_cross_replica(self) -> tf.Tensor:
         self._settle()
         return super()._get_cross_replica()  # type: ignore[misc]
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
         return self._hand_in("assign", value, *args, **kwargs)
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> object:
         return self._hand_in("assign_add", value, *args, **kwargs)
 
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> object:
         if current_effects() is not None:
             return self._hand_in("assign_add", -value)
         return self._hand_in("assign_sub", value, *args, **kwargs)
 
-    def _hand_in(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def _hand_in(self, name: str, value: object, *args: object, **kwargs: object) -> object:
         effects = current_effects()
         if effects is not None:
             record: Callable = getattr(effects, name)

@@ -51,17 +51,17 @@ class BatchArguments(Protocol):
     """What one step is called with, in both modes."""
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> object:
         """A nest of `TypeSpec`s, of `tensors`."""
 
     @property
     def recipe(self) -> Callable[[Any], Any]:
         """Makes the batch of `tensors`, in the step; equal for all that are traced alike."""
 
-    def tensors(self, hosts: Hosts) -> Any:
+    def tensors(self, hosts: Hosts) -> object:
         """A nest of tensors, on `hosts` or here; called again where the step is done again."""
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """The batch, or what tells it from others, on the chief: a nest of tensors."""
 
 
@@ -80,42 +80,42 @@ class ReadByChief:
         self.specs = keras.tree.map_structure(_spec, self._batch if specs is None else specs)
 
     @classmethod
-    def of_any_rows(cls, batch: Any) -> "ReadByChief":
+    def of_any_rows(cls, batch: object) -> "ReadByChief":
         """One whose step takes batches of other numbers of rows, too."""
         tensors = keras.tree.map_structure(_as_tensor, batch)
         return cls(tensors, specs_of_any_rows(tensors))
 
-    def tensors(self, hosts: Hosts) -> Any:
+    def tensors(self, hosts: Hosts) -> object:
         """The batch."""
         del hosts
         return self._batch
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """The batch."""
         return self._batch
 
     @staticmethod
-    def recipe(batch: Any) -> Any:
+    def recipe(batch: object) -> object:
         """The batch itself."""
         return batch
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> object:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
     return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _spec(leaf: Any) -> Any:
+def _spec(leaf: object) -> object:
     if leaf is None or isinstance(leaf, tf.OptionalSpec):
         return None
     return leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
 
 
-def specs_of_any_rows(arguments: Any) -> Any:
+def specs_of_any_rows(arguments: Any) -> object:
     """The specs of a nest of tensors, with any number of rows."""
 
-    def spec(leaf: Any) -> Any:
+    def spec(leaf: Any) -> object:
         if leaf is None or not isinstance(leaf, tf.Tensor):
             return None if leaf is None else tf.type_spec_from_value(leaf)
         return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)

@@ -71,10 +71,12 @@ class Payload:
     restore: Callable[[Sequence, Any, Any], Any]
 
 
-def as_it_is(gradient: Any) -> Payload:
+def as_it_is(gradient: tf.Tensor | tf.IndexedSlices) -> Payload:
     """A gradient that is not compressed."""
 
-    def restore(tensors: Sequence, scale: Any, scale_now: Any) -> Any:
+    def restore(
+        tensors: Sequence, scale: tf.Tensor | None, scale_now: object
+    ) -> tf.Tensor | tf.IndexedSlices:
         (arrived,) = tensors
         if scale is None:
             return arrived
@@ -132,7 +134,7 @@ class GradientsHandedIn:
         return [CompressionReport(name, list(rows.values()), []) for rows in self._rows.values()]
 
     def memory_of(
-        self, optimizer: Any, num_workers: int, is_there: Callable[[int], bool]
+        self, optimizer: object, num_workers: int, is_there: Callable[[int], bool]
     ) -> "CompressionMemory":
         """What workers remember of an optimizer's gradients."""
         return CompressionMemory(self._compressor, self._states, optimizer, num_workers, is_there)
@@ -173,7 +175,7 @@ class GradientsHandedIn:
 
         return Payload(list(payload), restore)
 
-    def _state(self, optimizer: Any, position: int, shape: tf.TensorShape) -> tuple[dict, dict]:
+    def _state(self, optimizer: object, position: int, shape: tf.TensorShape) -> tuple[dict, dict]:
         def initial_of(worker: int) -> dict[str, tf.Tensor]:
             seed = zlib.crc32(f"{position} {tuple(shape)} {worker}".encode())  # rounds by itself
             return self._compressor.initial_state(shape, seed)

@@ -83,7 +83,7 @@ def _is_order_fixed(graph: Any) -> bool:
     return True
 
 
-def _disown_resources(graph: Any) -> None:
+def _disown_resources(graph: object) -> None:
     """Lets each dataset built from the graph have seed generators and caches of its own.
 
     It would share those of the dataset here, where it finds them, and makes its own where not.

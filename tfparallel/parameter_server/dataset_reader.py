@@ -32,13 +32,13 @@ class DatasetReader:
         self._iterator: Any = None  # of the open epoch
         self._epoch, self._next = -1, 0
 
-    def read(self, epoch: int, number: int) -> Any:
+    def read(self, epoch: int, number: int) -> object:
         """Batch `number` of `epoch`, a nest of tensors on the device."""
         num_skipped = tf.constant(self._seek(epoch, number))
         with tf.device(self._device):
             return _skip_and_read(self._iterator, num_skipped)
 
-    def iterator_at(self, epoch: int, number: int) -> Any:
+    def iterator_at(self, epoch: int, number: int) -> object:
         """An iterator on the device, for the caller to take batch `number` of `epoch` from."""
         self._skip(self._seek(epoch, number))
         return self._iterator
@@ -86,7 +86,7 @@ def _skip_batches(iterator: Any, num_skipped: tf.Tensor) -> None:
 
 
 @tf.function(reduce_retracing=True)
-def _skip_and_read(iterator: Any, num_skipped: tf.Tensor) -> Any:
+def _skip_and_read(iterator: Any, num_skipped: tf.Tensor) -> object:
     for _ in tf.range(num_skipped):
         iterator.get_next()
     return iterator.get_next()

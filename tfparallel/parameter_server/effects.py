@@ -70,7 +70,7 @@ class Effects:
         finally:
             _thread.effects = None
 
-    def read(self, variable: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+    def read(self, variable: tf.Variable, read: Callable[[], tf.Tensor]) -> tf.Tensor:
         """The value that the step sees: what `read()` gave first, and what it assigned since.
 
         It is read in the step's own graph: a branch of a condition may be the first to ask.
@@ -81,7 +81,7 @@ class Effects:
             self._seen.append(variable)
         return self._values[id(variable)]
 
-    def assigned(self, variable: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor | None:
+    def assigned(self, variable: tf.Variable, read: Callable[[], tf.Tensor]) -> tf.Tensor | None:
         """What the step has assigned to a weight (SpectralNormalization does); None if nothing.
 
         Its gradient is the variable's, as that of what is read on one device after an assignment.
@@ -111,7 +111,7 @@ class Effects:
         return self._add(variable, delta, self.read(variable, read) + delta)
 
     def defer(
-        self, tensors: Sequence, devices: Sequence[str], carry_out: Callable[[list], Any]
+        self, tensors: Sequence, devices: Sequence[str], carry_out: Callable[[list], object]
     ) -> None:
         """Any other change, as `Effect` describes it."""
         self.effects.append(Effect(list(tensors), list(devices), carry_out))
@@ -120,12 +120,12 @@ class Effects:
         """The worker remembers `tensor` when the step has been applied."""
         self.kept.append((slot, tensor))
 
-    def _add(self, variable: Any, delta: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    def _add(self, variable: tf.Variable, delta: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         self._record(variable, delta, lambda values: variable.assign_add(values[0]), value)
         return value
 
     def _record(
-        self, variable: Any, tensor: tf.Tensor, carry_out: Callable, value: tf.Tensor
+        self, variable: tf.Variable, tensor: tf.Tensor, carry_out: Callable, value: tf.Tensor
     ) -> None:
         if tensor.graph is not self._graph:
             raise NotImplementedError(

@@ -34,7 +34,7 @@ def hook_embedding(layer: Any) -> None:
         )
 
 
-def _call(layer: Any, call: Callable, inputs: Any) -> Any:
+def _call(layer: keras.Layer, call: Callable, inputs: object) -> object:
     """`Embedding.call`; what is no plain lookup goes the usual way."""
     created = embedding_table(layer)
     table = behind(created)

@@ -14,7 +14,6 @@ import os
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -51,17 +50,17 @@ class CheckpointsForEvaluator(keras.callbacks.Callback):
             )
         self._folder, self._every_epochs, self._keep = Path(folder), every_epochs, keep
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """The folder may be that of an earlier training that this one continues."""
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / _ENDED).unlink(missing_ok=True)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Writes a checkpoint named after the number of updates."""
         if (epoch + 1) % self._every_epochs == 0:
             self._write()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Writes the last checkpoint, and tells the evaluator that it is the last."""
         self._write()
         (self._folder / _ENDED).touch()
@@ -87,10 +86,10 @@ def is_evaluator() -> bool:
 
 def evaluate_checkpoints(
     model: keras.Model,
-    data: Any,
+    data: object,
     folder: str | Path,
     log_dir: str | Path | None = None,
-    **evaluate_options: Any,
+    **evaluate_options: object,
 ) -> list[dict]:
     """Evaluates every checkpoint in `folder` once, in order, until the training ends.
 

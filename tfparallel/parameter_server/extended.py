@@ -69,7 +69,7 @@ class ParameterServerExtended(CentralExtended):
     def _compute_devices(self) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _initialize_strategy(self, devices: Any) -> None:
+    def _initialize_strategy(self, devices: object) -> None:
         """Takes the workers' devices: TensorFlow's constructor refuses those of several hosts."""
         super()._initialize_strategy(devices)  # the chief's, which also feeds datasets
         self._devices = self._compute_devices()
@@ -88,7 +88,7 @@ class ParameterServerExtended(CentralExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         layer = owner_of_new_variable() or layer_of_late_variable()
         hook_embedding(layer)
         hook_batch_norm(layer)  # its variables may be in parts
@@ -153,13 +153,13 @@ class ParameterServerExtended(CentralExtended):
         mark_owner(variable, owner, is_statistics(owner, kwargs))
         return variable
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
         self._updates.by_part = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
         return super()._apply_reduced(apply, gradients, variables)
 
     def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         replica_id = values_util.get_current_replica_id_as_int()
         if not (isinstance(var, Partitioned) and replica_id == 0):
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
@@ -171,12 +171,14 @@ class ParameterServerExtended(CentralExtended):
                 fn(var, *(of_parts[i] for of_parts in args_of_parts), **kwargs)
         return None
 
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if isinstance(var, Partitioned):
             return fn(var, *args, **kwargs)
         return super()._update(var, fn, args, kwargs, group)
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> type:
         return _ON_SERVERS[super()._variable_class(owner, kwargs)]
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
@@ -193,7 +195,7 @@ _ON_SERVERS: dict[type, type] = {
 }
 
 
-def _evaluated(initial_value: Any, dtype: Any) -> Any:
+def _evaluated(initial_value: object, dtype: object) -> tf.Tensor:
     """An initial value as a tensor, where one can be had now: its size decides its place."""
     if not tf.executing_eagerly():
         return initial_value
@@ -214,7 +216,7 @@ def _of_parts(variable: Any, argument: Any) -> list:
     return cut_rows(argument, variable.rows)
 
 
-def _size_bytes(initial_value: Any) -> int:
+def _size_bytes(initial_value: object) -> int:
     shape, dtype = getattr(initial_value, "shape", None), getattr(initial_value, "dtype", None)
     if shape is None or dtype is None or not shape.is_fully_defined():
         return 0

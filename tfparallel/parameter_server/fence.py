@@ -49,7 +49,7 @@ class Fence:
                 self._generations.append(ResourceVariable(self.generation))
         self._raise = tf.function(self._raise_generations, autograph=False)
 
-    def guard(self, graph: Any, generation: tf.Tensor) -> None:
+    def guard(self, graph: tf.Graph, generation: tf.Tensor) -> None:
         """Guards what a function under construction does on the servers; called at its end.
 
         Args:

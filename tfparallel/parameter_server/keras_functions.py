@@ -91,7 +91,7 @@ class BatchIterator:
 
 
 def _submitted_ahead(
-    source: Iterator, submit: Callable[[Any], QueuedStep], num_ahead: int
+    source: Iterator, submit: Callable[[object], QueuedStep], num_ahead: int
 ) -> Iterator:
     under_way: collections.deque[QueuedStep] = collections.deque()
     for arguments in source:
@@ -141,7 +141,7 @@ class StepFunction:
             return self._last_logs()
         return self._newest_logs()
 
-    def _newest_logs(self) -> Any:
+    def _newest_logs(self) -> object:
         """Those of the newest step whose predecessors are all done; waits for the first of all."""
         while self._under_way and self._under_way[0].is_done:
             self._newest = self._under_way.popleft().outputs
@@ -149,7 +149,7 @@ class StepFunction:
             self._newest = self.pool.wait(self._under_way.popleft())
         return self._newest
 
-    def _last_logs(self) -> Any:
+    def _last_logs(self) -> object:
         """Those of the last step, which Keras keeps as the epoch's where they are no metrics."""
         last = self._under_way[-1]
         self._under_way.clear()

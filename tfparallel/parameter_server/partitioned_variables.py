@@ -85,7 +85,7 @@ def _loops_around() -> tuple[list, Any]:
     return inner, graph
 
 
-def _outer_graphs(graph: Any) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[Any]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         yield graph
@@ -170,8 +170,8 @@ class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
         return self.value()
 
     def _dense_var_to_tensor(
-        self, dtype: Any = None, name: Any = None, as_ref: bool = False
-    ) -> Any:
+        self, dtype: object = None, name: object = None, as_ref: bool = False
+    ) -> object:
         del as_ref
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
@@ -222,7 +222,7 @@ class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
         message = f"Expected indices in [0, {count}). Received others:"
         return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [message, wrong])
 
-    def _to_parts(self, name: str, value: Any) -> Any:
+    def _to_parts(self, name: str, value: Any) -> object:
         if tf.compat.v1.get_default_graph() in self._read_before:
             raise NotImplementedError(
                 "A partitioned variable is read before the loop or branch that needs its gradient, "

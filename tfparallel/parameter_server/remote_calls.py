@@ -9,14 +9,13 @@ its executor does next.
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from tfparallel.internals import context, new_executor
 
 _of_thread = threading.local()
 
 
-def own_executor() -> Any:
+def own_executor() -> object:
     """The calling thread's own executor; from the first call on the thread uses it."""
     if not hasattr(_of_thread, "executor"):
         _of_thread.executor = new_executor(enable_async=False)

@@ -81,7 +81,7 @@ class RemoteStep:
             value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
             self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
 
-    def compute(self, worker: int, device: str, arguments: Any) -> tuple[Any, list, list]:
+    def compute(self, worker: int, device: str, arguments: object) -> tuple[Any, list, list]:
         """Runs the worker's part there.
 
         Returns:
@@ -103,7 +103,7 @@ class RemoteStep:
         with tf.device(device):
             self._apply(*effects)
 
-    def fetch(self, device: str, outputs: Any) -> Any:
+    def fetch(self, device: str, outputs: Any) -> object:
         """The outputs of `compute` on this process's `device`, as `run` gave them."""
         packed, rest = outputs
         with tf.device(device):
@@ -113,12 +113,12 @@ class RemoteStep:
         return tf.nest.pack_sequence_as(self._traced["outputs"], flat, expand_composites=True)
 
 
-def _flatten(nest: Any) -> list:
+def _flatten(nest: object) -> list:
     flat = tf.nest.flatten(nest, expand_composites=True)
     return [leaf for leaf in flat if leaf is not None]
 
 
-def _pack(structure: Any, flat: Any) -> Any:
+def _pack(structure: Any, flat: Any) -> object:
     """`flat` in the form of `structure`, whose leaves may be None."""
     leaves = iter(flat)
     flat = [

@@ -60,14 +60,14 @@ class RepeatedSteps:
     def guarded(self, step: Callable) -> Callable:
         """`step`, a function of tensors, as a function of the fence's generation and those."""
 
-        def guarded(generation: tf.Tensor, tensors: Any) -> Any:
+        def guarded(generation: tf.Tensor, tensors: object) -> object:
             outputs = step(tensors)
             self._fence.guard(tf.compat.v1.get_default_graph(), generation)
             return outputs
 
         return guarded
 
-    def cover(self, graph: Any) -> None:
+    def cover(self, graph: tf.Graph) -> None:
         """Copies what the function of this graph changes, from now on."""
         if self._copies.cover(changed_by(graph)):
             self._are_old = True
@@ -80,7 +80,7 @@ class RepeatedSteps:
         """No step is done again: what they were called with, arrays among it, may go."""
         self._since, self._are_old = [], True
 
-    def run(self, function: Callable, tensors: Callable[[], Any]) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], object]) -> Any:
         """The outputs of one step.
 
         Args:
@@ -102,7 +102,7 @@ class RepeatedSteps:
             lambda: function(generation, tensors()), copies.restore, self._repeat
         )
 
-    def _repeat(self) -> Any:
+    def _repeat(self) -> object:
         """Does all steps since the copies; returns the outputs of the last."""
         outputs = None
         for function, tensors in self._since:

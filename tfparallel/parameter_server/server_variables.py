@@ -33,7 +33,7 @@ class WholeInCheckpoints:
 
         return {VALUE_KEY: SaveSpec(read, "", VALUE_KEY, self.dtype, device=chief)}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> object:
         value = tf.ensure_shape(restored_tensors[VALUE_KEY], self.shape)
         return self.assign(value)  # type: ignore[attr-defined]
 
@@ -56,16 +56,16 @@ class TellsOfChanges:
 
     distribute_strategy: Any
 
-    def assign(self, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, *args: Any, **kwargs: Any) -> object:
         return self._tell("assign", *args, **kwargs)
 
-    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, *args: Any, **kwargs: Any) -> object:
         return self._tell("assign_add", *args, **kwargs)
 
-    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, *args: Any, **kwargs: Any) -> object:
         return self._tell("assign_sub", *args, **kwargs)
 
-    def _tell(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _tell(self, name: str, *args: object, **kwargs: object) -> object:
         if tf.executing_eagerly():
             self.distribute_strategy.extended._changed_elsewhere()
         return getattr(super(), name)(*args, **kwargs)

@@ -150,7 +150,7 @@ class SharedRows:
         del hosts
         return self.arrays.tensors(self.row_numbers)
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """The rows."""
         return self.arrays.rows(self.row_numbers)
 
@@ -181,7 +181,7 @@ class GatherRows:
         )
 
 
-def _rows_of(arrays: Any, indices: tf.Tensor) -> Any:
+def _rows_of(arrays: object, indices: tf.Tensor) -> object:
     return ArrayRows.recipe((arrays, indices))
 
 
@@ -228,7 +228,7 @@ class SharedDataset:
 
         return NumberedBatches(numbers, batch, numbers if self._graph.is_left_unread else None)
 
-    def here(self, number: int) -> Any:
+    def here(self, number: int) -> object:
         """As `DatasetOnWorkers.here`."""
         return self._dataset.here(number)
 
@@ -264,7 +264,7 @@ class SharedBatch:
         del hosts
         return self.dataset.iterators_at(self.epoch, self.number)
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """As `DatasetOnWorkers.here`."""
         return self.dataset.here(self.number)
 

@@ -51,7 +51,7 @@ class SharedStep:
             outputs = self._run(batch, getattr(iterator, "element_spec", None))
         return outputs
 
-    def _run(self, batch: Any, specs: Any = None) -> Any:
+    def _run(self, batch: Any, specs: Any = None) -> object:
         """Runs the step on a batch; `specs` are those of the dataset that it is from."""
         is_on_its_way = isinstance(batch, BatchArguments)
         arguments = batch if is_on_its_way else ReadByChief(batch, specs)
@@ -65,11 +65,11 @@ class SharedStep:
             self._known.add((recipe, str(specs)))
         return self.steps.run(function, functools.partial(arguments.tensors, self._hosts))
 
-    def _make_function(self, recipe: Callable) -> Any:
+    def _make_function(self, recipe: Callable) -> object:
         step = self.steps.guarded(lambda tensors: self._on_chief(self._step(recipe(tensors))))
         return tf.function(step, reduce_retracing=True, autograph=False)
 
-    def _on_chief(self, outputs: Any) -> Any:
+    def _on_chief(self, outputs: object) -> object:
         """Tensors that are still there when a worker is gone."""
         with tf.device(self._chief_device):
             return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)

@@ -18,10 +18,10 @@ class StepsOnce:
         """`step` as a function of a generation, which never changes, and its own argument."""
         return lambda generation, tensors: step(tensors)
 
-    def cover(self, graph: Any) -> None:
+    def cover(self, graph: object) -> None:
         """Nothing is copied."""
 
-    def run(self, function: Callable, tensors: Callable[[], Any]) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], object]) -> Any:
         """The outputs of one step."""
         return function(self._generation, tensors())
 

@@ -56,7 +56,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         for steps in self._steps:
             steps.changed_elsewhere()
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         own_executor()
         surround_epochs(call, self._watched)
         model: Any = call.model
@@ -91,13 +91,13 @@ class SyncParameterServerExtended(ParameterServerExtended):
         """Keras uses the functions that it finds at a model, and compiles none of its own."""
         strategy = self._container_strategy()
 
-        def train(batch: Any) -> Any:
+        def train(batch: Any) -> object:
             return strategy.run(model.train_step, (self._for_replicas(batch),))
 
-        def test(batch: Any) -> Any:
+        def test(batch: Any) -> object:
             return strategy.run(model.test_step, (self._for_replicas(batch),))
 
-        def predict(batch: Any) -> Any:
+        def predict(batch: Any) -> object:
             batch = self._for_replicas(batch)
             if self._num_replicas_in_sync == 1:
                 return strategy.run(model.predict_step, (batch,))
@@ -121,7 +121,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         model.train_function = None
         self._set_functions(model, self._steps_of(model))
 
-    def _for_replicas(self, batch: Any) -> Any:
+    def _for_replicas(self, batch: Any) -> object:
         """A batch as `run` takes it."""
         is_for_one = isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1
         return batch[0].whole() if is_for_one else batch
@@ -145,8 +145,8 @@ class SyncParameterServerExtended(ParameterServerExtended):
         return ReductionToOneDevice()  # collectives do not reach the devices of other processes
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
-    ) -> Any:
+        self, value: object, destinations: object, axis: int, options: object
+    ) -> object:
         if not isinstance(value, DistributedValues):
             return value
         return gather(ReductionToOneDevice(), value, destinations, axis)

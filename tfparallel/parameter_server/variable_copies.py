@@ -12,7 +12,7 @@ from tfparallel.parameter_server.fence import Fence
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
-def changed_by(graph: Any) -> list[tf.Tensor]:
+def changed_by(graph: tf.Graph) -> list[tf.Tensor]:
     """The handles of the variables that a function's graph may change."""
     handles = {
         id(inner): outer
@@ -60,7 +60,7 @@ class VariableCopies:
         """Variables := copies."""
         self._restore(self._fence.generation)
 
-    def _guarded(self, function: Any) -> Any:
+    def _guarded(self, function: Any) -> object:
         def guarded(generation: tf.Tensor) -> None:
             for handle, copy in self._copies.values():
                 with tf.device(handle.device):

@@ -42,12 +42,12 @@ class ArrayRows:
         (host,) = hosts
         return self._arrays.on(host.worker, host.device), tf.constant(self._indices)
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """The rows."""
         return self._arrays.rows(self._indices)
 
     @staticmethod
-    def recipe(arrays_and_indices: tuple) -> Any:
+    def recipe(arrays_and_indices: tuple) -> object:
         """The rows, gathered in the worker's step."""
         arrays, indices = arrays_and_indices
         return tf.nest.map_structure(lambda a: None if a is None else tf.gather(a, indices), arrays)
@@ -83,13 +83,13 @@ class ArraysOnWorkers:
         self._shipped: dict[int, tuple[int, Any]] = {}
 
     @staticmethod
-    def can_take(adapter: Any) -> bool:
+    def can_take(adapter: object) -> bool:
         """Whether all arrays are dense, of numbers."""
         return isinstance(adapter, ArrayDataAdapter) and all(
             _is_dense(array) for array in keras.tree.flatten(arrays_of(adapter).arrays)
         )
 
-    def on(self, worker: int, device: str) -> Any:
+    def on(self, worker: int, device: str) -> object:
         """The arrays as tensors of the worker; called by the worker's thread."""
         generation = self._generation(worker)
         known = self._shipped.get(worker)
@@ -115,7 +115,7 @@ class ArraysOnWorkers:
         return (ArrayRows(self, rows.numpy()) for rows in self.row_numbers)
 
 
-def _is_dense(array: Any) -> bool:
+def _is_dense(array: object) -> bool:
     if array is None:
         return True
     is_array = isinstance(array, (np.ndarray, tf.Tensor))
@@ -126,7 +126,7 @@ def _fits(array: np.ndarray) -> bool:
     return array.nbytes < _LARGEST_ARRAY_BYTES
 
 
-def _as_array(array: Any) -> Any:
+def _as_array(array: object) -> object:
     if array is None:
         return None
     array = np.asarray(array)
@@ -135,7 +135,7 @@ def _as_array(array: Any) -> Any:
     return array.astype(floatx, copy=False) if array.dtype.kind == "f" else array
 
 
-def _spec_like(array: Any) -> Any:
+def _spec_like(array: Any) -> object:
     return None if array is None else tf.constant(array[:1])
 
 
@@ -146,17 +146,17 @@ class Numbered:
         self._dataset, self._epoch, self._number = dataset, epoch, number
         self.specs = dataset.specs
 
-    def tensors(self, hosts: Hosts) -> Any:
+    def tensors(self, hosts: Hosts) -> object:
         """The batch, read on the worker, where it stays."""
         (host,) = hosts
         return self._dataset.reader(host.worker, host.device).read(self._epoch, self._number)
 
-    def here(self) -> Any:
+    def here(self) -> object:
         """As `DatasetOnWorkers.here`."""
         return self._dataset.here(self._number)
 
     @staticmethod
-    def recipe(batch: Any) -> Any:
+    def recipe(batch: object) -> object:
         """The batch itself."""
         return batch
 

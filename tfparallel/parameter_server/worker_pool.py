@@ -110,7 +110,7 @@ class WorkerPool:
             self._changed.notify_all()
             return step
 
-    def wait(self, step: QueuedStep) -> Any:
+    def wait(self, step: QueuedStep) -> object:
         """The outputs of `step`, when it is done."""
         with self._changed:
             self._wait_until(lambda: step.is_done)
@@ -211,7 +211,7 @@ class WorkerPool:
                     self._note_applied(worker, step, outputs)
                 self._changed.notify_all()
 
-    def _note_applied(self, worker: int, step: QueuedStep, outputs: Any) -> None:
+    def _note_applied(self, worker: int, step: QueuedStep, outputs: object) -> None:
         step.outputs = outputs
         if step.remote.has_effects:
             self._staleness.apply(step.number)

@@ -77,7 +77,7 @@ class WorkerStates:
             for key in [key for key in values if key[0]() is None]:
                 del values[key]
 
-    def of_owner(self, owner: Any) -> dict[int, dict[str, Any]]:
+    def of_owner(self, owner: object) -> dict[int, dict[str, Any]]:
         """What workers remember of `owner`: by worker and name, on the workers or the chief."""
         found: dict[int, dict[str, Any]] = {}
         for (worker, (reference, name)), value in self._restored.items():
@@ -89,7 +89,7 @@ class WorkerStates:
                     found.setdefault(worker, {})[name] = value
         return found
 
-    def restore(self, owner: Any, values: Mapping[int, Mapping[str, Any]]) -> None:
+    def restore(self, owner: object, values: Mapping[int, Mapping[str, object]]) -> None:
         """From now on, workers remember these arrays of `owner`; between steps."""
         reference = weakref.ref(owner)
         for _, of_worker in self._values.values():

@@ -70,7 +70,9 @@ class ArgumentsOnTape:
         """The gradients of what a tape sees, of those of all arguments."""
         return [self._gradient(own, positions) for positions in self._groups()]
 
-    def _gradient(self, own: Sequence | Mapping[int, Any], positions: Sequence[int]) -> Any:
+    def _gradient(
+        self, own: Sequence | Mapping[int, object], positions: Sequence[int]
+    ) -> tf.Tensor | tf.IndexedSlices | None:
         part = self._parts[positions[0]]
         if part is None:
             return own[positions[0]]
@@ -95,6 +97,6 @@ class _Part:
         self.copy, self.number = container.place_of(variable)
 
 
-def _part(argument: Any) -> _Part | None:
+def _part(argument: object) -> _Part | None:
     container = container_of(argument) if isinstance(argument, tf.Variable) else None
     return _Part(container, argument) if isinstance(container, InPartsOnStage) else None

@@ -27,7 +27,7 @@ class _TargetsOnHost(OnHost):
         return [(x, *own) for x, own in zip(inputs, targets, strict=True)], rows, total
 
 
-def batch_on_hosts(data: Any, first: str, last: str, microbatches: range) -> Any:
+def batch_on_hosts(data: Any, first: str, last: str, microbatches: range) -> object:
     """`data` as `Batch` takes it, with targets on the last stage's host.
 
     Args:

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import tensorflow as tf
 
@@ -27,12 +26,12 @@ class CrossingBytes:
         self._every: list[_Made] = []
         self._latest = 0
 
-    def give(self, tensors: Any) -> None:
+    def give(self, tensors: object) -> None:
         """Tells of the model's inputs."""
         for tensor in _tensors(tensors):
             self._note(tensor, self._num_parts)
 
-    def take(self, part: int, tensors: Any) -> None:
+    def take(self, part: int, tensors: object) -> None:
         """Tells what a part is called with."""
         for tensor in _tensors(tensors):
             reference, made = self._made.get(id(tensor), (None, None))
@@ -40,7 +39,7 @@ class CrossingBytes:
                 made = self._note(tensor, self._latest)
             made.until = max(made.until, part)
 
-    def make(self, part: int, tensors: Any) -> None:
+    def make(self, part: int, tensors: object) -> None:
         """Tells what a part makes."""
         for tensor in _tensors(tensors):
             self._note(tensor, part)
@@ -71,5 +70,5 @@ def nbytes(tensor: tf.Tensor) -> int:
     return tensor.dtype.size * (tensor.shape.num_elements() or 0)
 
 
-def _tensors(values: Any) -> Iterable[tf.Tensor]:
+def _tensors(values: object) -> Iterable[tf.Tensor]:
     return [x for x in tf.nest.flatten(values) if isinstance(x, tf.Tensor)]

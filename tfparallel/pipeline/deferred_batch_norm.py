@@ -61,7 +61,7 @@ class DeferredBatchNorm:
                 variable.deferred_to = None
             self._thread.collected = None
 
-    def _take(self, variable: Any, value: tf.Tensor) -> bool:
+    def _take(self, variable: object, value: tf.Tensor) -> bool:
         collected = getattr(self._thread, "collected", None)
         if collected is None:
             return False
@@ -132,7 +132,7 @@ def _assign_once(
             copy.assign(value)
 
 
-def _averages(layer: Any) -> tuple[Any, Any]:
+def _averages(layer: keras.Layer) -> tuple[Any, Any]:
     return behind(layer.moving_mean), behind(layer.moving_variance)
 
 

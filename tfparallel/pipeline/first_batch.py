@@ -23,7 +23,7 @@ class FirstBatches:
         self._num_microbatches = num_microbatches
         self._inputs: Any = weakref.WeakKeyDictionary()
 
-    def take(self, model: keras.Model) -> Any:
+    def take(self, model: keras.Model) -> tf.Tensor:
         """The inputs of a microbatch of `model`, which are kept no longer; None if not known."""
         return self._inputs.pop(model, None)
 
@@ -40,7 +40,7 @@ class FirstBatches:
             first = keras.tree.map_structure(lambda leaf: tf.constant(leaf[:rows]), x)
             self._inputs[call.model] = first
 
-    def note_shapes(self, model: keras.Model, data: Any) -> None:
+    def note_shapes(self, model: keras.Model, data: object) -> None:
         """Notes zeros of the shapes of a batch of which no real rows are known."""
         if model in self._inputs:
             return

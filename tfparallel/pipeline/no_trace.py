@@ -49,7 +49,7 @@ def without_trace(model: keras.Model) -> Iterator[None]:
 class ValuesApart(keras.StatelessScope):
     """Keeps assigned values; also gives those of other variables, for losses of weights."""
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> object:
         value = super().get_current_value(variable)
         return behind(variable) if value is None else value
 

@@ -90,7 +90,7 @@ def _collect(model: keras.Model, models: tuple, calls: Calls, parts: dict[tuple,
             parts.setdefault(member.key(calls), Part(operation, member.node, models, calls))
 
 
-def is_opened(operation: Any) -> bool:
+def is_opened(operation: keras.Layer) -> bool:
     """Whether the parts of a member of a model take its place."""
     return isinstance(operation, keras.Model) and bool(members(operation))
 
@@ -106,7 +106,7 @@ def members(model: keras.Model) -> list[Member]:
     return [Member(node.operation, node, calls[id(node)]) for node in nodes]
 
 
-def graph_nodes(graph: Any) -> list:
+def graph_nodes(graph: keras.Layer) -> list:
     """The nodes of a functional model, in the order in which Keras runs them."""
     by_depth = nodes_by_depth(graph)
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]

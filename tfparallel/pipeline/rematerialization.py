@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -99,7 +98,7 @@ class Rematerialization:
                 )
             yield
 
-    def _call(self, wants: Wants, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, wants: Wants, original: Callable, *args: object, **kwargs: object) -> object:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         outputs = original(*args, **kwargs)

@@ -12,7 +12,6 @@ one device leaves it.
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -43,7 +42,7 @@ class RowSeedsOfStages(RowSeeds):
         with super().placed(place, part), self._step.within(part):
             yield
 
-    def seed_of(self, generator: keras.random.SeedGenerator, next_seed: Callable) -> Any:
+    def seed_of(self, generator: keras.random.SeedGenerator, next_seed: Callable) -> object:
         """As `RowSeeds.seed_of`."""
         self._check_is_drawn_here(generator)
         known = None if self._step is None else self._step.draw(generator)

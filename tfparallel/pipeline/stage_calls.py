@@ -71,7 +71,7 @@ class StageCalls:
     def call(
         self,
         stage: int,
-        name: Any,
+        name: object,
         layers: Sequence,
         function: Callable,
         inputs: list,

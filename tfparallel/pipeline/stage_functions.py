@@ -46,7 +46,7 @@ class StageFunctions:
             self._returned.setdefault(self._concrete[shapes], wide.returned)
         return self._concrete[shapes]
 
-    def returned(self, concrete: Any) -> Sequence[tf.DType]:
+    def returned(self, concrete: object) -> Sequence[tf.DType]:
         """The types of what the function itself returned when it was traced."""
         return self._returned[concrete]
 
@@ -75,14 +75,14 @@ class StageFunctions:
             for each in concrete.captured_inputs
         ]
 
-    def once(self, key: Hashable, build: Callable, *arguments: Any) -> Any:
+    def once(self, key: Hashable, build: Callable, *arguments: object) -> Any:
         """What `build(*arguments)` gave when it was first asked for with this key."""
         if key not in self._built:
             self._built[key] = build(*arguments)
         return self._built[key]
 
 
-def _traced_once(stage: int, function: Callable) -> Any:
+def _traced_once(stage: int, function: Callable) -> object:
     def named(*inputs: tf.Tensor) -> list:
         note_segment(tf.compat.v1.get_default_graph())
         with tf.name_scope(f"stage_{stage}"):  # names the stage in errors of its operations

@@ -48,23 +48,25 @@ class StageVariable(CentralVariable):
         return strategy_behind(self).extended.pipeline_of(replica)
 
     @property
-    def _primary(self) -> Any:
+    def _primary(self) -> tf.Variable:
         return self._values[self.pipeline()]
 
     @property
-    def _unique_id(self) -> Any:
+    def _unique_id(self) -> object:
         return number_of_first_copy(self)
 
     def _is_assigned_here(self) -> bool:
         """Whether the calling replica assigns for all of its pipeline."""
         return strategy_behind(self).extended.is_first_of_pipeline()
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         if self._needs_aggregation():
             return super()._update_replica(update_fn, value, **kwargs)
         return self._assigned_by_first(update_fn, value, **kwargs)
 
-    def _assigned_by_first(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _assigned_by_first(
+        self, update_fn: Callable, value: object, **kwargs: object
+    ) -> tf.Variable:
         if not self._is_assigned_here():
             return self._primary
         result = update_fn(self._primary, value, **kwargs)
@@ -81,7 +83,7 @@ class StageVariable(CentralVariable):
             with tf.device(copy.device):
                 copy.assign(value)
 
-    def copy_in(self, pipeline: int, like: Any) -> Any:
+    def copy_in(self, pipeline: int, like: object) -> tf.Variable:
         """What pipeline number `pipeline` has in the place of `like`, another pipeline's."""
         del like
         return self._values[pipeline]
@@ -128,7 +130,7 @@ class InPartsOnStage(StageVariable):
 
     num_parts: int
 
-    def place_of(self, part: Any) -> tuple[int, int]:
+    def place_of(self, part: object) -> tuple[int, int]:
         """The number of the copy, and that in the copy, of the variable of a part."""
         raise NotImplementedError
 
@@ -136,12 +138,12 @@ class InPartsOnStage(StageVariable):
         """The handle that stands for a copy in `tape.gradient`."""
         raise NotImplementedError
 
-    def gradient_of_whole(self, gradients: Sequence) -> Any:
+    def gradient_of_whole(self, gradients: Sequence) -> object:
         """The gradient of the whole, of those of its parts: dense, sparse, or None for none."""
         raise NotImplementedError
 
 
-def moved(old: Any, device: str) -> Any:
+def moved(old: tf.Variable, device: str) -> tf.Variable:
     """`old`, a variable of TensorFlow, if it is on `device`; else one there of its value."""
     if device_util.canonicalize(old.device) == device_util.canonicalize(device):
         return old
@@ -162,7 +164,7 @@ class LayerVariable(CentralLayerVariable, StageVariable):
     See `StateChanges`. Elsewhere replica 0 assigns it for all.
     """
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         changes = self._changes()
         if changes is None:
             return super()._update_replica(update_fn, value, **kwargs)
@@ -189,7 +191,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         extended = strategy_behind(self).extended
         return not self.is_metric or len(self._values) * extended._num_workers == 1
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         changes = self.distribute_strategy.extended._changes
         if changes is not None and changes.is_recomputing:
             return self._primary
@@ -199,7 +201,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
             strategy_behind(self).extended.note_average(self)
         return update_fn(self._primary, value, **kwargs)
 
-    def _get(self) -> Any:
+    def _get(self) -> object:
         is_update = distribute_lib.get_update_replica_id() is not None
         if is_update or self.is_own_context() or self._is_one():
             return super()._get()
@@ -219,14 +221,14 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         own = tf.add_n([tf.identity(copy.read_value()) for copy in self.values])
         return strategy_behind(self).extended._sum_across_workers(own)
 
-    def of_copy(self, value: Any, index: int) -> Any:
+    def of_copy(self, value: object, index: int) -> object:
         """What pipeline number `index` of this process gets of a value of the whole."""
         if not self.is_metric:
             return value
         is_first = index == 0 and strategy_behind(self).extended._id_in_cluster == 0
         return value if is_first else tf.zeros_like(value)
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
         """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""
         extended = strategy_behind(self).extended
         is_one = len(self.values) * extended._num_workers == 1
@@ -247,7 +249,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
 
         return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=host)}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> object:
         return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
 
 
@@ -258,7 +260,7 @@ class SeedVariable(SequentialVariable):
     is what one device draws, and what files have.
     """
 
-    def of_copy(self, value: Any, index: int) -> Any:
+    def of_copy(self, value: object, index: int) -> object:
         """The state of the pipeline's stream."""
         return seed_of_stream(value, index)
 
@@ -269,7 +271,9 @@ class OptimizerNumber(StageVariable):
     Each reading would be a tensor of its own to send, one for each weight of the other stages.
     """
 
-    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: Any = False) -> Any:
+    def _dense_var_to_tensor(
+        self, dtype: tf.DType | None = None, name: object = None, as_ref: object = False
+    ) -> tf.Tensor:
         known = self._read_once()
         if known is None or dtype not in (None, self.dtype):
             return super()._dense_var_to_tensor(dtype, name, as_ref)
@@ -294,7 +298,7 @@ class OptimizerNumber(StageVariable):
             reads[key] = self._primary.read_value()
         return reads[key]
 
-    def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update(self, update_fn: Callable, value: object, **kwargs: object) -> object:
         reads = self.distribute_strategy.extended._reads or {}
         for key in [key for key in reads if key[0] == id(self)]:
             del reads[key]

@@ -82,7 +82,7 @@ class StagedGraph:
             )
         return groups
 
-    def _run_group(self, group: "NodeGroup", operation_fn: Any, inputs: list) -> list:
+    def _run_group(self, group: "NodeGroup", operation_fn: object, inputs: list) -> list:
         tensors = dict(zip(group.needed, inputs, strict=True))
         self._run_members(group, operation_fn, tensors)
         return [tensors[key] for key in group.produced]

@@ -31,7 +31,7 @@ def staged_losses(model: keras.Model, call: Callable) -> Iterator[None]:
     """
     graph = tf.compat.v1.get_default_graph()
 
-    def in_step(name: Any, function: Callable, *arguments: Any) -> Any:
+    def in_step(name: object, function: Callable, *arguments: object) -> tf.Tensor | None:
         # Within a branch, or a layer, operations belong to another graph.
         if tf.compat.v1.get_default_graph() is not graph:
             return function(*arguments)
@@ -82,7 +82,9 @@ class _StagedLoss:
     def __init__(self, loss: Any, in_step: Callable, name: Any):
         self.unstaged, self._in_step, self._name = loss, in_step, name
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(
+        self, y_true: object, y_pred: object, sample_weight: tf.Tensor | None = None
+    ) -> Any:
         return self._in_step(self._name, self.unstaged, y_true, y_pred, sample_weight)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +95,7 @@ def _update(in_step: Callable, key: int, original: Callable, *args: Any, **kwarg
     """`Metric.update_state`, of which no gradient is taken."""
     names = list(kwargs)
 
-    def update(*arguments: Any) -> None:
+    def update(*arguments: object) -> None:
         positional = arguments[: len(args)]
         original(*positional, **dict(zip(names, arguments[len(args) :], strict=True)))
 

@@ -9,7 +9,6 @@ parts are all on one stage runs as one. Whatever else a nested model does when i
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 
@@ -55,7 +54,7 @@ def staged(
         executor, current_microbatch, deferred, changes, rematerialization, row_seeds
     )
 
-    def call_on_last(name: Any, function: Callable, arguments: tuple) -> Any:
+    def call_on_last(name: object, function: Callable, arguments: tuple) -> object:
         options = {"is_shared": False, "is_result": True}
         return _call_nest(calls, calls.last_stage, name, [], function, arguments, {}, options)
 
@@ -106,9 +105,9 @@ def _call_model(
     places: Places,
     model: keras.Model,
     original: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """`model.call` of a nested subclassed model: on its stage, if it has only one."""
     stages = places.stages_of_model(model, calls.around)
     if len(stages) > 1:
@@ -118,8 +117,13 @@ def _call_model(
 
 
 def _call_layer(
-    calls: StageCalls, places: Places, layer: Any, original: Callable, *args: Any, **kwargs: Any
-) -> Any:
+    calls: StageCalls,
+    places: Places,
+    layer: keras.Layer,
+    original: Callable,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """`layer.call` of a subclassed model's layer."""
     part, stage = places.find(layer, (calls.around, id(layer)))
     return _call_on_stage(calls, stage, part.name, layer, original, args, kwargs)
@@ -129,14 +133,14 @@ def _call_on_stage(
     calls: StageCalls,
     stage: int,
     path: str,
-    layer: Any,
+    layer: keras.Layer,
     original: Callable,
     args: tuple,
     kwargs: dict,
-) -> Any:
+) -> object:
     """`original(*args, **kwargs)` as a part of a stage; within one, as what it is."""
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: object, **kwargs: object) -> object:
         with calls.traced(stage, path):
             return original(*args, **kwargs)
 
@@ -148,20 +152,20 @@ def _call_on_stage(
 def _call_nest(
     calls: StageCalls,
     stage: int,
-    name: Any,
+    name: object,
     layers: Sequence,
     function: Callable,
     args: tuple,
     kwargs: dict,
     options: Mapping[str, bool] | None = None,
-) -> Any:
+) -> object:
     """`function(*args, **kwargs)`, of nests of tensors, on `stage`."""
     flat = keras.tree.flatten((args, kwargs))
     at = [i for i, value in enumerate(flat) if isinstance(value, TENSORS)]
     if not calls.is_in_step or not at:
         return function(*args, **kwargs)
 
-    def of_tensors(inputs: list) -> Any:
+    def of_tensors(inputs: list) -> object:
         filled = list(flat)
         for i, value in zip(at, inputs, strict=True):
             filled[i] = value

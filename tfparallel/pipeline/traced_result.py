@@ -45,7 +45,7 @@ class TracedResult:
         for call, left in self._calls:
             yield call, list(itertools.islice(tensors, len(left)))
 
-    def filled(self, flat: Sequence) -> Any:
+    def filled(self, flat: Sequence) -> object:
         """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""
         leaves, tensors = list(self._leaves), filled(self.tensors, flat)
         rest = flat[len(flat_tensors(self.tensors)) :]

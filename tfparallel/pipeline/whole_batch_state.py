@@ -109,9 +109,9 @@ def _call(
     known: dict,
     layer: keras.Layer,
     call: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     is_other = current_replica_step() is None or changes.is_recomputing
     if is_other or in_stateless_scope() or in_symbolic_scope():
         return call(*args, **kwargs)

@@ -119,7 +119,7 @@ class WorkersExtended(ReplicatedExtended):
                 "speaking.)"
             )
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         if self._num_workers == 1:
             return dataset
         surround_epochs(call, lambda: self._around_epoch(call))
@@ -161,7 +161,7 @@ class WorkersExtended(ReplicatedExtended):
         del call
         return contextlib.nullcontext()
 
-    def _as_per_replica(self, batch: Any) -> Any:
+    def _as_per_replica(self, batch: object) -> object:
         """A batch that is this worker's already, also where it has one replica only."""
         return keras.tree.map_structure(
             lambda leaf: leaf if isinstance(leaf, PerReplica) else PerReplica([leaf]), batch
@@ -201,8 +201,8 @@ class WorkersExtended(ReplicatedExtended):
         return self._local_results(gathered)[0]
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
-    ) -> Any:
+        self, value: object, destinations: object, axis: int, options: object
+    ) -> object:
         parts = self._local_results(value)
         checks = []
         if self._num_workers > 1 and not any(isinstance(p, tf.IndexedSlices) for p in parts):
@@ -211,7 +211,7 @@ class WorkersExtended(ReplicatedExtended):
         with tf.control_dependencies(checks):
             return super()._gather_to_implementation(value, destinations, axis, options)
 
-    def _gather_rows(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: Any) -> object:
         if self._num_workers == 1:
             return rows
         if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
@@ -308,7 +308,7 @@ def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.concat([[rank], tf.pad(shape, [[0, _MAX_RANK - rank]])], 0)
 
 
-def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> Any:
+def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> object:
     """Raises InvalidArgumentError on all workers alike, where TensorFlow's collectives would end.
 
     Args:
@@ -327,7 +327,7 @@ def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> Any:
     )
 
 
-def _shapes(batch: Any) -> list[list[int | None]] | None:
+def _shapes(batch: object) -> list[list[int | None]] | None:
     """The shape of every tensor of a batch on this worker, replica by replica; None of None."""
     if batch is None:
         return None

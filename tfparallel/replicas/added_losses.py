@@ -55,6 +55,6 @@ class _ByThread(MutableSequence):
     def __delitem__(self, index: Any) -> None:
         del self._own[index]
 
-    def insert(self, index: int, loss: Any) -> None:
+    def insert(self, index: int, loss: object) -> None:
         """As a list does."""
         self._own.insert(index, loss)

@@ -23,7 +23,7 @@ from tfparallel.replicas.row_trial import check_is_no_trial
 from tfparallel.replicas.step_build import BuildContext
 
 
-def all_rows(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
+def all_rows(strategy: tf.distribute.Strategy, tensors: object) -> object:
     """The rows of all replicas of each tensor of a nest, `[rows, ...]`; differentiable.
 
     The gradient of a replica's rows is that of the sum of all replicas' losses.
@@ -109,7 +109,7 @@ def _check_rows(tensors: Sequence) -> None:
         )
 
 
-def _first_row(context: Any, rows: Any) -> Any:
+def _first_row(context: Any, rows: Any) -> object:
     """Where this replica's rows of the batch begin among those of all."""
     step = current_replica_step()
     if isinstance(context, BuildContext):
@@ -120,7 +120,7 @@ def _first_row(context: Any, rows: Any) -> Any:
     return tf.cumsum(all_counts, exclusive=True)[context.replica_id_in_sync_group]
 
 
-def _own_part(own: tf.Tensor, rows: tf.Tensor, start: Any) -> tf.Tensor:
+def _own_part(own: tf.Tensor, rows: tf.Tensor, start: object) -> tf.Tensor:
     part = rows[start : start + tf.shape(own)[0]]
     return tf.ensure_shape(part, own.shape)
 

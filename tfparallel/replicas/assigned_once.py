@@ -28,11 +28,13 @@ class CentralLayerVariable(CentralVariable):
         read = self._primary.read_value()  # whose gradient is the variable's
         return seen + (read - tf.stop_gradient(read))
 
-    def _get(self) -> Any:  # what operators compute with
+    def _get(self) -> object:  # what operators compute with
         seen = self._seen()
         return super()._get() if seen is None else seen
 
-    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: Any = False) -> Any:
+    def _dense_var_to_tensor(
+        self, dtype: tf.DType | None = None, name: object = None, as_ref: object = False
+    ) -> tf.Tensor:
         seen = self._seen()
         if seen is None or dtype not in (None, self.dtype):
             return super()._dense_var_to_tensor(dtype, name, as_ref)
@@ -48,29 +50,31 @@ class CentralLayerVariable(CentralVariable):
         seen = self._seen()
         return super().read_value() if seen is None else seen
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, indices: object, name: str | None = None) -> tf.Tensor:
         """Rows of the value: `[*indices, ...]`."""
         seen = self._seen()
         if seen is None:
             return super().sparse_read(indices, name=name)
         return tf.gather(seen, indices, name=name)
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
         """`tf.Variable.assign`."""
         return self if self._take(value) else super().assign(value, *args, **kwargs)
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> object:
         """`tf.Variable.assign_add`."""
         return self._assign_sum(super().assign_add, value, value, *args, **kwargs)
 
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> object:
         """`tf.Variable.assign_sub`."""
         return self._assign_sum(super().assign_sub, -value, value, *args, **kwargs)
 
-    def _assign_sum(self, assign: Callable, more: Any, *args: Any, **kwargs: Any) -> Any:
+    def _assign_sum(
+        self, assign: Callable, more: object, *args: object, **kwargs: object
+    ) -> object:
         is_taken = self._changes() is not None and self._take(self.value() + more)
         return self if is_taken else assign(*args, **kwargs)
 
-    def _take(self, value: Any) -> bool:
+    def _take(self, value: object) -> bool:
         changes = self._changes()
         return changes is not None and changes.take(self, value)

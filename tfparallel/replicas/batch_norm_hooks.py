@@ -31,7 +31,7 @@ from tfparallel.internals.keras_layers import has_stock_moments
 from tfparallel.replicas.replica_step import all_reduce_gradients
 
 
-def hook_batch_norm(layer: Any) -> None:
+def hook_batch_norm(layer: object) -> None:
     """Makes `layer` reduce its statistics at once, if it synchronises. Twice changes nothing."""
     stock = keras.layers.BatchNormalization
     if not isinstance(layer, stock) or not layer.synchronized or "_moments" in vars(layer):
@@ -45,7 +45,7 @@ def hook_batch_norm(layer: Any) -> None:
         )
 
 
-def _moments(layer: Any, moments: Callable, inputs: tf.Tensor, mask: Any) -> tuple:
+def _moments(layer: keras.Layer, moments: Callable, inputs: tf.Tensor, mask: object) -> tuple:
     """`BatchNormalization._moments`: mean and variance, `[channels]`, of the rows of all replicas.
 
     Args:
@@ -157,7 +157,7 @@ def _function(body: Callable, *specs: tf.TensorSpec) -> Callable:
     return tf.function(body, autograph=False).get_concrete_function(*specs)
 
 
-def _count_by_channel(mask: Any, x: tf.Tensor, channels: int) -> tf.Tensor:
+def _count_by_channel(mask: object, x: tf.Tensor, channels: int) -> tf.Tensor:
     """How many values of each channel of `x` count, a float64; all channels have as many.
 
     Where sizes are known when tracing it is a constant, which no device has to be sent.

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,7 +25,7 @@ class CentralExtended(LocalExtended):
     _replicated_class = CentralVariable
     _changes: StateChanges | None = None  # of `CentralLayerVariable`s, while a step runs
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> type:
         # Statistics need a copy for each replica, also those that are created late.
         own_class = super()._variable_class(owner or layer_of_late_variable(), kwargs)
         is_others = isinstance(owner, (BaseOptimizer, keras.random.SeedGenerator))
@@ -65,14 +64,14 @@ class CentralExtended(LocalExtended):
         if self._changes is not None:
             self._changes.assign()
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:
             return super()._apply_reduced(apply, gradients, variables)
 
     def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if isinstance(var, CentralVariable) and values_util.get_current_replica_id_as_int() != 0:
             return None  # replica 0 computes the same update, for all
         return super()._replica_ctx_update(var, fn, args, kwargs, group)

@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -246,7 +245,7 @@ def check_is_keras_3(function: object) -> None:
         )
 
 
-def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
+def check_devices(devices: object, what: str = "devices") -> list[str] | None:
     """The names of devices; refuses those that do not exist, or one device named twice.
 
     Args:
@@ -280,7 +279,7 @@ def check_devices(devices: Any, what: str = "devices") -> list[str] | None:
     return devices
 
 
-def devices_of_process(devices: Any, what: str = "devices") -> list[str] | None:
+def devices_of_process(devices: object, what: str = "devices") -> list[str] | None:
     """As `check_devices`; without any, all that this process has, also among others of a cluster.
 
     None where `TF_CONFIG` names a cluster, of which TensorFlow has something to say.
@@ -290,7 +289,7 @@ def devices_of_process(devices: Any, what: str = "devices") -> list[str] | None:
     return check_devices(devices, what)
 
 
-def check_device(device: Any, what: str = "device") -> list[str]:
+def check_device(device: object, what: str = "device") -> list[str]:
     """A list of the name of one device, given in any way that `check_devices` takes; or its number.
 
     Raises:

@@ -4,7 +4,6 @@ Keras squares whole gradients. Here the sums of squares are given, by whoever kn
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +15,7 @@ def clips_by_norm(optimizer: BaseOptimizer) -> bool:
     return bool(optimizer.clipnorm or optimizer.global_clipnorm)
 
 
-def sum_of_squares(gradient: Any) -> tf.Tensor:
+def sum_of_squares(gradient: tf.Tensor) -> tf.Tensor:
     """In 32 bits at least; of a sparse gradient its rows as they are, equal ones apart."""
     numbers = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     dtype = tf.float64 if numbers.dtype == tf.float64 else tf.float32
@@ -32,7 +31,7 @@ def clipped_by_norm(
     optimizer: BaseOptimizer,
     gradients: Sequence,
     squares: Sequence[tf.Tensor],
-    scaled: Callable[[Any, tf.Tensor], Any],
+    scaled: Callable[[object, tf.Tensor], object],
 ) -> list:
     """`gradients` as `optimizer`, which `clips_by_norm`, clips them.
 
@@ -51,12 +50,12 @@ def clipped_by_norm(
     return [scaled(dense_of(gradient), scale) for gradient in gradients]
 
 
-def dense_of(gradient: Any) -> tf.Tensor:
+def dense_of(gradient: tf.Tensor) -> tf.Tensor:
     """A sparse gradient as a dense one; another as it is."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def scaled_gradient(gradient: Any, scale: tf.Tensor) -> Any:
+def scaled_gradient(gradient: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
     """`gradient * scale`, in the gradient's dtype."""
     if isinstance(gradient, tf.IndexedSlices):
         values = scaled_gradient(gradient.values, scale)

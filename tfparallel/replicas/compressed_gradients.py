@@ -8,7 +8,6 @@ saves it with the optimizer.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -65,13 +64,15 @@ class CompressedGradients(WorkersExtended):
         if self._compressor is None or self._num_workers == 1 or source is None:
             return super()._sum_gradients(gradients)
 
-        def merge(_: tf.distribute.Strategy, loss_scale: Any, *gradients: Any) -> list:
+        def merge(_: tf.distribute.Strategy, loss_scale: object, *gradients: object) -> list:
             return self._reduce_compressed(source, loss_scale, gradients)
 
         context = distribute_lib.get_replica_context()
         return context.merge_call(merge, args=(source.loss_scale(), *gradients))
 
-    def _reduce_compressed(self, source: GradientSource, loss_scale: Any, gradients: tuple) -> list:
+    def _reduce_compressed(
+        self, source: GradientSource, loss_scale: object, gradients: tuple
+    ) -> list:
         with tf.device(self._devices[0]):
             local = [add_tensors(self._local_results(gradient)) for gradient in gradients]
             sums = self._compression_of(source).reduce(
@@ -104,7 +105,7 @@ class CompressedGradients(WorkersExtended):
             return None
         return self._compression_of(GradientSource(optimizer, []))
 
-    def _on_replicas(self, total: Any) -> Any:
+    def _on_replicas(self, total: object) -> object:
         copies = []
         for device in self._devices:
             with tf.device(device):
@@ -116,7 +117,7 @@ class CompressedGradients(WorkersExtended):
     def _mean_here(self, source: GradientSource, gradients: list) -> list:
         """Gradients of the mean loss over the rows of this worker, from weighted ones."""
 
-        def merge(_: tf.distribute.Strategy, weight: Any, *gradients: Any) -> list:
+        def merge(_: tf.distribute.Strategy, weight: object, *gradients: object) -> list:
             own = tf.add_n(list(self._local_results(weight)))
             self._step_to_count = source.optimizer, own
             inverse = tf.math.divide_no_nan(tf.ones_like(own), own)
@@ -134,7 +135,7 @@ class CompressedGradients(WorkersExtended):
         with super()._step_of(model):
             yield
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
         updated = super()._apply_reduced(apply, gradients, variables)
         if self._local_sgd is not None:
             distribute_lib.get_replica_context().merge_call(self._count_step)
@@ -187,7 +188,7 @@ class CompressedGradients(WorkersExtended):
             ),
         )
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         if self._local_sgd is not None and call.model.built:
             mark_statistics(call.model)
             self._statistics = statistics_of(call.model)  # backups are restored before a step

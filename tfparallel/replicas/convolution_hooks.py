@@ -7,7 +7,6 @@ in there, without its gradient. The kernel is read before, where the step is tra
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,7 +16,7 @@ from tfparallel.internals.hooks import hook_once, wrapped
 _CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
 
 
-def hook_convolution(layer: Any) -> None:
+def hook_convolution(layer: object) -> None:
     """Has `layer` read its kernel before XLA, if it needs XLA. Twice changes nothing."""
     if isinstance(layer, _CONVOLUTIONS) and (layer.groups > 1 or _is_broken_on_cpus(layer)):
         hook_once(
@@ -28,10 +27,10 @@ def hook_convolution(layer: Any) -> None:
         )
 
 
-def _is_broken_on_cpus(layer: Any) -> bool:
+def _is_broken_on_cpus(layer: keras.Layer) -> bool:
     return isinstance(layer, keras.layers.Conv3D) and layer.data_format == "channels_first"
 
 
-def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
+def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: object) -> tf.Tensor:
     is_variable = isinstance(kernel, keras.Variable)  # not a symbolic tensor, nor LoRA's sum
     return convolution_op(inputs, tf.convert_to_tensor(kernel) if is_variable else kernel)

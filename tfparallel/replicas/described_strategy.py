@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ class DescribedStrategy(tf.distribute.Strategy):
         _, *others = inspect.signature(cls.__init__).parameters.values()
         cls.__signature__ = inspect.Signature(others)  # help() does not see it behind `__new__`
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "DescribedStrategy":
+    def __new__(cls, *args: object, **kwargs: object) -> "DescribedStrategy":
         """As any object; of an unknown keyword is said what it may have meant."""
         checks.check_keywords(cls, kwargs)
         print_once()

@@ -86,7 +86,7 @@ def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:
     return any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in gpus)
 
 
-def _name(device: Any, what: str) -> str:
+def _name(device: object, what: str) -> str:
     if _is_number(device):
         return f"{'GPU' if devices_here('GPU') else 'CPU'}:{device}"
     if isinstance(device, tf.config.LogicalDevice):
@@ -101,7 +101,7 @@ def _task_of(name: str) -> tuple:
     return spec.job, spec.task
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

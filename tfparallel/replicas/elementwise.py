@@ -1,7 +1,5 @@
 """Which optimizers treat every number of a variable alike."""
 
-from typing import Any
-
 import keras
 
 _optimizers = keras.optimizers
@@ -19,7 +17,7 @@ _ELEMENTWISE = {
 }
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: keras.Optimizer) -> bool:
     """Whether an update of some numbers needs nothing of the others; unknown classes may."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return type(inner) in _ELEMENTWISE

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ class GathersRows(tf.distribute.StrategyExtended):
     def _all_rows(self, tensors: list) -> list:
         """The rows of all replicas of each tensor `[rows, ...]`; called in a replica context."""
 
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *tensors: object) -> list:
             parts = [self._local_results(tensor) for tensor in tensors]
             with tf.device(self._host_device):
                 rows = [self._gather_rows(concat_rows(each)) for each in parts]
@@ -34,7 +33,7 @@ class GathersRows(tf.distribute.StrategyExtended):
             counts: `[replicas]`, whose rows they are, one replica after the other.
         """
 
-        def merge(_: tf.distribute.Strategy, rows: Any, counts: Any) -> Any:
+        def merge(_: tf.distribute.Strategy, rows: object, counts: object) -> object:
             parts = self._local_results(rows)
             with tf.device(self._host_device):
                 by_worker = self._local_results(counts)[0]

@@ -1,7 +1,6 @@
 """A strategy of one process, inside of one over several."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -9,6 +8,7 @@ from tfparallel.coordination.cluster import without_tf_config
 from tfparallel.internals.distribute import give_to
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.local import LocalExtended
 
 Inner = KerasStrategy | Callable[[], KerasStrategy]
@@ -32,7 +32,7 @@ def made(inner: Inner) -> KerasStrategy:
     return strategy
 
 
-def _called(inner: Any) -> KerasStrategy:
+def _called(inner: object) -> KerasStrategy:
     strategy = inner() if callable(inner) else inner
     if not isinstance(strategy, KerasStrategy):
         raise TypeError(
@@ -44,7 +44,7 @@ def _called(inner: Any) -> KerasStrategy:
 
 def inside_of(
     outer: tf.distribute.Strategy, strategy: KerasStrategy, workers: AxisOfProcesses
-) -> Any:
+) -> KerasExtended:
     """The `extended` of `strategy`, as that of `outer`: its processes are `workers`.
 
     Raises:

@@ -92,7 +92,7 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
     def _step_of(self, model: keras.Model) -> AbstractContextManager[None]:
         """Around each Keras step of `model`, also where one replica runs it."""
 
-    def _behind(self, part: Any) -> AbstractContextManager[None]:
+    def _behind(self, part: object) -> AbstractContextManager[None]:
         """Within it, a replica computes its step of `part`, its rows."""
 
     def _metrics_read_together(
@@ -105,7 +105,7 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
     ) -> list[tf.Tensor]:
         """Means over all rows of a batch of what replicas have computed of their own."""
 
-    def _gather_rows(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: object) -> object:
         """The rows of all processes, one process after the other."""
 
 
@@ -129,8 +129,8 @@ class StepStrategy(Protocol):
     def extended(self) -> StepDecisions:
         """Its decisions."""
 
-    def _run_on_replicas(self, fn: Callable[[], object]) -> Any:
+    def _run_on_replicas(self, fn: Callable[[], object]) -> object:
         """Calls `fn()` on every replica of this process."""
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """What each replica of this process has of `value`."""

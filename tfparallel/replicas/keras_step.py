@@ -15,7 +15,6 @@ it computes the mean loss `L_i` over its own rows. What one device computes is
 import collections
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,7 @@ from tfparallel.replicas.interface import StepDecisions, StepStrategy
 from tfparallel.replicas.replica_step import ReplicaStep
 
 
-def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data: Any) -> Any:
+def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data: object) -> object:
     """Runs a model's `train_step` or `test_step` on every replica; returns what one device would.
 
     Args:
@@ -41,7 +40,7 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
     statistics: list = []
     global_results: list = []
 
-    def replica_function() -> Any:
+    def replica_function() -> object:
         i = _local_replica_id()
         part = batch.parts[i]
         step = ReplicaStep(
@@ -59,14 +58,14 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
 
 
 def run_predict_step(
-    strategy: StepStrategy, predict_step: Callable, data: Any, model: keras.Model
-) -> Any:
+    strategy: StepStrategy, predict_step: Callable, data: object, model: keras.Model
+) -> object:
     """Runs `predict_step` of `model` on every replica's rows; returns all rows in their order."""
     extended = strategy.extended
     batch = Batch(extended, data)
     statistics: list = []
 
-    def replica_function() -> Any:
+    def replica_function() -> object:
         i = _local_replica_id()
         part = batch.parts[i]
         step = ReplicaStep(
@@ -129,7 +128,9 @@ def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:
                 variable.values[i].assign(tf.reshape(part, variable.shape))
 
 
-def _reduce_output(strategy: StepStrategy, value: Any, batch: Batch, global_results: list) -> Any:
+def _reduce_output(
+    strategy: StepStrategy, value: object, batch: Batch, global_results: list
+) -> object:
     """One value of what the step returned: a global result as it is, else the mean over rows."""
     if any(value is result for result in global_results):
         return value

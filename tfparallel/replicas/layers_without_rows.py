@@ -73,7 +73,7 @@ def layers_never_without_rows(layers: Iterable[keras.Layer], extended: Any) -> I
         yield
 
 
-def _call(call: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(call: Callable, inputs: object, *args: object, **kwargs: object) -> object:
     others = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
     if not isinstance(inputs, tf.Tensor) or inputs.shape[0] or any(x.shape.rank for x in others):
         return call(inputs, *args, **kwargs)

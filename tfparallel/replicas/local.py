@@ -1,7 +1,5 @@
 """Replicas on devices of one process, between which nothing has to be matched."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
@@ -56,7 +54,7 @@ class LocalExtended(ReplicatedExtended):
         if self._workers is not None:
             return super()._own_rows_of_sum(rows, counts)
 
-        def merge(_: tf.distribute.Strategy, rows: Any, counts: Any) -> PerReplica:
+        def merge(_: tf.distribute.Strategy, rows: object, counts: object) -> PerReplica:
             parts, by_replica = self._local_results(rows), self._local_results(counts)[0]
             owns = []
             for number, device in enumerate(self._devices):
@@ -67,20 +65,22 @@ class LocalExtended(ReplicatedExtended):
 
         return distribute_lib.get_replica_context().merge_call(merge, args=(rows, counts))
 
-    def _reduce_to(self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: ReduceOp, value: object, destinations: object, options: object
+    ) -> object:
         local = self._reduce_in_process(reduce_op, value, destinations, options)
         return self._reduce_over_workers(reduce_op, [local])[0]
 
     def _reduce_in_process(
-        self, reduce_op: ReduceOp, value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self, reduce_op: ReduceOp, value: object, destinations: object, options: object
+    ) -> object:
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
             return ReductionToOneDevice().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
-    ) -> Any:
+        self, value: object, destinations: object, axis: int, options: object
+    ) -> object:
         if isinstance(value, DistributedValues):
             value = gather(self._local_reduction(), value, destinations, axis, options)
         if self._workers is None:
@@ -88,7 +88,7 @@ class LocalExtended(ReplicatedExtended):
         return self._workers._gather_along(self._local_results(value)[0], axis)
 
     def _batch_reduce_to(
-        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: object
     ) -> list:
         pairs = list(value_destination_pairs)
         local = self._local_reduction().batch_reduce(reduce_op, pairs, options)
@@ -100,7 +100,7 @@ class LocalExtended(ReplicatedExtended):
         if self._workers is None:
             return super()._sum_gradients(gradients)
 
-        def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *gradients: object) -> list:
             pairs = [(gradient, gradient) for gradient in gradients]
             local = self._local_reduction().batch_reduce(ReduceOp.SUM, pairs)
             own = [self._local_results(total)[0] for total in local]
@@ -119,7 +119,7 @@ class LocalExtended(ReplicatedExtended):
             sums = [total / tf.cast(self._num_workers, total.dtype) for total in sums]
         return [self._like(total, each) for total, each in zip(sums, local, strict=True)]
 
-    def _like(self, total: Any, local: Any) -> Any:
+    def _like(self, total: object, local: object) -> object:
         """`total` on the devices that `local` is on."""
         if not isinstance(local, DistributedValues):
             return total
@@ -137,10 +137,10 @@ class LocalExtended(ReplicatedExtended):
                 f"{self._id_in_cluster} is speaking.)"
             )
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: object) -> object:
         self._refuse_workers("experimental_distribute_dataset")
         return super()._experimental_distribute_dataset(dataset, options)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def _distribute_datasets_from_function(self, dataset_fn: object, options: object) -> object:
         self._refuse_workers("distribute_datasets_from_function")
         return super()._distribute_datasets_from_function(dataset_fn, options)

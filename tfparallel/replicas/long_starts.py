@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -127,7 +126,9 @@ def spoken_of(
                 watched.start.is_traced(clock.now_s())
 
 
-def _begin(strategy: Any, function: Callable, clock: Clock, say_after_s: float) -> _CallUnderWay:
+def _begin(
+    strategy: tf.distribute.Strategy, function: Callable, clock: Clock, say_after_s: float
+) -> _CallUnderWay:
     """The call that is under way, of which this is a part, or one that begins."""
     call = call_that_traces()
     with _guard:
@@ -165,7 +166,7 @@ def _say(clock: Clock, words: Callable[[float], str | None]) -> None:
         clock.say(logging.INFO, text)
 
 
-def _described(strategy: Any, function: Callable) -> str:
+def _described(strategy: tf.distribute.Strategy, function: Callable) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     replicas = num_replicas(strategy)
     many = f" for {replicas} replicas" if replicas > 1 else ""

@@ -98,34 +98,38 @@ def _declared(loss: Any, kind: str) -> Any:
     except AttributeError:  # a bound method
 
         @functools.wraps(loss)
-        def function(*args: Any, **kwargs: Any) -> Any:
+        def function(*args: object, **kwargs: object) -> Any:
             return loss(*args, **kwargs)
 
         return _declared(function, kind)
     return loss
 
 
-def declared_kind(loss: Any) -> str | None:
+def declared_kind(loss: object) -> str | None:
     """The kind that a loss, or the function that it wraps, has been declared; else None."""
     kind = getattr(loss, _ATTRIBUTE, None)
     return kind if kind is not None else getattr(getattr(loss, "fn", None), _ATTRIBUTE, None)
 
 
-def kind_of_loss(loss: keras.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
+def kind_of_loss(
+    loss: keras.Loss, y_true: object, y_pred: object, sample_weight: tf.Tensor | None
+) -> str:
     """The kind of a loss of a compiled model, given these tensors or nests of them."""
     if (kind := declared_kind(loss)) is not None:
         return kind
     if _is_of_rows(loss, y_pred):
         return "rows"
 
-    def outcome(*arguments: Any) -> TrialOutcome:
+    def outcome(*arguments: object) -> TrialOutcome:
         number, values = number_and_values(loss, *arguments)
         return TrialOutcome(values, number, get_keras_mask(values) is not None)
 
     return _tried(loss, outcome, (y_true, y_pred, sample_weight))
 
 
-def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> str:
+def kind_of_metric(
+    metric: keras.Metric, y_true: object, y_pred: object, sample_weight: object
+) -> str:
     """The kind of the function of a `MeanMetricWrapper`; "masked" rows are "rows" for it."""
     function, options = function_of_metric(metric)
     if (kind := declared_kind(function)) is not None:
@@ -134,7 +138,7 @@ def kind_of_metric(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) ->
     if is_known and options.get("axis", -1) == -1 and _have_columns(y_pred):
         return "rows"
 
-    def outcome(y_true: Any, y_pred: Any, sample_weight: Any) -> TrialOutcome:
+    def outcome(y_true: object, y_pred: object, sample_weight: object) -> TrialOutcome:
         del sample_weight  # Keras takes none for a number of the batch
         values = function(y_true, y_pred, **options)
         number = values if len(values.shape) == 0 else float("nan")
@@ -156,11 +160,11 @@ def _is_of_rows(loss: Any, y_pred: Any) -> bool:
     )
 
 
-def _is_known(function: Any) -> bool:
+def _is_known(function: object) -> bool:
     return any(function is each for each in _OF_ROWS)
 
 
-def _have_columns(y_pred: Any) -> bool:
+def _have_columns(y_pred: object) -> bool:
     return all((leaf.shape.rank or 0) > 1 for leaf in keras.tree.flatten(y_pred))
 
 
@@ -210,7 +214,7 @@ def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:
     return known[key]
 
 
-def _kind_of_outcome(owner: Any, outcome: Callable, specs: tuple, is_masked: bool) -> str:
+def _kind_of_outcome(owner: object, outcome: Callable, specs: tuple, is_masked: bool) -> str:
     try:
         with trial():
             found = found_for(outcome, *specs)

@@ -26,7 +26,7 @@ from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
 _BATCH = "_batch_to_build_with"  # of Keras's iterator over the data of a call
 
 
-def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
+def build_without_reading(call: TrainerCall, element_spec: object) -> None:
     """Lets a model be built from what is known of the batches of `call`, as without a strategy.
 
     Keras would make an iterator, read a batch and throw both away. Then a generator has lost the
@@ -47,14 +47,14 @@ def build_without_reading(call: TrainerCall, element_spec: Any) -> None:
     )
 
 
-def _build_of_specs(build: Callable, iterator: Any = None, data_batch: Any = None) -> None:
+def _build_of_specs(build: Callable, iterator: object = None, data_batch: object = None) -> None:
     batch = getattr(iterator, _BATCH, None)
     if batch is not None:
         iterator, data_batch = None, batch
     build(iterator=iterator, data_batch=data_batch)
 
 
-def build_from_step(building: tuple[Any, str] | None) -> None:
+def build_from_step(building: tuple[object, str] | None) -> None:
     """Lets the model that Keras begins to build, if it does, be built from the step it will run.
 
     That is `step_build.build` for a step of the user's, and Keras's own way for Keras's step.
@@ -69,12 +69,14 @@ def build_from_step(building: tuple[Any, str] | None) -> None:
         )
 
 
-def _symbolic_build(model: Any, method: str, iterator: Any = None, data_batch: Any = None) -> None:
+def _symbolic_build(
+    model: keras.Model, method: str, iterator: object = None, data_batch: object = None
+) -> None:
     del iterator
     build(model, method, data_batch)
 
 
-def batch_of_specs(element_spec: Any) -> Any:
+def batch_of_specs(element_spec: object) -> object:
     """What Keras can build a model with: specs instead of tensors, None where nothing comes."""
     return keras.tree.map_structure(
         lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None,
@@ -175,11 +177,11 @@ def _in_cross_replica(
 ) -> Callable:
     """`result` computed once from the state of all replicas, the same tensors for each."""
 
-    def compute(_: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
+    def compute(_: tf.distribute.Strategy, *args: object, **kwargs: object) -> Any:
         with extended._metrics_read_together(metrics):
             return result(*args, **kwargs)
 
-    def merged(*args: Any, **kwargs: Any) -> Any:
+    def merged(*args: object, **kwargs: object) -> object:
         context = distribute_lib.get_replica_context()
         if context is None or current_replica_step() is None:
             return result(*args, **kwargs)
@@ -193,7 +195,7 @@ def _in_cross_replica(
 def _counting_a_batch_once(update_state: Callable) -> Callable:
     """A scalar (a batch's loss) counts with the replica's share of rows: the shares add up to 1."""
 
-    def weighted(values: Any, sample_weight: Any = None) -> Any:
+    def weighted(values: object, sample_weight: tf.Tensor = None) -> object:
         step = current_replica_step()
         if step is None or step.has_all_rows:
             return update_state(values, sample_weight=sample_weight)

@@ -20,7 +20,7 @@ def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
     """
     found: dict[int, BaseOptimizer] = {}
 
-    def look_at(value: Any) -> None:
+    def look_at(value: object) -> None:
         if isinstance(value, BaseOptimizer):
             found.setdefault(id(value), value)
         elif isinstance(value, dict):

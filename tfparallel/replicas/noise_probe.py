@@ -6,7 +6,6 @@ adding those up gives the estimate (`measure/noise_scale.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -33,7 +32,7 @@ class NoiseProbe:
         self._steps: dict[int, ResourceVariable] = {}
 
     def note(
-        self, replica: int, step: ReplicaStep, own: Sequence[Any], total: Sequence[Any]
+        self, replica: int, step: ReplicaStep, own: Sequence[object], total: Sequence[object]
     ) -> None:
         """Called in the graph of a replica's step.
 
@@ -64,7 +63,7 @@ class NoiseProbe:
         return self._steps[replica]
 
     def _terms(
-        self, replica: int, step: ReplicaStep, own: Sequence[Any], total: Sequence[Any]
+        self, replica: int, step: ReplicaStep, own: Sequence[object], total: Sequence[object]
     ) -> Callable[[], tf.Tensor]:
         def terms() -> tf.Tensor:
             weight = tf.cast(step.weight, tf.float64)
@@ -93,7 +92,7 @@ def replica_number() -> int:
     return int(number if isinstance(number, int) else tf.get_static_value(number))
 
 
-def _squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
+def _squared_norm(gradients: Sequence[object]) -> tf.Tensor:
     squares = [
         tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(each))), tf.float64)
         for each in gradients

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,9 @@ from tfparallel.replicas.checking.traces import no_trace
 _AT_LEAST_S, _FEWEST, _MOST = 0.5, 3, 100
 
 
-def one_device_rows_per_s(model: keras.Model, strategy: Any, spec: Any, rows: int) -> float:
+def one_device_rows_per_s(
+    model: keras.Model, strategy: tf.distribute.Strategy, spec: object, rows: int
+) -> float:
     """Rows a second of steps on zeros; what they compute is thrown away.
 
     Nothing of `model`, or of what it draws at random, is changed. A second model must fit beside
@@ -37,7 +38,7 @@ def one_device_rows_per_s(model: keras.Model, strategy: Any, spec: Any, rows: in
         return rows / _step_s(step, batch)
 
 
-def _step_s(step: TracedStep, batch: Any) -> float:
+def _step_s(step: TracedStep, batch: object) -> float:
     times_s: list[float] = []
     began_s = time.perf_counter()
     while len(times_s) < _FEWEST or (

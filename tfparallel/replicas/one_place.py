@@ -1,7 +1,6 @@
 """A process as one place among several, or as all there is."""
 
 import contextlib
-from typing import Any
 
 import tensorflow as tf
 
@@ -112,7 +111,7 @@ class OnePlace(tf.distribute.StrategyExtended):
         del firsts, batch
         return self._sum_list_across_workers(shares)
 
-    def _gather_rows(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: object) -> object:
         return rows if self._workers is None else self._workers._gather_rows(rows)
 
     def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:

@@ -45,7 +45,7 @@ def wanted_by_scopes(model: keras.Model) -> list[tuple[keras.Layer, Wants]]:
     return wanted
 
 
-def of_any_outputs(outputs: Any) -> bool:
+def of_any_outputs(outputs: object) -> bool:
     """Whatever the outputs are."""
     del outputs
     return True
@@ -61,7 +61,7 @@ def _wanted_by(mode: RematMode | None, layer: keras.Layer) -> Wants | None:
     return None
 
 
-def _size(outputs: Any) -> int:
+def _size(outputs: object) -> int:
     """Numbers in `outputs`, for one row where the number of rows is not known, as Keras counts."""
     shapes = [getattr(x, "shape", None) for x in keras.tree.flatten(outputs)]
     return sum(_product(shape) for shape in shapes if shape is not None)
@@ -74,6 +74,6 @@ def _product(shape: Any) -> int:
     return product
 
 
-def _as_it_is(call: Callable, *args: Any, **kwargs: Any) -> Callable:
+def _as_it_is(call: Callable, *args: object, **kwargs: object) -> Callable:
     del args, kwargs
     return call

@@ -10,7 +10,6 @@ is read both ways in a step.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -19,7 +18,9 @@ from tfparallel.internals.graphs import is_stateful
 _NO_OUTER: Mapping[int, tf.Tensor] = {}
 
 
-def added_up(own: Any, total: Any) -> Any:
+def added_up(
+    own: tf.Tensor | tf.IndexedSlices, total: tf.Tensor | tf.IndexedSlices
+) -> tf.Tensor | tf.IndexedSlices:
     """The gradient of all rows, with one entry where one device has one.
 
     Args:

@@ -47,7 +47,7 @@ class ReplicaStep:
         self.summed_targets: list | None = None
         self.has_all_rows = False
 
-    def weigh_gradient(self, gradient: Any) -> Any:
+    def weigh_gradient(self, gradient: tf.Tensor | tf.IndexedSlices) -> object:
         """`gradient * weight`, unless the loss already carries the weight."""
         if self.weights_loss:
             return gradient
@@ -108,13 +108,15 @@ def all_reduce_gradients(
 
 
 def _weighing_backward_of_all_reduce(
-    context: Any, step: ReplicaStep
+    context: object, step: ReplicaStep
 ) -> contextlib.AbstractContextManager:
     """Within it, gradients that cross replicas are weighted when they do."""
     if step.weights_loss:
         return contextlib.nullcontext()
 
-    def weighted(all_reduce: Callable, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def weighted(
+        all_reduce: Callable, reduce_op: object, value: object, options: object = None
+    ) -> object:
         flat = tf.nest.flatten(value)
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
             return all_reduce(reduce_op, value, options)

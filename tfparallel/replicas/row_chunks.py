@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 
-def in_chunks(function: Callable, rows: Any, others: Any, chunk_rows: int) -> tf.Tensor:
+def in_chunks(function: Callable, rows: object, others: object, chunk_rows: int) -> tf.Tensor:
     """`function(rows, others)`, computed for `chunk_rows` rows at a time; differentiable once.
 
     For a loss of B rows against all B whose scores, [B, B], are too much: in `compute_loss`, with
@@ -67,7 +67,7 @@ class _Starts:
     def loop(self, body: Callable, state: list, first: int = 0) -> list:
         """`state` after `body(number, *state)` for every chunk from `first`, in turn."""
 
-        def one(number: tf.Tensor, *state: Any) -> list:
+        def one(number: tf.Tensor, *state: object) -> list:
             return [number + 1, *body(number, *state)]
 
         _, *state = tf.while_loop(
@@ -84,7 +84,7 @@ class _Starts:
         return tf.TensorArray(like.dtype, self.count, element_shape=shape, infer_shape=False)
 
 
-def _shape_of_any_rows(state: Any) -> Any:
+def _shape_of_any_rows(state: object) -> object:
     """Of what a loop may grow by rows."""
     if isinstance(state, tf.Tensor) and state.shape.rank == 1:
         return tf.TensorShape([None])

@@ -133,7 +133,7 @@ class StateChanges:
 
     # ---- asked by variables ----------------------------------------------------------------------
 
-    def seen(self, variable: Any) -> tf.Tensor | None:
+    def seen(self, variable: tf.Variable) -> tf.Tensor | None:
         """What the calling thread has assigned to `variable`; None if nothing."""
         change = self._own().get(id(variable))
         return None if change is None else change.value
@@ -179,7 +179,7 @@ class StateChanges:
         """Whether a layer is being traced."""
         return self._function is not None
 
-    def check_is_outside_of_layers(self, variable: Any) -> None:
+    def check_is_outside_of_layers(self, variable: object) -> None:
         """Refuses what `take` does not take, in a layer.
 
         Raises:
@@ -312,7 +312,7 @@ class StateChanges:
                 with tf.device(variable.device):
                     _assign_all(variable, self._combined(variable, changes))
 
-    def _combined(self, variable: Any, changes: Mapping[int, Change]) -> tf.Tensor:
+    def _combined(self, variable: tf.Variable, changes: Mapping[int, Change]) -> tf.Tensor:
         values = [change.value for change in changes.values()]
         if not any(change.depends for change in changes.values()) and _are_alike(values):
             return values[-1]
@@ -338,7 +338,7 @@ class StateChanges:
         return f"variable '{variable.name}'"
 
 
-def _assign_all(variable: Any, value: tf.Tensor) -> None:
+def _assign_all(variable: tf.Variable, value: tf.Tensor) -> None:
     with tf.device(variable.device):
         for copy in variable.values:
             copy.assign(value)

@@ -67,13 +67,13 @@ class BuildContext(ReplicaContext):
         self.graph = graph
         self.is_asked = False
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: object, value: object, options: object = None) -> object:
         """`value`: there is no other replica."""
         del reduce_op, options
         self.is_asked = True
         return value
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: object, axis: int, options: object = None) -> object:
         """`value`: there is no other replica."""
         del axis, options
         self.is_asked = True
@@ -90,7 +90,7 @@ class BuildContext(ReplicaContext):
         return rows
 
 
-def build(model: keras.Model, method: str, data_batch: Any) -> None:
+def build(model: keras.Model, method: str, data_batch: object) -> None:
     """Makes all variables that the step of `method` needs and that are not there yet.
 
     Args:
@@ -130,7 +130,7 @@ def _known_outputs(model: keras.Model) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     inputs, outputs = inputs_structure(model), outputs_structure(graph)
 
-    def known(call: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
+    def known(call: Callable, given: object, *args: object, **kwargs: object) -> tf.Tensor:
         if not _are_alike(given, inputs):
             return call(given, *args, **kwargs)
         made = keras.tree.map_structure(_placeholder_like, outputs)
@@ -145,7 +145,7 @@ def _known_outputs(model: keras.Model) -> contextlib.AbstractContextManager:
     )
 
 
-def _are_alike(given: Any, inputs: Any) -> bool:
+def _are_alike(given: object, inputs: object) -> bool:
     """Whether tensors are as a functional model's inputs, in structure and shapes."""
     if isinstance(inputs, list) and len(inputs) == 1 and tf.is_tensor(given):
         given = [given]
@@ -164,7 +164,7 @@ def _placeholder_like(output: Any) -> tf.Tensor:
     return tf.compat.v1.placeholder(output.dtype, output.shape)
 
 
-def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
+def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_remat_of_keras(model))
@@ -180,7 +180,7 @@ def _trace(model: keras.Model, step: Callable, data_batch: Any) -> None:
     clear_added_losses(model)
 
 
-def _placeholders(batch: Any) -> Any:
+def _placeholders(batch: object) -> object:
     """A nest of placeholders for a nest of arrays, tensors or specs."""
     specs = tf.nest.map_structure(_spec, batch)
     flat = [
@@ -190,20 +190,20 @@ def _placeholders(batch: Any) -> Any:
     return tf.nest.pack_sequence_as(specs, flat, expand_composites=True)
 
 
-def _spec(leaf: Any) -> Any:
+def _spec(leaf: object) -> object:
     if leaf is None or isinstance(leaf, tf.TypeSpec):
         return leaf
     return tf.type_spec_from_value(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))
 
 
-def _create_outside(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+def _create_outside(next_creator: Callable, **kwargs: object) -> tf.Variable:
     """Makes a variable as it is made in the strategy's scope: at once, for all replicas."""
     value = kwargs.get("initial_value")
     if tf.is_tensor(value):
         kwargs["initial_value"] = tf.get_static_value(value)  # a constant of the graph
     context = distribute_lib.get_replica_context()
 
-    def create(_: Any = None) -> tf.Variable:
+    def create(_: object = None) -> tf.Variable:
         with tf.init_scope():
             return next_creator(**kwargs)
 

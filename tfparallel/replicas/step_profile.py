@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,7 +32,7 @@ _COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any) -> StepLanes:
+def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> StepLanes:
     """`KerasStrategy.profile`, which explains the arguments."""
     batch = prepared(strategy, model, batch, "profile")
     extended: MeasuredTraining = strategy.extended
@@ -55,7 +54,7 @@ def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: An
     return lanes.of_all_ranks(agreement, offset)
 
 
-def _names_of(optimizer: Any) -> set[str]:
+def _names_of(optimizer: keras.Optimizer) -> set[str]:
     """Of an optimizer and the one that it scales losses for."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return {optimizer.name} | (set() if inner is None else {inner.name})

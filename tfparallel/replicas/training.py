@@ -1,7 +1,7 @@
 """What callbacks, backups and checks may ask of the training that a strategy runs."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +14,7 @@ class GradientMemory(Protocol):
     """What compresses the gradients of one optimizer, and remembers what it has left out."""
 
     @property
-    def compressor(self) -> Any:
+    def compressor(self) -> object:
         """What its gradients are compressed with."""
 
     def state(self) -> dict[str, np.ndarray]:

@@ -92,7 +92,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
     def _get_cross_replica(self) -> tf.Tensor:
         return tf.identity(self._primary)
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         step = current_replica_step()
         if self._is_statistics and step is not None and not step.has_all_rows:
             step.statistics.append(self)
@@ -108,7 +108,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
         if len(extended.worker_devices) == 1 or (not tf.is_tensor(value) and not np.any(value)):
             return
 
-        def check(_: tf.distribute.Strategy, value: Any) -> None:
+        def check(_: tf.distribute.Strategy, value: object) -> None:
             if not isinstance(value, DistributedValues):
                 raise ValueError(
                     f"A non-DistributedValues value {value} cannot be reduced with the given "
@@ -132,7 +132,7 @@ class CentralVariable(ReplicatedVariable):
         del replica_id
         return self._primary
 
-    def _get(self) -> Any:
+    def _get(self) -> object:
         return self._get_cross_replica() if _replica_id() is None else self._primary
 
     def _get_on_device_or_primary(self) -> tf.Variable:
@@ -144,7 +144,7 @@ class CentralVariable(ReplicatedVariable):
         told_of_gradient()
         return self._primary.handle
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         updated = None
         if self._needs_aggregation() or _replica_id() == 0:
             updated = super()._update_replica(update_fn, value, **kwargs)
@@ -165,14 +165,14 @@ class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
     Where each replica computes on the rows of all, the first counts for all.
     """
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         step, extended = current_replica_step(), self.distribute_strategy.extended
         number = (_replica_id() or 0) + first_replica_of_process(extended)
         if step is not None and step.has_all_rows and number != 0:
             return self
         return super()._update_replica(update_fn, value, **kwargs)
 
-    def _get_cross_replica(self) -> Any:
+    def _get_cross_replica(self) -> tf.Tensor:
         prefetched = self._prefetched()
         if prefetched is not None:
             return prefetched
@@ -196,7 +196,7 @@ def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
         _prefetched.values = {}
 
 
-def is_statistics(owner: object, kwargs: Mapping[str, Any]) -> bool:
+def is_statistics(owner: object, kwargs: Mapping[str, object]) -> bool:
     """Whether a layer creates a variable that each replica will assign from its own rows.
 
     Synchronised BatchNorm computes the same statistics everywhere: nothing is left to average.

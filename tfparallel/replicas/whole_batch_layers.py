@@ -80,7 +80,7 @@ class TracedCall:
     are_rows: Sequence[bool] | None = None
 
 
-def _call(layer: keras.Layer, call: Callable, *args: Any, **kwargs: Any) -> Any:
+def _call(layer: keras.Layer, call: Callable, *args: object, **kwargs: object) -> object:
     step = current_replica_step()
     if step is None or step.has_all_rows or in_stateless_scope() or in_symbolic_scope():
         return call(*args, **kwargs)
@@ -149,7 +149,7 @@ def _of_all_rows(
     arguments: LayerArguments,
     found: TracedCall,
     step: ReplicaStep,
-) -> Any:
+) -> object:
     own = arguments.tensors()
     try:
         every, start = rows_and_place(own)
@@ -164,7 +164,7 @@ def _of_all_rows(
         outputs = call(*args, **kwargs)
     count, total = tf.shape(own[0])[0], tf.shape(every[0])[0]
 
-    def own_part(output: Any, are_rows: bool) -> Any:
+    def own_part(output: Any, are_rows: bool) -> object:
         if not are_rows:
             return output
         times = tf.math.floordiv(tf.shape(output)[0], tf.maximum(total, 1))

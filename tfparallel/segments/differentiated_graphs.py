@@ -5,16 +5,15 @@ is one for the graph, not for the step around it.
 """
 
 import weakref
-from typing import Any
 
 _graphs: weakref.WeakSet = weakref.WeakSet()
 
 
-def note_segment(graph: Any) -> None:
+def note_segment(graph: object) -> None:
     """Tells that `graph`, of a function under construction, is a segment's."""
     _graphs.add(graph)
 
 
-def is_of_segment(graph: Any) -> bool:
+def is_of_segment(graph: object) -> bool:
     """Whether `graph` is a segment's."""
     return graph in _graphs

@@ -21,8 +21,8 @@ from tfparallel.segments.segment import made_of
 
 def kept_bytes(
     model: keras.Model,
-    specs: Any,
-    sources: Sequence[Any],
+    specs: object,
+    sources: Sequence[object],
     with_weights: Callable[[], AbstractContextManager[Sequence[tf.Tensor]]],
     in_step: Callable[[], AbstractContextManager],
     device: str | None = None,
@@ -64,7 +64,7 @@ def _placeholder(spec: Any) -> tf.Tensor:
     return tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 
-def _tensors(nest: Any) -> list[tf.Tensor]:
+def _tensors(nest: object) -> list[tf.Tensor]:
     return [x for x in keras.tree.flatten(nest) if isinstance(x, tf.Tensor)]
 
 

@@ -84,7 +84,7 @@ class StepSegments:
         rewire(self._graph, self._segments)
 
     def _shadowed(self, called: Called) -> Any:
-        def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Callable, *args: object, **kwargs: object) -> Any:
             return self._call(called, original, args, kwargs)
 
         layer = called.layer
@@ -97,7 +97,7 @@ class StepSegments:
             "activations are kept, on the host if it is said, or computed again.",
         )
 
-    def _call(self, called: Called, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call(self, called: Called, original: Callable, args: tuple, kwargs: dict) -> object:
         inputs = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, tf.Tensor)]
         is_segment = tf.compat.v1.get_default_graph() is self._graph and bool(inputs)
         weights = called.weights_of() if is_segment and called.weights_of is not None else None
@@ -147,10 +147,10 @@ class StepSegments:
         finally:
             self._thread.inside = before
 
-    def _told(self, outputs: Any, number: int) -> Any:
+    def _told(self, outputs: object, number: int) -> tf.Tensor:
         """`outputs`, whose gradients tell that the backward pass of a segment begins."""
 
-        def told(value: Any) -> Any:
+        def told(value: object) -> tf.Tensor:
             if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
                 return value
             with record.stop_recording():
@@ -158,7 +158,7 @@ class StepSegments:
             own = self._own
             own[number][0].is_differentiated |= record.should_record_backprop([value])
 
-            def backward(gradient: Any) -> list:
+            def backward(gradient: tf.Tensor) -> list:
                 self._begin_backward(own, number, gradient)
                 return [gradient]
 
@@ -168,7 +168,7 @@ class StepSegments:
 
         return keras.tree.map_structure(told, outputs)
 
-    def _begin_backward(self, own: list, number: int, gradient: Any) -> None:
+    def _begin_backward(self, own: list, number: int, gradient: tf.Tensor) -> None:
         """Has the segment's weights, and those of the segments before it, on their way."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             return

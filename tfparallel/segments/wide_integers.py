@@ -11,7 +11,6 @@ looks for it in the host's: TensorFlow keeps small integers there. int64 is on t
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -53,7 +52,7 @@ class WideFunction:
 
 
 @contextlib.contextmanager
-def _captures_wide(graph: Any) -> Iterator[None]:
+def _captures_wide(graph: tf.Graph) -> Iterator[None]:
     """Within it, int32 tensors from outside of `graph` come into it as int64."""
     known: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
     with captures_through(graph, functools.partial(_capture, graph, known)):
@@ -61,8 +60,8 @@ def _captures_wide(graph: Any) -> Iterator[None]:
 
 
 def _capture(
-    graph: Any, known: dict, original: Callable, tensor: Any, *args: Any, **kw: Any
-) -> Any:
+    graph: tf.Graph, known: dict, original: Callable, tensor: tf.Tensor, *args: object, **kw: object
+) -> tf.Tensor:
     is_outside = getattr(tensor, "graph", None) is not graph and tf.is_symbolic_tensor(tensor)
     if not is_outside or not _is_narrow(tensor):
         return original(tensor, *args, **kw)
@@ -75,5 +74,5 @@ def _capture(
     return known[id(tensor)][1]
 
 
-def _is_narrow(tensor: Any) -> bool:
+def _is_narrow(tensor: tf.Tensor) -> bool:
     return tensor.dtype == tf.int32

@@ -4,8 +4,6 @@ Only in Keras's own step, in which nobody looks at a gradient before the optimiz
 gradients stay rows, and meet in the optimizer.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.replicas.replica_step import current_replica_step
@@ -23,7 +21,9 @@ class BackwardReduction:
         self._extended = extended
         self._stay_whole: dict[tuple[int, int], bool] = {}
 
-    def reduced(self, variable: Any, i: int, gradient: Any) -> Any:
+    def reduced(
+        self, variable: tf.Variable, i: int, gradient: tf.Tensor | tf.IndexedSlices
+    ) -> tf.Tensor | tf.IndexedSlices:
         """What a tape gets for the gradient of the whole: the part of replica `i`, or rows.
 
         A tape adds up the gradients of all reads of a variable, so they have to be of one kind:
@@ -41,7 +41,7 @@ class BackwardReduction:
         return part
 
 
-def is_part(gradient: Any, variable: Any) -> bool:
+def is_part(gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable) -> bool:
     """Whether a gradient of a sharded `variable` is the caller's part of that of all rows.
 
     Of a whole one some sizes may not be known when it is traced.

@@ -75,7 +75,9 @@ class MemoryTable:
         return text.getvalue()
 
 
-def memory_table(extended: ShardedExtended, model: keras.Model, inputs: Any = None) -> MemoryTable:
+def memory_table(
+    extended: ShardedExtended, model: keras.Model, inputs: object = None
+) -> MemoryTable:
     """The table of `model`, on the devices of this process.
 
     Args:
@@ -115,7 +117,7 @@ def memory_table(extended: ShardedExtended, model: keras.Model, inputs: Any = No
     return MemoryTable(model.name, tuple(rows))
 
 
-def _of_host(weights: Sequence[Any], slots: Sequence[Any], count: int) -> DeviceMemory:
+def _of_host(weights: Sequence[object], slots: Sequence[object], count: int) -> DeviceMemory:
     """What the replicas of this process keep in its host's memory."""
     parameters, in_slots = (
         sum(_stored(each, i, on_host=True) for i in range(count)) for each in (weights, slots)
@@ -123,7 +125,7 @@ def _of_host(weights: Sequence[Any], slots: Sequence[Any], count: int) -> Device
     return DeviceMemory("host", parameters, in_slots, 0, 0, 0)
 
 
-def _stored(variables: Sequence[Any], i: int, on_host: bool) -> int:
+def _stored(variables: Sequence[object], i: int, on_host: bool) -> int:
     """Bytes of what replica `i` of this process has on its device, or on the host."""
     return sum(
         _size(own.shape, own.dtype)
@@ -132,18 +134,18 @@ def _stored(variables: Sequence[Any], i: int, on_host: bool) -> int:
     )
 
 
-def _own(variable: Any, i: int) -> tuple[Any, bool]:
+def _own(variable: object, i: int) -> tuple[Any, bool]:
     """What replica `i` has of a variable, and whether it is kept on the host."""
     copies = getattr(variable, "values", None)
     is_on_host = isinstance(variable, ShardedVariable) and variable.is_on_host
     return (variable if copies is None else copies[i]), is_on_host
 
 
-def _size(shape: Any, dtype: Any) -> int:
+def _size(shape: object, dtype: object) -> int:
     return int(tf.TensorShape(shape).num_elements() or 0) * tf.as_dtype(dtype).size
 
 
-def _gradients(extended: ShardedExtended, model: keras.Model, optimizer: Any) -> int:
+def _gradients(extended: ShardedExtended, model: keras.Model, optimizer: keras.Optimizer) -> int:
     """Parts where they are reduced as soon as they are there, else wholes."""
     variables = [behind(variable) for variable in model.trainable_variables]
     if optimizer is None:
@@ -171,7 +173,7 @@ def _gathered(extended: ShardedExtended, model: keras.Model) -> int:
     return max(at_once, default=0) + sum(_size(v.shape, v.dtype) for v in rest)
 
 
-def _is_gathered(variable: Any) -> bool:
+def _is_gathered(variable: object) -> bool:
     return isinstance(variable, ShardedVariable) and not isinstance(variable, KeptWholeVariable)
 
 
@@ -186,7 +188,7 @@ def _units(extended: ShardedExtended, model: keras.Model) -> list[list[Any]]:
     return units
 
 
-def _activations(extended: ShardedExtended, model: keras.Model, inputs: Any) -> int | None:
+def _activations(extended: ShardedExtended, model: keras.Model, inputs: object) -> int | None:
     replicas = extended._num_replicas_in_sync
     specs = keras.tree.map_structure(lambda x: _of_replica(x, replicas), inputs)
     every = [behind(v) for layer in layers_of(model) for v in layer.variables]

@@ -40,7 +40,7 @@ def loops_around() -> tuple[list, Any]:
     return inner, graph
 
 
-def _graph_of_step() -> Any:
+def _graph_of_step() -> object:
     """The graph that a replica's step is traced in; None outside of replicas."""
     # Contexts of ours know the graph that is traced, and so do TensorFlow's threads of replicas.
     knows = (distribute_lib.get_replica_context(), threading.current_thread())
@@ -48,7 +48,7 @@ def _graph_of_step() -> Any:
     return next((graph for graph in graphs if isinstance(graph, FuncGraph)), None)
 
 
-def _outer_graphs(graph: Any) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[Any]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         if graph is not None:

@@ -53,13 +53,13 @@ class PartOfCopy:
         """`[length]`."""
         return tf.ensure_shape(self._own.read_value(), self.shape)
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: object = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.read_value(), dtype, name=name)
 
-    def __mul__(self, other: Any) -> tf.Tensor:
+    def __mul__(self, other: object) -> tf.Tensor:
         return self.read_value() * other
 
-    def __add__(self, other: Any) -> tf.Tensor:
+    def __add__(self, other: object) -> tf.Tensor:
         return self.read_value() + other
 
     def assign(self, value: Any) -> "PartOfCopy":

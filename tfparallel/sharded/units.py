@@ -25,12 +25,12 @@ from tfparallel.sharded.unit_gathers import UnitGathers
 _thread = threading.local()
 
 
-def given_whole(variable: Any) -> tf.Tensor | None:
+def given_whole(variable: tf.Variable) -> tf.Tensor | None:
     """The whole of a variable in the unit that the calling thread is in; None elsewhere."""
     return getattr(_thread, "wholes", {}).get(id(variable))
 
 
-def forget_whole(variable: Any) -> None:
+def forget_whole(variable: tf.Variable) -> None:
     """The variable is assigned in the unit that the calling thread is in: it is read again then."""
     _thread.wholes = {k: v for k, v in getattr(_thread, "wholes", {}).items() if k != id(variable)}
 
@@ -82,7 +82,7 @@ class UnitWeights:
 def units_of(
     model: keras.Model,
     patterns: Sequence[str] | None,
-    is_sharded: Callable[[Any], bool],
+    is_sharded: Callable[[object], bool],
     rematerialized: Sequence[tuple[keras.Layer, Callable]] = (),
     offloaded: Sequence[keras.Layer] = (),
 ) -> list[Called]:
@@ -147,7 +147,7 @@ def unit_variables(layer: keras.Layer, with_inner: bool) -> list[Any]:
 
 
 def _weights_of(
-    layer: keras.Layer, with_inner: bool, is_sharded: Callable[[Any], bool]
+    layer: keras.Layer, with_inner: bool, is_sharded: Callable[[object], bool]
 ) -> Weights | None:
     """What a call of `layer` gathers; None if that is nothing, or is there in a unit around it."""
     variables = unit_variables(layer, with_inner)

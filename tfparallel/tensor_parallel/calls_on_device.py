@@ -7,7 +7,6 @@ operation, from the tensors and the weights that it reads to its outputs.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,14 +28,14 @@ def hook_on_device(layer: keras.Layer, extended: ComputingGroups, number: int) -
 
 
 def _call(
-    extended: ComputingGroups, number: int, original: Callable, *args: Any, **kwargs: Any
-) -> Any:
+    extended: ComputingGroups, number: int, original: Callable, *args: object, **kwargs: object
+) -> object:
     if not computes_in_parts(extended):
         return original(*args, **kwargs)
     return call_on_device(extended.own_group()[number], original, args, kwargs)
 
 
-def call_on_device(device: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+def call_on_device(device: str, function: Callable, args: tuple, kwargs: dict) -> object:
     """`function(*args, **kwargs)` on `device`, and its gradient too.
 
     Args:
@@ -79,5 +78,5 @@ def call_on_device(device: str, function: Callable, args: tuple, kwargs: dict) -
     return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: object) -> bool:
     return isinstance(value, (tf.Variable, keras.Variable))

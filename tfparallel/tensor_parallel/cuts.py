@@ -71,18 +71,18 @@ def numbers_of(shape: Sequence[int | None]) -> int:
     return math.prod(size or 1 for size in list(shape)[1:])
 
 
-def _with_bias(layer: Any, kernel_dim: int, bias_dim: int | None) -> tuple:
+def _with_bias(layer: keras.Layer, kernel_dim: int, bias_dim: int | None) -> tuple:
     dims: tuple[tuple[Any, int], ...] = ((layer.kernel, kernel_dim),)
     if getattr(layer, "bias", None) is not None and bias_dim is not None:
         dims += ((layer.bias, bias_dim),)
     return dims
 
 
-def _is_one_variable(layer: Any) -> bool:
+def _is_one_variable(layer: keras.Layer) -> bool:
     return isinstance(getattr(layer, "kernel", None), keras.Variable)  # not of LoRA
 
 
-def _dense(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _dense(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     if not _is_one_variable(layer):
         return None
     features, units = layer.kernel.shape
@@ -94,7 +94,7 @@ def _dense(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts(ways, 2 * features * numbers_of(outputs[0]))
 
 
-def _convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _convolution(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     if not _is_one_variable(layer) or layer.groups != 1:
         return None
     *window, channels, filters = layer.kernel.shape
@@ -106,7 +106,7 @@ def _convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts(ways, 2 * math.prod(window) * channels * numbers_of(outputs[0]))
 
 
-def _transposed_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _transposed_convolution(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     del outputs
     if not _is_one_variable(layer):
         return None
@@ -119,7 +119,7 @@ def _transposed_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts
     return Cuts(ways, 2 * math.prod(window) * filters * numbers_of(inputs[0]))
 
 
-def _depthwise_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _depthwise_convolution(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     if not _is_one_variable(layer):
         return None
     *window, channels, filters = layer.kernel.shape
@@ -129,7 +129,7 @@ def _depthwise_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts 
     return Cuts(ways, 2 * math.prod(window) * numbers_of(outputs[0]))
 
 
-def _separable_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _separable_convolution(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
     if not isinstance(pointwise, keras.Variable):
         return None
@@ -143,7 +143,7 @@ def _separable_convolution(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts 
     return Cuts(ways, 2 * products * numbers_of(outputs[0]) // pointwise.shape[-1])
 
 
-def _normalization(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _normalization(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     del inputs, outputs
     names = ("gamma", "beta", "scale")
     weights = [x for x in (getattr(layer, n, None) for n in names) if isinstance(x, keras.Variable)]
@@ -152,7 +152,7 @@ def _normalization(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts({"aligned": Cut(weights[0].shape[0], tuple((weight, 0) for weight in weights))})
 
 
-def _einsum(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _einsum(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     """By the last letter of the output that is new, or the last of the input that is summed.
 
     A kernel that is in parts already is in parts along any letter: then by that one.
@@ -176,12 +176,12 @@ def _einsum(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts(ways, 2 * products * numbers_of(outputs[0]))
 
 
-def _letter_in_parts(layer: Any, right: str) -> str:
+def _letter_in_parts(layer: keras.Layer, right: str) -> str:
     split = split_of(layer.kernel)
     return "" if split is None else right[split.rows.dim]
 
 
-def _of_letter(layer: Any, right: str, letter: str, term: str, rank: int) -> Cut:
+def _of_letter(layer: keras.Layer, right: str, letter: str, term: str, rank: int) -> Cut:
     dim = right.index(letter)
     from_end = len(term) - term.index(letter)
     bias_dim = None
@@ -192,7 +192,7 @@ def _of_letter(layer: Any, right: str, letter: str, term: str, rank: int) -> Cut
     return Cut(layer.kernel.shape[dim], _with_bias(layer, dim, bias_dim), rank - from_end)
 
 
-def _embedding(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _embedding(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     table = layer.embeddings
     if not isinstance(table, keras.Variable):
         return None
@@ -215,7 +215,7 @@ def _reversed_embedding(layer: Any, table: Any, outputs: Shapes) -> Cuts:
     return Cuts({"column": column, "tokens": column}, flops)
 
 
-def _recurrent(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _recurrent(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     """By units; states that are returned, too, are of another rank than outputs."""
     if not has_units(layer) or not _is_one_variable(layer.cell) or len(inputs[0]) != 3:
         return None
@@ -227,7 +227,7 @@ def _recurrent(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     return Cuts({"column": Cut(cell.units, dims, dim)}, 2 * products * (inputs[0][1] or 1))
 
 
-def _attention(layer: Any, inputs: Shapes, outputs: Shapes) -> Cuts | None:
+def _attention(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
     *to_heads, from_heads = projections_of(layer)
     if not all(_is_one_variable(each) for each in (*to_heads, from_heads)):
         return None

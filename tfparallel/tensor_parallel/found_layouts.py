@@ -76,11 +76,11 @@ class FoundLayouts(Layouts):
         """There are none."""
         del model
 
-    def add_slot(self, leader: Any, slot: keras.Variable) -> None:
+    def add_slot(self, leader: object, slot: keras.Variable) -> None:
         """Notes that an optimizer makes `slot` for the weight `leader`, of equal shape."""
         self.slots.append((weakref.ref(leader), weakref.ref(slot)))
 
-    def slots_of(self, leader: Any) -> list:
+    def slots_of(self, leader: object) -> list:
         """The slots of a weight that live."""
         slots = [slot() for variable, slot in self.slots if variable() is leader]
         return [slot for slot in slots if slot is not None]
@@ -110,7 +110,7 @@ class PutsInParts(ComputingGroups, Protocol):
         """What keeps the value of `variable` in parts; called outside of replicas."""
 
 
-def lay_out(strategy: Any, model: keras.Model, inputs: Any = None) -> None:
+def lay_out(strategy: tf.distribute.Strategy, model: keras.Model, inputs: object = None) -> None:
     """Puts a model's weights in parts, once. Called outside of replicas.
 
     Args:
@@ -151,7 +151,7 @@ def _symbolic(tensor: Any) -> keras.KerasTensor:
     return keras.KerasTensor((None, *tensor.shape[1:]), dtype)
 
 
-def _place(extended: PutsInParts, model: keras.Model, inputs: Any) -> None:
+def _place(extended: PutsInParts, model: keras.Model, inputs: object) -> None:
     found = extended.layouts.find(extended, model, calls_of(model, inputs))
     for layer in layers_of(model):
         for variable in own_variables(layer):

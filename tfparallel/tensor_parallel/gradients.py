@@ -12,7 +12,9 @@ from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
-def in_parts(gradient: Any, variable: Any, stored: bool = False) -> list[tf.Tensor] | None:
+def in_parts(
+    gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable, stored: bool = False
+) -> list[tf.Tensor] | None:
     """A dense gradient as parts of a split variable's; None for any other.
 
     Args:
@@ -69,13 +71,13 @@ def sum_parts(
     return [[next(summed) for _ in range(size)] for size in sizes]
 
 
-def _sum_on(device: str, value: Any) -> tf.Tensor:
+def _sum_on(device: str, value: object) -> tf.Tensor:
     """The sum of `value` over replicas."""
     with tf.device(device):
         return tf.add_n(list(getattr(value, "values", [value])))
 
 
-def _copies(groups: Any, part: int, total: tf.Tensor) -> Any:
+def _copies(groups: Any, part: int, total: tf.Tensor) -> object:
     """A copy of `total` on device number `part` of each group."""
     copies = []
     for group in groups:

@@ -17,7 +17,6 @@ a loop: there, layers compute with wholes (`loops.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -26,7 +25,7 @@ from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.rows import Rows
 
 
-def known_parts(tensor: Any) -> tuple[Rows, list] | None:
+def known_parts(tensor: tf.Tensor | tf.IndexedSlices) -> tuple[Rows, list] | None:
     """How `tensor` is divided, and its parts, if it was made by `joined`."""
     return getattr(tensor, PARTS, None)
 
@@ -65,7 +64,7 @@ def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
     return whole
 
 
-def parts_of(tensor: Any, rows: Rows) -> list[tf.Tensor]:
+def parts_of(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     """The parts of `tensor`: those that it was made of, or slices."""
     tensor = tf.convert_to_tensor(tensor)
     with record.stop_recording():

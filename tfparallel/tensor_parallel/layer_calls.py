@@ -47,7 +47,7 @@ class ModelCalls:
     borders: list[Any]
 
 
-def calls_of(model: keras.Model, inputs: Any = None) -> ModelCalls:
+def calls_of(model: keras.Model, inputs: object = None) -> ModelCalls:
     """The calls of `model`'s layers; attention counts as one layer, a nested model as its layers.
 
     Args:
@@ -95,7 +95,7 @@ def _noting(model: keras.Model, calls: list[LayerCall]) -> Iterator[None]:
 
 
 def _noted(layer: keras.Layer, calls: list[LayerCall]) -> Callable:
-    def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable, *args: object, **kwargs: object) -> Any:
         before = len(calls)
         outputs = original(*args, **kwargs)
         del calls[before:]  # of layers within: those of attention
@@ -109,7 +109,7 @@ def _is_noted(layer: keras.Layer) -> bool:
     return is_cut_by_type(layer) or len(layers_of(layer)) == 1
 
 
-def _tensors(nest: Any) -> list:
+def _tensors(nest: object) -> list:
     return [x for x in keras.tree.flatten(nest) if tf.is_tensor(x)]
 
 

@@ -87,7 +87,7 @@ def _metrics(model: keras.Model) -> list[tuple[Any, Callable]]:
 
 
 def _loss(
-    extended: ComputingGroups, loss: Any, original: Callable, y_true: Any, y_pred: Any
+    extended: ComputingGroups, loss: object, original: Callable, y_true: object, y_pred: object
 ) -> tf.Tensor:
     """`SparseCategoricalCrossentropy.call`."""
     return _crossentropy(
@@ -123,7 +123,7 @@ def _crossentropy(
     return values
 
 
-def _group_and_rows(extended: ComputingGroups, y_pred: Any) -> tuple[Group, Rows] | None:
+def _group_and_rows(extended: ComputingGroups, y_pred: object) -> tuple[Group, Rows] | None:
     """The group that has `y_pred` in parts along its last dim, and how; else None."""
     if not isinstance(y_pred, tf.Tensor) or not computes_in_parts(extended):
         return None
@@ -132,7 +132,7 @@ def _group_and_rows(extended: ComputingGroups, y_pred: Any) -> tuple[Group, Rows
     return None if rows is None or rows.dim != y_pred.shape.rank - 1 else (group, rows)
 
 
-def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
+def _labels(y_true: object, y_pred: tf.Tensor) -> tf.Tensor:
     """`[rows, ...]`, without the last dim of size 1 that labels may have."""
     labels = tf.convert_to_tensor(y_true)
     if labels.shape.rank == y_pred.shape.rank:

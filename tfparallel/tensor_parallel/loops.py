@@ -43,7 +43,7 @@ def before_loops() -> Iterator[None]:
         yield
 
 
-def _default_graph() -> Any:
+def _default_graph() -> tf.Graph:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
@@ -58,13 +58,13 @@ def _recording_graph() -> tuple[Any, bool]:
     return step, False
 
 
-def _step_graph() -> Any:
+def _step_graph() -> tf.Graph:
     """The graph that is traced for the caller's replica; contexts and threads know it."""
     knows: tuple[Any, ...] = (distribute_lib.get_replica_context(), threading.current_thread())
     return next((each.graph for each in knows if getattr(each, "graph", None) is not None), None)
 
 
-def _outer_graphs(graph: Any) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[Any]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         yield graph

@@ -55,7 +55,7 @@ class MeshGroups:
 
 
 def mesh_groups(
-    mesh: Any, batch_dim_name: str | None = None, of_cluster: Sequence[str] | None = None
+    mesh: object, batch_dim_name: str | None = None, of_cluster: Sequence[str] | None = None
 ) -> MeshGroups:
     """The groups of a mesh of one or two axes (others may have size 1).
 

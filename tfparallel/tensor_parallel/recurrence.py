@@ -90,7 +90,7 @@ class Recurrence:
         of_h = tf.matmul(gradient, kernel, transpose_b=True)
         return of_h * self.drops[0] if self.drops else of_h
 
-    def _step(self, x: tf.Tensor, r: tf.Tensor, carry: Carry, mask: Any) -> Carry:
+    def _step(self, x: tf.Tensor, r: tf.Tensor, carry: Carry, mask: object) -> Carry:
         """What a device carries after a step."""
         *states, last = carry
         new = self.gates(x, r, states)
@@ -100,7 +100,7 @@ class Recurrence:
         old = zip(new, (*states, last), strict=True)
         return [tf.where(mask, after, before) for after, before in old]
 
-    def _mask_of(self, step: tf.Tensor) -> Any:
+    def _mask_of(self, step: tf.Tensor) -> object:
         return None if self.mask is None else tf.gather(self.mask, step)
 
     # ---- all steps -------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """TensorFlow's own TPU strategy inside, with our hooks around."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +13,7 @@ class KerasTPUExtended(SpmdExtended, TPUExtended):
     """`TPUExtended` with the hooks of our strategies that one XLA program allows."""
 
 
-def connect_to_tpu(tpu: str = "local") -> Any:
+def connect_to_tpu(tpu: str = "local") -> object:
     """Finds and initialises a TPU.
 
     Args:

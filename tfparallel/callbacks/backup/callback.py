@@ -107,7 +107,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if fit is not None:
             hook_steps(fit.epoch_iterator, lambda steps: self._around_steps(steps))
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Restores the newest backup, if there is one; moves this callback to the end of the list.
 
         Told last, it sees what every other callback has made of a step.
@@ -142,7 +142,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._notice is not None:
             self._notice.watch(call.runs_in)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """In the first epoch, puts back what its beginning has changed."""
         self._progress.epoch = epoch
         self._call.forget_start()
@@ -150,7 +150,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restoration.in_first_epoch()
             self._restoration = None
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Waits for the last backup, then deletes all of them if asked to.
 
         After SIGTERM they stay: whatever follows `fit` is done by the run that is started again.
@@ -228,7 +228,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         """Saves if it is time to."""
         steps = batch + 1 - self._progress.batch
         self._position.took(steps)
@@ -242,7 +242,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         elif "save" in due or self._is_due():
             self._save()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Saves if it is time to."""
         self._call.forget_logs()
         self._progress = TrainingProgress(epoch + 1)

@@ -79,6 +79,6 @@ def _attributes(callback: keras.callbacks.Callback) -> list[str]:
     ]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """`value` with lists and dicts of its own; arrays are shared, Keras replaces them whole."""
     return keras.tree.map_structure(lambda leaf: leaf, value)

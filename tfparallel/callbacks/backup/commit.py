@@ -30,7 +30,7 @@ def write_backup(
     agreement: Agreement | None,
     rank: int,
     parts: Mapping[str, BackupPart],
-    about: Mapping[str, Any],
+    about: Mapping[str, object],
     keep: int,
     lease: Lease | None,
 ) -> int:
@@ -100,7 +100,7 @@ def delete_old(storage: Storage, keep: int, check: Callable[[], None] = lambda: 
             storage.delete(old)
 
 
-def _together(agreement: Agreement | None, kind: str, work: Callable[[], Any]) -> list:
+def _together(agreement: Agreement | None, kind: str, work: Callable[[], object]) -> list:
     """What `work` returned on every worker, by rank; an error on all if it failed on any."""
     error: Exception | None = None
     result: dict[str, Any]

@@ -200,7 +200,9 @@ def _optimizers_in_own_scope(model: keras.Model) -> Iterator[None]:
     another one is in the names of the other's variables.
     """
 
-    def build_in_scope(optimizer: Any, build_plainly: Callable, variables: Any) -> None:
+    def build_in_scope(
+        optimizer: keras.Optimizer, build_plainly: Callable, variables: object
+    ) -> None:
         with keras.name_scope(optimizer.name, caller=optimizer):
             build_plainly(variables)
 

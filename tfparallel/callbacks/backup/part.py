@@ -36,7 +36,7 @@ class BackupPart:
         """The names of the values."""
         return self._values.keys()
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._values[name] = _encode(value, name, self._tensors)
 
     def __getitem__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ def read_part(storage: Storage, number: int, name: str) -> BackupPart:
     return part
 
 
-def _encode(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
+def _encode(value: object, path: str, tensors: dict[str, np.ndarray]) -> Any:
     """`value` as JSON, its arrays moved to `tensors`; what JSON lacks as {"__kind__": ...}."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -107,7 +107,7 @@ def _encode(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
+def _decode(value: object, tensors: Mapping[str, np.ndarray]) -> Any:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

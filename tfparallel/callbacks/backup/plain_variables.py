@@ -1,7 +1,6 @@
 """TensorFlow's own variables in attributes of a model and its layers, which Keras does not list."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -40,7 +39,7 @@ def _found(model: keras.Model) -> dict[str, tf.Variable]:
     return found
 
 
-def _variables_in(value: Any, path: str) -> Iterator[tuple[str, tf.Variable]]:
+def _variables_in(value: object, path: str) -> Iterator[tuple[str, tf.Variable]]:
     if isinstance(value, tf.Variable):
         yield path, value
     elif isinstance(value, tf.Module):

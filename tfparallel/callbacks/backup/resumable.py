@@ -29,7 +29,7 @@ class ResumableBatches(Protocol):
         It must not change afterwards: return copies.
         """
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Goes to a position, in another process."""
 
 
@@ -77,7 +77,7 @@ class _Record:
         for number in [number for number in list(self._states) if number < num_batches]:
             del self._states[number]
 
-    def go_to(self, num_batches: int, state: Any) -> None:
+    def go_to(self, num_batches: int, state: object) -> None:
         self.batches.set_state(state)
         self._states, self._num_made = {num_batches: state}, num_batches
 
@@ -97,7 +97,7 @@ class GeneratorPosition:
         self._data_adapter, self._record = data_adapter, record
 
     @classmethod
-    def of(cls, data_adapter: Any) -> "GeneratorPosition | None":
+    def of(cls, data_adapter: object) -> "GeneratorPosition | None":
         """The position in the data of an adapter; None if they are no `resumable` generator."""
         function = getattr(data_adapter, "generator", None)
         if not inspect.isfunction(function):

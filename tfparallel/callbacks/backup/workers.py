@@ -3,8 +3,6 @@
 One worker is the common case: it agrees with itself.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
@@ -39,7 +37,7 @@ class Workers:
         return None if self._agreement is None else self._agreement.sequence(purpose)
 
 
-def exchange(agreement: Agreement | None, kind: str, value: Any) -> list:
+def exchange(agreement: Agreement | None, kind: str, value: object) -> list:
     """What every worker announced, by rank.
 
     Raises:

@@ -112,7 +112,7 @@ def _inference_mode(pair: Any, indices: Iterable[int]) -> Iterator[None]:
 
 def _untrained(call: Callable) -> Callable:
     @functools.wraps(call)
-    def untrained(*args: Any, **kwargs: Any) -> Any:
+    def untrained(*args: object, **kwargs: object) -> object:
         return call(*args, **{**kwargs, "training": False})
 
     return untrained
@@ -171,7 +171,7 @@ def _draws_from_global_generator(pair: Any) -> bool:
     return not np.array_equal(before, keras.ops.convert_to_numpy(generator.state))
 
 
-def _couples_rows(model: keras.Model, batch: Any) -> bool:
+def _couples_rows(model: keras.Model, batch: object) -> bool:
     """Whether the compiled loss of the batch is neither the sum nor the mean of its halves'."""
     compute = compile_loss_of(model)
     if compute is None:

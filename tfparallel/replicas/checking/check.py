@@ -33,7 +33,7 @@ _MARGIN = 10  # rounding is up to this times what a nudge did
 def check_step(
     strategy: tf.distribute.Strategy,
     model: keras.Model,
-    batch: Any,
+    batch: object,
     float64: bool,
     build: Build | None,
 ) -> StepCheck:
@@ -58,7 +58,9 @@ def check_step(
     )
 
 
-def prepared(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any, what: str) -> Any:
+def prepared(
+    strategy: tf.distribute.Strategy, model: keras.Model, batch: object, what: str
+) -> object:
     """A batch in tensors, for a model that is built and can take a step outside of `fit`.
 
     Raises:
@@ -180,7 +182,7 @@ class Pair:
 
 
 def _in_float64(
-    strategy: tf.distribute.Strategy, model: keras.Model, batch: Any, build: Build | None
+    strategy: tf.distribute.Strategy, model: keras.Model, batch: object, build: Build | None
 ) -> tuple:
     """The differences of a pair like `model` with numbers of 64 bits, in the same state."""
     batch, state = _as_tensors(batch, "float64"), values_of(model)
@@ -199,8 +201,8 @@ def _with_float64(
     return tuple(Difference(**{**vars(a), "in_float64": b.difference}) for a, b in pairs)
 
 
-def _as_tensors(batch: Any, floatx: str) -> Any:
-    def as_tensor(leaf: Any) -> Any:
+def _as_tensors(batch: object, floatx: str) -> object:
+    def as_tensor(leaf: object) -> object:
         if leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             return leaf
         tensor = tf.convert_to_tensor(leaf)

@@ -14,7 +14,9 @@ from tfparallel.internals.keras_trainer import build_from_shapes, compile_argume
 Build = Callable[[], keras.Model]
 
 
-def rebuild(model: keras.Model, build: Build | None, batch: Any, dtype: str | None) -> keras.Model:
+def rebuild(
+    model: keras.Model, build: Build | None, batch: object, dtype: str | None
+) -> keras.Model:
     """A model like `model`, compiled like it, built for `batch`; in its initial state.
 
     Args:
@@ -78,7 +80,7 @@ def _from_config(model: keras.Model, dtype: str | None) -> keras.Model:
     return new
 
 
-def _with_dtype(config: Any, dtype: str) -> Any:
+def _with_dtype(config: object, dtype: str) -> object:
     """`config` with every policy, and every dtype of floats, replaced."""
     if isinstance(config, dict):
         if config.get("class_name") == "DTypePolicy":
@@ -107,7 +109,7 @@ def _compile_arguments(model: keras.Model, dtype: str | None) -> dict[str, Any]:
     }
 
 
-def _again(made: Any) -> Any:
+def _again(made: object) -> object:
     if not isinstance(made, (BaseOptimizer, keras.Metric, keras.losses.Loss)):
         return made
     config = made.get_config()

@@ -27,7 +27,7 @@ def copies_of(variable: keras.Variable) -> Sequence[Any]:
     return getattr(behind(variable), "values", (behind(variable),))
 
 
-def value_of(copy: Any) -> np.ndarray:
+def value_of(copy: object) -> np.ndarray:
     """The value of one of `copies_of`."""
     return np.array(tf.convert_to_tensor(copy))
 
@@ -71,11 +71,11 @@ class TracedStep:
         for name, value in kept.items():
             setattr(model, name, value)
 
-    def repeat(self, batch: Any) -> None:
+    def repeat(self, batch: object) -> None:
         """The step from where the model is."""
         tf.nest.map_structure(np.asarray, self._function(iter([batch])))  # waits for it
 
-    def run(self, state: Sequence[np.ndarray], batch: Any) -> StepOutcome:
+    def run(self, state: Sequence[np.ndarray], batch: object) -> StepOutcome:
         """The step from `state`, values of `variables_of`, on `batch`."""
         for variable, value in zip(variables_of(self.model), state, strict=True):
             variable.assign(value)
@@ -85,7 +85,7 @@ class TracedStep:
         return StepOutcome(copies, dict(_flat_logs(logs)))
 
 
-def _flat_logs(logs: Any, prefix: str = "") -> list[tuple[str, np.ndarray]]:
+def _flat_logs(logs: object, prefix: str = "") -> list[tuple[str, np.ndarray]]:
     if not isinstance(logs, dict):
         return [(prefix or "returned", np.asarray(logs))]
     return [item for name, value in logs.items() for item in _flat_logs(value, f"{prefix}{name}")]

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
@@ -15,7 +14,7 @@ _NAMES = "object_name_uids"  # how often Keras has given each name
 
 
 @contextlib.contextmanager
-def no_trace(model: keras.Model, strategy: Any) -> Iterator[None]:
+def no_trace(model: keras.Model, strategy: object) -> Iterator[None]:
     """Puts back at its end all that training steps of `model`, and models made within, change."""
     variables = [*variables_of(model), *model.metrics_variables]
     before = [[value_of(copy) for copy in copies_of(variable)] for variable in variables]
@@ -37,7 +36,7 @@ def no_trace(model: keras.Model, strategy: Any) -> Iterator[None]:
         put_back_seeds(random, strategy)
 
 
-def put_back_seeds(random: dict[str, Any], strategy: Any) -> None:
+def put_back_seeds(random: dict[str, object], strategy: object) -> None:
     """Sets the global generators to `random`, a `random_state`."""
     if random["keras"] is None:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)

@@ -26,7 +26,7 @@ from tfparallel.tensor_parallel.rules.spatial import by_rows, spatial_dims
 @layer_rule(layers.Conv1D)
 @layer_rule(layers.Conv2D)
 @layer_rule(layers.Conv3D)
-def convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def convolution(group: Group, layer: keras.Layer, original: Callable, inputs: object) -> tf.Tensor:
     """`BaseConv.call`; kernel `[*window, input channels, filters]`."""
     del original
     dim = _image_dim(group, layer, inputs)
@@ -50,7 +50,9 @@ def convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf
 @layer_rule(layers.Conv1DTranspose)
 @layer_rule(layers.Conv2DTranspose)
 @layer_rule(layers.Conv3DTranspose)
-def transposed_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def transposed_convolution(
+    group: Group, layer: keras.Layer, original: Callable, inputs: object
+) -> tf.Tensor:
     """`BaseConvTranspose.call`; kernel `[*window, filters, input channels]`."""
     del original
     if _rows(group, layer.kernel, inputs) is None:
@@ -76,7 +78,9 @@ def transposed_convolution(group: Group, layer: Any, original: Callable, inputs:
 
 @layer_rule(layers.DepthwiseConv1D)
 @layer_rule(layers.DepthwiseConv2D)
-def depthwise_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def depthwise_convolution(
+    group: Group, layer: keras.Layer, original: Callable, inputs: object
+) -> tf.Tensor:
     """`BaseDepthwiseConv.call`; kernel `[*window, channels, filters of a channel]`."""
     del original
     dim = _image_dim(group, layer, inputs)
@@ -119,11 +123,11 @@ def separable_convolution(group: Group, layer: Any, original: Callable, inputs: 
     return _computed(group, hidden, linear)
 
 
-def _rows(group: Group, kernel: Any, inputs: Any) -> Any:
+def _rows(group: Group, kernel: keras.Variable, inputs: object) -> Any:
     return group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
 
 
-def _image_dim(group: Group, layer: Any, inputs: Any) -> int | None:
+def _image_dim(group: Group, layer: keras.Layer, inputs: object) -> int | None:
     """The dim of the image along which the layout asks for the output in parts; None for none."""
     dim = group.dim_of_output(layer, layer.rank + 2)
     is_of_image = is_plain_tensor(inputs) and dim in spatial_dims(layer, layer.rank + 2)
@@ -131,8 +135,8 @@ def _image_dim(group: Group, layer: Any, inputs: Any) -> int | None:
 
 
 def _by_image_rows(
-    group: Group, layer: Any, inputs: tf.Tensor, dim: int, convolve: Callable, kernels: list
-) -> Any:
+    group: Group, layer: keras.Layer, inputs: tf.Tensor, dim: int, convolve: Callable, kernels: list
+) -> object:
     """The output, each device its rows; `NotImplemented` where that cannot be."""
     if not all(map(is_variable, kernels)):
         return NotImplemented
@@ -151,19 +155,21 @@ def _by_image_rows(
     return whole if own or whole is NotImplemented else layer.activation(whole)
 
 
-def _convolve_valid(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+def _convolve_valid(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     return keras.ops.conv(
         x, kernel, list(layer.strides), "valid", layer.data_format, layer.dilation_rate
     )
 
 
-def _depthwise_valid(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+def _depthwise_valid(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     return keras.ops.depthwise_conv(
         x, kernel, layer.strides, "valid", layer.data_format, layer.dilation_rate
     )
 
 
-def _separable_valid(layer: Any, x: tf.Tensor, depthwise: Any, pointwise: Any) -> tf.Tensor:
+def _separable_valid(
+    layer: keras.Layer, x: tf.Tensor, depthwise: object, pointwise: object
+) -> tf.Tensor:
     hidden = _depthwise_valid(layer, x, depthwise)
     return keras.ops.conv(hidden, pointwise, 1, "valid", layer.data_format)
 
@@ -182,7 +188,12 @@ def _compute_whole(group: Group, inputs: tf.Tensor, linear: Linear) -> tf.Tensor
 
 
 def _between_channels(
-    group: Group, layer: Any, kernel: Any, compute: Callable, filters: int, channels: int
+    group: Group,
+    layer: keras.Layer,
+    kernel: keras.Variable,
+    compute: Callable,
+    filters: int,
+    channels: int,
 ) -> Linear:
     """A convolution whose kernel has a dim of filters and one of input channels."""
     rows, dim = group.rows(kernel), _channels_of(layer)
@@ -200,7 +211,7 @@ def _between_channels(
     )
 
 
-def _by_channels(layer: Any, kernel: Any, bias: Any, activation: Any) -> Linear:
+def _by_channels(layer: keras.Layer, kernel: object, bias: object, activation: object) -> Linear:
     """A depthwise convolution."""
     dim = _channels_of(layer)
     return Linear(
@@ -218,12 +229,12 @@ def _by_channels(layer: Any, kernel: Any, bias: Any, activation: Any) -> Linear:
     )
 
 
-def _channels_of(layer: Any) -> int:
+def _channels_of(layer: keras.Layer) -> int:
     """The dim of channels of inputs and outputs."""
     return layer.rank + 1 if layer.data_format == "channels_last" else 1
 
 
-def _convolve(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+def _convolve(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     if layer.padding != "causal":
         return layer.convolution_op(x, kernel)
     before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
@@ -239,7 +250,7 @@ def _convolve(layer: Any, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _by_channel(layer: Any, bias: tf.Tensor) -> tf.Tensor:
+def _by_channel(layer: keras.Layer, bias: tf.Tensor) -> tf.Tensor:
     return (
         bias if layer.data_format == "channels_last" else tf.reshape(bias, [-1] + [1] * layer.rank)
     )

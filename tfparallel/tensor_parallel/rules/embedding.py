@@ -43,7 +43,7 @@ def embedding(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.T
 
 @layer_rule(keras.layers.ReversibleEmbedding)
 def reversible_embedding(
-    group: Group, layer: Any, original: Callable, inputs: Any, reverse: bool = False
+    group: Group, layer: keras.Layer, original: Callable, inputs: object, reverse: bool = False
 ) -> tf.Tensor:
     """`ReversibleEmbedding.call`; table `[vocabulary, vector]`, logits `[..., vocabulary]`."""
     if reverse:
@@ -83,7 +83,7 @@ def _logits(group: Group, layer: Any, inputs: Any) -> tf.Tensor:
     return logits if is_column else _capped(layer, logits)
 
 
-def _capped(layer: Any, logits: tf.Tensor) -> tf.Tensor:
+def _capped(layer: keras.Layer, logits: tf.Tensor) -> tf.Tensor:
     cap = layer.logit_soft_cap
     return logits if cap is None else tf.tanh(logits / cap) * cap
 

@@ -67,12 +67,12 @@ class Linear:
     outputs_of_index: int = 1
 
 
-def is_elementwise_function(activation: Any) -> bool:
+def is_elementwise_function(activation: object) -> bool:
     """Whether an activation treats every number alike, whatever stands beside it."""
     return activation is None or any(activation is each for each in _ELEMENTWISE)
 
 
-def is_variable(weight: Any) -> bool:
+def is_variable(weight: keras.Variable) -> bool:
     """Whether a layer's weight is the variable itself, and not one made of several (LoRA)."""
     return isinstance(weight, keras.Variable)
 
@@ -127,7 +127,7 @@ def compute_whole(inputs: tf.Tensor, layer: Linear) -> tf.Tensor:
     return _finished(layer, layer.compute(inputs, tf.convert_to_tensor(layer.kernel)))
 
 
-def _bias_parts(group: Group, layer: Linear, sizes: tuple) -> Any:
+def _bias_parts(group: Group, layer: Linear, sizes: tuple) -> object:
     if layer.bias_dim is None:
         return tf.convert_to_tensor(layer.bias)
     of_bias = tuple(size * layer.outputs_of_index for size in sizes)

@@ -26,7 +26,7 @@ from tfparallel.tensor_parallel.rows import Rows
 _TYPES = (layers.LayerNormalization, layers.RMSNormalization, layers.BatchNormalization)
 
 
-def keeps_features_in_parts(layer: Any) -> bool:
+def keeps_features_in_parts(layer: keras.Layer) -> bool:
     """Whether a layer normalises features in parts, of a single dim."""
     if not isinstance(layer, _TYPES):
         return False
@@ -34,7 +34,7 @@ def keeps_features_in_parts(layer: Any) -> bool:
     return plain and len(_axes(layer, 0)) == 1
 
 
-def numbers_sent(layer: Any) -> int:
+def numbers_sent(layer: keras.Layer) -> int:
     """How many moments of a position each device sends."""
     return next(
         (n for kind, n in ((_TYPES[0], 2), (_TYPES[1], 1)) if isinstance(layer, kind)),
@@ -157,7 +157,7 @@ def batch_normalization(
 
 
 def _batch_normalization_of_rows(
-    group: Group, layer: Any, inputs: tf.Tensor, rows: Rows, training: bool
+    group: Group, layer: keras.Layer, inputs: tf.Tensor, rows: Rows, training: bool
 ) -> tf.Tensor:
     """Of images in parts: each device has all features of its rows; moments of rows are joined."""
     parts = _upcast(group, inputs, rows)
@@ -196,7 +196,7 @@ def _joined_moments_of_rows(group: Group, own: Sequence[tf.Tensor], rows: Rows) 
         return tf.stack([mean, tf.add_n(spreads)])
 
 
-def _axes(layer: Any, rank: int) -> list[int]:
+def _axes(layer: keras.Layer, rank: int) -> list[int]:
     """What a layer normalises along; a `BatchNormalization`, what it does not average over."""
     axes = layer.axis if isinstance(layer.axis, (list, tuple)) else [layer.axis]
     return sorted(axis % rank if rank else axis for axis in axes)
@@ -248,7 +248,12 @@ def _in_place_of_none(weights: Sequence, tensors: Sequence[tf.Tensor]) -> list:
 
 
 def _each_its_own(
-    group: Group, function: Callable, inputs: tf.Tensor, rows: Rows, weights: Sequence, dtype: Any
+    group: Group,
+    function: Callable,
+    inputs: tf.Tensor,
+    rows: Rows,
+    weights: Sequence,
+    dtype: object,
 ) -> tf.Tensor:
     """What is normalised is whole on each device, and so are its weights."""
     whole = [tf.convert_to_tensor(weight) for weight in weights if weight is not None]
@@ -258,7 +263,7 @@ def _each_its_own(
     return group.joined(parts, rows.dim)
 
 
-def _assign_averages(layer: Any, moments: tf.Tensor) -> None:
+def _assign_averages(layer: keras.Layer, moments: tf.Tensor) -> None:
     """As Keras does; `moments` is `[2, features]`."""
     for average, value in zip(
         (layer.moving_mean, layer.moving_variance), tf.unstack(moments), strict=True

@@ -22,7 +22,7 @@ from tfparallel.tensor_parallel.rules.linear import is_elementwise_function, is_
 _CELLS = (layers.LSTMCell, layers.GRUCell, layers.SimpleRNNCell)
 
 
-def has_units(layer: Any) -> bool:
+def has_units(layer: keras.Layer) -> bool:
     """Whether a layer is an RNN that can be computed by units."""
     cell: Any = getattr(layer, "cell", None)
     if not isinstance(layer, layers.RNN) or type(cell) not in _CELLS:
@@ -37,13 +37,13 @@ def has_units(layer: Any) -> bool:
 @layer_rule(layers.GRU, "inner_loop")
 def recurrent(
     group: Group,
-    layer: Any,
+    layer: keras.Layer,
     original: Callable,
-    sequences: Any,
-    initial_state: Any,
-    mask: Any,
-    training: Any = False,
-) -> Any:
+    sequences: object,
+    initial_state: object,
+    mask: object,
+    training: object = False,
+) -> object:
     """`RNN.inner_loop`: the last output, those of all steps, and the last states."""
     del original
     rows = _rows(group, layer) if is_plain_tensor(sequences) else None
@@ -72,13 +72,15 @@ def recurrent(
 @layer_rule(layers.LSTMCell)
 @layer_rule(layers.GRUCell)
 @layer_rule(layers.SimpleRNNCell)
-def cell(group: Group, layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def cell(
+    group: Group, layer: keras.Layer, original: Callable, *args: object, **kwargs: object
+) -> object:
     """A cell by itself: it reads the whole. The RNN around it computes in parts."""
     del group, layer, original, args, kwargs
     return NotImplemented
 
 
-def _rows(group: Group, layer: Any) -> Rows | None:
+def _rows(group: Group, layer: keras.Layer) -> Rows | None:
     """How the gates are in parts, by units; None where they are not."""
     if not has_units(layer):
         return None
@@ -88,7 +90,7 @@ def _rows(group: Group, layer: Any) -> Rows | None:
     return rows if rows is not None and rows.blocks == blocks_of(layer.cell) else None
 
 
-def _drops_all(cell: Any) -> bool:
+def _drops_all(cell: keras.Layer) -> bool:
     return 1.0 in (cell.dropout, cell.recurrent_dropout)
 
 
@@ -99,7 +101,7 @@ def _by_steps(mask: Any, go_backwards: bool) -> tf.Tensor:
     return tf.reverse(mask, [0]) if go_backwards else mask
 
 
-def _of_training(training: Any, masks: Any) -> list[tf.Tensor]:
+def _of_training(training: object, masks: object) -> list[tf.Tensor]:
     """What a cell drops, for all gates or for each; nothing where it does not train."""
     if not training or masks is None:
         return []
@@ -107,7 +109,7 @@ def _of_training(training: Any, masks: Any) -> list[tf.Tensor]:
 
 
 def _products_of_input(
-    group: Group, layer: Any, sequences: tf.Tensor, rows: Rows, training: bool
+    group: Group, layer: keras.Layer, sequences: tf.Tensor, rows: Rows, training: bool
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Of all steps, `[steps, rows, gates * own units]`, with their bias; and the bias of h's."""
     cell = layer.cell
@@ -131,7 +133,7 @@ def _products_of_input(
     return group.compute(tf.add, xs, of_input), of_h
 
 
-def _gates(cell: Any) -> Callable:
+def _gates(cell: keras.Layer) -> Callable:
     """What a step makes of single units, `(x, r, states) -> states`."""
     if isinstance(cell, layers.LSTMCell):
         return lambda x, r, states: _lstm(cell, x + r, *states)
@@ -140,7 +142,7 @@ def _gates(cell: Any) -> Callable:
     return lambda x, r, states: [_activated(cell, x + r)]
 
 
-def _lstm(cell: Any, z: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> list[tf.Tensor]:
+def _lstm(cell: keras.Layer, z: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> list[tf.Tensor]:
     del h
     i, f, g, o = tf.split(z, 4, -1)
     gate = cell.recurrent_activation
@@ -148,14 +150,14 @@ def _lstm(cell: Any, z: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> list[tf.Tensor
     return [gate(o) * cell.activation(c), c]
 
 
-def _gru(cell: Any, x: tf.Tensor, r: tf.Tensor, h: tf.Tensor) -> list[tf.Tensor]:
+def _gru(cell: keras.Layer, x: tf.Tensor, r: tf.Tensor, h: tf.Tensor) -> list[tf.Tensor]:
     (x_z, x_r, x_h), (r_z, r_r, r_h) = tf.split(x, 3, -1), tf.split(r, 3, -1)
     update = cell.recurrent_activation(x_z + r_z)
     reset = cell.recurrent_activation(x_r + r_r)
     return [update * h + (1 - update) * cell.activation(x_h + reset * r_h)]
 
 
-def _activated(cell: Any, x: tf.Tensor) -> tf.Tensor:
+def _activated(cell: keras.Layer, x: tf.Tensor) -> tf.Tensor:
     return x if cell.activation is None else cell.activation(x)
 
 
@@ -163,5 +165,5 @@ def _zeroed(output: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask, output, tf.zeros_like(output))
 
 
-def _first(states: Any) -> tf.Tensor:
+def _first(states: object) -> tf.Tensor:
     return keras.tree.flatten(states)[0]

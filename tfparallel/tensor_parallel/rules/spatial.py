@@ -23,7 +23,7 @@ from tfparallel.tensor_parallel.rows import even_rows
 from tfparallel.tensor_parallel.windows import Span, Window, spans
 
 
-def spatial_dims(layer: Any, rank: int) -> range:
+def spatial_dims(layer: keras.Layer, rank: int) -> range:
     """The dims of images among those of a tensor of `rank` dims."""
     first = 2 if layer.data_format == "channels_first" else 1
     return range(first, first + rank - 2)
@@ -31,7 +31,7 @@ def spatial_dims(layer: Any, rank: int) -> range:
 
 def by_rows(
     group: Group,
-    layer: Any,
+    layer: keras.Layer,
     inputs: tf.Tensor,
     dim: int,
     compute: Callable,
@@ -86,7 +86,7 @@ def _output(
     return compute(padded, *weights)
 
 
-def _windows(layer: Any) -> list[Window]:
+def _windows(layer: keras.Layer) -> list[Window]:
     """Along each dim of an image."""
     sizes = getattr(layer, "pool_size", None) or layer.kernel_size
     dilations = getattr(layer, "dilation_rate", (1,) * len(sizes))
@@ -101,7 +101,7 @@ def _paddings(around: dict[int, Span], rank: int) -> list[list[int]]:
     return [[around[d].before, around[d].after] if d in around else [0, 0] for d in range(rank)]
 
 
-def max_pooling(group: Group, layer: Any, inputs: tf.Tensor, dim: int) -> Any:
+def max_pooling(group: Group, layer: keras.Layer, inputs: tf.Tensor, dim: int) -> object:
     """`MaxPooling.call` of an image in parts along `dim`."""
 
     def pool(x: tf.Tensor) -> tf.Tensor:
