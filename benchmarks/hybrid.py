@@ -12,10 +12,12 @@ pipelines and update are in it.
 2. A stage that takes twice as long as the others: with one device, and with two that take
    microbatches in turn.
 3. What each device holds of weights and slots under meshes of four devices, beside the formula.
+4. What a step sends along each axis of those, counted in its graph, beside the formula.
 """
 
 import argparse
 import collections
+import math
 import os
 import statistics
 import sys
@@ -33,11 +35,15 @@ from rich.console import Console
 from rich.table import Table
 
 import tfparallel
+from benchmarks import crossing
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 from tfparallel.pipeline.plans.simulation import simulate
 
 WIDTH = 4
 DEVICES = 8
+WIDTH_OF_LAYER = 128
+ROWS_OF_STEP = 64
+MICROBATCHES = 2  # of each pipeline, where bytes are counted
 
 
 class Sleeping(keras.layers.Layer):
@@ -101,6 +107,7 @@ def main() -> None:
     console.print(pipelines_beside_one_another(options))
     console.print(a_slow_stage(options))
     console.print(what_devices_hold())
+    console.print(what_a_step_sends())
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ def step_s(strategy, stages, rows: int, unit_s: float, options, link=None) -> fl
     return statistics.median(times)
 
 
-# ---- memory --------------------------------------------------------------------------------------
+# ---- memory and bytes --------------------------------------------------------------------------
 
 PARTS = (  # each axis alone: of weights and slots on a device
     ("data", "all"),
@@ -194,36 +201,122 @@ PARTS = (  # each axis alone: of weights and slots on a device
     ("pipeline", "1 / 4, its stage's"),
     ("model", "1 / 4, of what is laid out"),
 )
-PAIRS = (("data", "shard"), ("data", "pipeline"), ("shard", "pipeline"), ("pipeline", "model"))
+PAIRS = (
+    ("data", "shard"),
+    ("data", "pipeline"),
+    ("data", "model"),
+    ("shard", "pipeline"),
+    ("shard", "model"),
+    ("pipeline", "model"),
+)
+STAGES = ("parameters", "gradients")  # of sharding: beside a pipeline or a model's axis
+
+
+def meshes() -> list[tuple[dict[str, int], str]]:
+    """Of four devices, and what is in parts along an axis of shards."""
+    found = [({axis: 4}, "parameters") for axis, _ in PARTS]
+    for pair in PAIRS:
+        sizes = dict.fromkeys(pair, 2)
+        stages = STAGES if "shard" in pair and "data" not in pair else STAGES[:1]
+        found += [(sizes, what) for what in stages]
+    return found
+
+
+def _name(sizes: dict[str, int], what: str) -> str:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return mesh if what == "parameters" else f"{mesh}, {what}"
 
 
 def what_devices_hold() -> Table:
     """Bytes of weights and of Adam's slots on each device, and the formula."""
     title = "Weights and slots of Adam on each of four devices, KiB"
     table = _table(title, "mesh", "all", "on the fullest device", "share", "formula")
-    shares = {"data": 1, "shard": 4, "pipeline": 4, "model": 4}
-    meshes = [({axis: 4}, 1 / shares[axis]) for axis, _ in PARTS]
-    for first, second in PAIRS:
-        share = 1.0
-        for axis in (first, second):
-            share /= 1 if axis == "data" else 2
-        meshes.append(({first: 2, second: 2}, share))
-    for sizes, formula in meshes:
-        held, whole = bytes_by_device(sizes)
+    for sizes, what in meshes():
+        held, whole = bytes_by_device(sizes, what)
         fullest = max(held.values())
-        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         table.add_row(
-            mesh,
+            _name(sizes, what),
             f"{whole / 1024:.0f}",
             f"{fullest / 1024:.0f}",
             f"{fullest / whole:.3f}",
-            f"{formula:.3f}",
+            f"{share_of_device(sizes, what):.3f}",
         )
     return table
 
 
-def bytes_by_device(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """What each device holds of a model of four equal layers, and what one device would."""
+def share_of_device(sizes: dict[str, int], what: str) -> float:
+    """Of weights and Adam's two slots for each: all axes but data divide them.
+
+    With "gradients" each device beside its piece has the whole of its weights.
+    """
+    of_stage = 1 / (sizes.get("pipeline", 1) * sizes.get("model", 1))
+    pieces = of_stage / sizes.get("shard", 1)
+    return pieces if what == "parameters" else (3 * pieces + of_stage) / 3
+
+
+def what_a_step_sends() -> Table:
+    """Bytes along each axis, and the formula."""
+    title = f"What a step of {ROWS_OF_STEP} rows sends along each axis, KiB"
+    table = _table(title, "mesh", "axis", "sent", "formula", "ratio")
+    for sizes, what in meshes():
+        sent = bytes_by_axis(sizes, what)
+        for axis in sizes:
+            formula = bytes_along(axis, sizes, what)
+            table.add_row(
+                _name(sizes, what),
+                axis,
+                f"{sent[axis] / 1024:.0f}",
+                f"{formula / 1024:.0f}",
+                f"{sent[axis] / formula:.2f}",
+            )
+    return table
+
+
+def bytes_by_axis(sizes: dict[str, int], what: str) -> dict[str, int]:
+    """What crosses each axis in a step, of rows of the batch apart ("rows")."""
+    strategy, model = model_on(sizes, what)
+    x = tf.ones((ROWS_OF_STEP, WIDTH_OF_LAYER))
+    model.train_on_batch(x, x)
+    step = tf.function(lambda batch: strategy.run(model.train_step, ((batch, batch),)))
+    replicas = strategy.extended._num_replicas_in_sync
+    graph = step.get_concrete_function(x).graph
+    links = crossing.bytes_by_link(graph, ROWS_OF_STEP // replicas, "CPU:0")
+    sent: dict[str, int] = collections.Counter()
+    for (source, target, is_rows), size in links.items():
+        sent["rows" if is_rows else axis_between(source, target, sizes)] += size
+    return sent
+
+
+def axis_between(source: str, target: str, sizes: dict[str, int]) -> str:
+    """The innermost axis along which two devices are apart."""
+    places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    here, there = (np.argwhere(places == int(name.split(":")[1]))[0] for name in (source, target))
+    return [axis for axis, a, b in zip(sizes, here, there) if a != b][-1]
+
+
+def bytes_along(axis: str, sizes: dict[str, int], what: str) -> int:
+    """What an axis has to send in a step of four layers, all devices together.
+
+    Sums go to one device and back to the others, which is as much as a ring sends.
+    """
+    others = sizes[axis] - 1
+    weights = 4 * WIDTH_OF_LAYER**2 * 4
+    outputs = ROWS_OF_STEP * WIDTH_OF_LAYER * 4  # of one layer
+    if axis == "data":
+        return 2 * others * weights  # sums of gradients, once for each copy
+    if axis == "shard":  # weights gathered, and gradients scattered, in each copy
+        in_pipeline = "pipeline" in sizes and what == "parameters"
+        gathers = 2 * MICROBATCHES if in_pipeline else 1  # forward and backward, or once
+        return (gathers + 1) * others * weights * sizes.get("data", 1)
+    if axis == "pipeline":
+        return 2 * others * outputs  # forward, and gradients back
+    # Two pairs of a column and a row: a sum, a gradient, and for the second the input and the sum
+    # of the input's gradient; the input of the first is rows of the batch where that is cut.
+    return (6 if len(sizes) > 1 else 7) * others * outputs
+
+
+def model_on(sizes: dict[str, int], what: str = "parameters") -> tuple:
+    """A mesh's strategy, and a compiled model of four equal layers under it."""
     mesh, options = _mesh(sizes), {}
     if "model" in sizes:
         layout_map = keras.distribution.LayoutMap(mesh)
@@ -231,24 +324,34 @@ def bytes_by_device(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
         layout_map[".*layer_[13]/kernel"] = ("model", None)
         options["layout_map"] = layout_map
     if "shard" in sizes:
-        options["shard"] = tfparallel.Sharding()
+        options["shard"] = tfparallel.Sharding(what)
     if "pipeline" in sizes:
         count = sizes["pipeline"]
         names = [f"layer_{i}" for i in range(4)]
         partition = [names[i * 4 // count : (i + 1) * 4 // count] for i in range(count)]
-        options["pipeline"] = tfparallel.PipelineOptions(2, partition=partition)
-    with tfparallel.HybridStrategy(mesh, **options).scope():
-        model = keras.Sequential([keras.Input((128,))])
+        options["pipeline"] = tfparallel.PipelineOptions(MICROBATCHES, partition=partition)
+    strategy = tfparallel.HybridStrategy(mesh, **options)
+    with strategy.scope():
+        x = y = keras.Input((WIDTH_OF_LAYER,))
         for i in range(4):
-            model.add(keras.layers.Dense(128, use_bias=False, name=f"layer_{i}"))
+            y = keras.layers.Dense(WIDTH_OF_LAYER, use_bias=False, name=f"layer_{i}")(y)
+        model = keras.Model(x, y)
         model.compile("adam", "mse")
-    data = np.ones((8, 128), "float32")
+    return strategy, model
+
+
+def bytes_by_device(sizes: dict[str, int], what: str = "parameters") -> tuple[dict[str, int], int]:
+    """What each device holds of a model of four equal layers, and what one device would."""
+    _, model = model_on(sizes, what)
+    data = np.ones((8, WIDTH_OF_LAYER), "float32")
     model.train_on_batch(data, data)
     held: dict[str, int] = collections.Counter()
     slots = [v for v in model.optimizer.variables if len(v.shape) > 0]
     for variable in [*model.trainable_weights, *slots]:
         for stored in stored_in(variable):
             held[stored.device] += stored.shape.num_elements() * stored.dtype.size
+        for device, size in getattr(variable.value, "bytes_kept", dict)().items():
+            held[device] += size
     whole = sum(int(np.prod(v.shape)) * 4 for v in [*model.trainable_weights, *slots])
     return held, whole
 

@@ -223,11 +223,18 @@ class ShardedExtended(CreatesParts, PartUpdates):
         return [[next(total) for _ in shards] for shards in sums]
 
     def _scattered(self, parts: Sequence, count: int) -> list[tf.Tensor]:
-        """Each device of the first copy adds up its piece of all replicas' gradients."""
-        length, sums = parts[0].shape[0] // count, []
+        """Each device of the first copy adds up its piece of all replicas' gradients.
+
+        Pieces are cut where a gradient is: no device is sent more than its own.
+        """
+        pieces = []
+        for part in parts:
+            with tf.device(part.device):
+                pieces.append(tf.split(part, count))
+        sums = []
         for j, device in enumerate(self._devices[: self._devices_of_copy]):
             with tf.device(device):
-                sums.append(tf.add_n([part[j * length : (j + 1) * length] for part in parts]))
+                sums.append(tf.add_n([own[j] for own in pieces]))
         return sums
 
     def _on_all_copies(self, shards: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,0 +1,165 @@
+"""Counts the bytes that a traced step sends from device to device, of its graph.
+
+An edge between operations on two devices is a tensor that is sent, once to each device that takes
+it. What nothing needs is left out, and functions of several devices are looked into, as TensorFlow
+does both. Tensors of less than `_LEAST` values (norms, counts, rates) and whole numbers are not
+counted.
+"""
+
+import collections
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_LEAST = 64
+_INLINED = {"PartitionedCall", "StatefulPartitionedCall"}
+_CUTS_ROWS = "StridedSlice"  # of a batch
+
+
+class Made(NamedTuple):
+    """Where a tensor is made.
+
+    Attributes:
+        key: tells it from all others, of calls of the same function too.
+        device: its device, for a variable's handle the variable's.
+        is_of_batch: whether it is rows that were cut out of a batch.
+    """
+
+    key: Any
+    device: str
+    is_of_batch: bool = False
+
+
+def bytes_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str, bool], int]:
+    """Bytes that a step sends.
+
+    Args:
+        graph: a `FuncGraph`.
+        rows: of a tensor whose number of rows is not known.
+        home: the device of what has none.
+
+    Returns:
+        By the device that sends, the one that is sent to, and whether these are rows of the batch.
+    """
+    counter = _Counter(rows)
+    counter.walk(_Body(graph, {}, (), home))
+    total: dict = collections.Counter()
+    for (made, target), size in counter.sent.items():
+        total[made.device, target, made.is_of_batch] += size
+    return total
+
+
+class _Body:
+    """A graph as it is called at one place.
+
+    Args:
+        graph: of a function.
+        given: where its arguments are made, by the `id` of their placeholders.
+        path: of the calls to it.
+        home: the device of what has none.
+    """
+
+    def __init__(self, graph: Any, given: Mapping[int, Made], path: tuple, home: str):
+        self.graph, self.given, self.path, self.home = graph, given, path, home
+        self._outer = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        self._inlined: dict = {}
+
+    def made(self, tensor: tf.Tensor) -> Made:
+        """Where a tensor of the graph is made."""
+        if id(tensor) in self.given:
+            return self.given[id(tensor)]
+        operation = tensor.op
+        inlined = self.inlined(operation)
+        if inlined is not None and tensor.value_index < len(inlined.graph.outputs):
+            return inlined.made(inlined.graph.outputs[tensor.value_index])
+        if tensor.dtype == tf.resource:
+            handle = self._outer.get(id(tensor), tensor)
+            return Made((self.path, tensor.ref()), _short(handle.device or self.home))
+        key = (self.path, tensor.ref())
+        return Made(key, self.device(operation), operation.type == _CUTS_ROWS)
+
+    def device(self, operation: tf.Operation) -> str:
+        """The device of an operation; a variable is read and written where it is."""
+        if operation.type == "RemoteCall":
+            target = tf.get_static_value(operation.inputs[0])
+            if target is not None:
+                return _short(target.item().decode())
+        for tensor in operation.inputs:
+            if tensor.dtype == tf.resource and operation.type != "RemoteCall":
+                return self.made(tensor).device
+        return _short(operation.device or self.home)
+
+    def function(self, operation: tf.Operation) -> Any:
+        """The graph of the function that an operation calls."""
+        return self.graph._get_function(operation.get_attr("f").name).graph
+
+    def inlined(self, operation: tf.Operation) -> "_Body | None":
+        """The body of a call of a function of several devices."""
+        if operation.type not in _INLINED:
+            return None
+        if operation not in self._inlined:
+            graph = self.function(operation)
+            pairs = zip(graph.inputs, operation.inputs, strict=True)
+            given = {id(inner): self.made(outer) for inner, outer in pairs}
+            path, home = (*self.path, operation.name), _short(operation.device or self.home)
+            self._inlined[operation] = _Body(graph, given, path, home)
+        return self._inlined[operation]
+
+
+class _Counter:
+    """Collects what is sent.
+
+    Attributes:
+        sent: bytes by tensor and the device that it is sent to.
+    """
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        self.sent: dict[tuple[Made, str], int] = {}
+
+    def walk(self, body: _Body, outputs: Collection | None = None) -> None:
+        """Counts what the operations take that `outputs`, or all results, and effects need."""
+        outputs = body.graph.outputs if outputs is None else outputs
+        needed = _needed(body.graph, outputs)
+        for operation in needed:
+            inlined = body.inlined(operation)
+            if inlined is None:
+                self._count(body, operation)
+                continue
+            taken = {x.value_index for op in needed for x in op.inputs if x.op is operation}
+            taken |= {x.value_index for x in outputs if x.op is operation}
+            of_body = inlined.graph.outputs  # where there are none, a call returns a number
+            self.walk(inlined, [of_body[i] for i in taken if i < len(of_body)])
+
+    def _count(self, body: _Body, operation: tf.Operation) -> None:
+        target = body.device(operation)
+        for tensor in operation.inputs:
+            if tensor.dtype.is_floating:
+                made, size = body.made(tensor), self._size(tensor)
+                if made.device != target and size:
+                    self.sent[made, target] = size
+
+    def _size(self, tensor: tf.Tensor) -> int:
+        if tensor.shape.rank is None:
+            return 0
+        count = math.prod(self._rows if size is None else size for size in tensor.shape)
+        return count * tensor.dtype.size if count >= _LEAST else 0
+
+
+def _needed(graph: Any, outputs: Collection) -> set:
+    """The operations that results and side effects of a graph need."""
+    todo = [x.op for x in outputs] + list(graph.control_outputs)
+    needed = set(todo)
+    while todo:
+        operation = todo.pop()
+        new = {x.op for x in operation.inputs} | set(operation.control_inputs)
+        todo += new - needed
+        needed |= new
+    return needed
+
+
+def _short(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"
