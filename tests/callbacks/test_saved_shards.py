@@ -129,7 +129,9 @@ def zygote():
     started.close()
 
 
-def train(zygote, backups, folder, num_workers, kill_at=0):
+def train(
+    zygote, backups, folder, num_workers, kill_at=0, training="sharded_workers_without_noise"
+):
     """The statuses of so many workers; rank 0 is killed after `kill_at` batches."""
     folder.mkdir(exist_ok=True)
     tasks = [each["TF_CONFIG"] for each in cluster_environments(num_workers)] or ["{}"]
@@ -137,7 +139,7 @@ def train(zygote, backups, folder, num_workers, kill_at=0):
         (backups, folder / f"{rank}.npz", 0 if rank else kill_at, task)
         for rank, task in enumerate(tasks)
     ]
-    return zygote.run_together("sharded_workers_without_noise", calls)
+    return zygote.run_together(training, calls)
 
 
 def assert_same_end(expected, received):
@@ -159,6 +161,22 @@ def test_killed_workers_go_on_as_others_and_at_last_as_one(zygote, tmp_path, liv
         newest = Storage(backups).path(Storage(backups).numbers()[-1])
         saved = {name for name in os.listdir(newest) if name.endswith(".safetensors")}
         assert {f"shards-{rank}.safetensors" for rank in range(num_workers)} <= saved
+    assert train(zygote, backups, tmp_path / "one", 0) == [0]
+    assert_same_end(tmp_path / "expected", tmp_path / "one")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_of_two_copies_the_first_is_saved_and_both_are_restored(zygote, tmp_path):
+    """Four workers, of which two share a copy, go on as four, and their backup as one."""
+    backups, training = tmp_path / "backups", "sharded_workers_in_two_copies"
+    assert train(zygote, "", tmp_path / "expected", 0) == [0]
+    assert -9 in train(zygote, backups, tmp_path / "killed", 4, kill_at=5, training=training)
+    newest = Storage(backups).path(Storage(backups).numbers()[-1])
+    saved = {name for name in os.listdir(newest) if name.startswith("shards")}
+    assert saved == {f"shards-{k}.{kind}" for k in range(2) for kind in ("json", "safetensors")}
+    assert train(zygote, backups, tmp_path / "four", 4, training=training) == [0] * 4
+    assert_same_end(tmp_path / "expected", tmp_path / "four")
     assert train(zygote, backups, tmp_path / "one", 0) == [0]
     assert_same_end(tmp_path / "expected", tmp_path / "one")
 

@@ -332,16 +332,16 @@ def multi_worker_of_unknown_length_other(*arguments):
     multi_worker_of_unknown_length(*arguments, is_other=True)
 
 
-def sharded_workers(backup_dir, results, kill_at, tf_config, **options):
+def sharded_workers(backup_dir, results, kill_at, tf_config, replicas=1, **options):
     """Workers that share every weight and slot; without any, the devices of a process do."""
     os.environ["TF_CONFIG"] = tf_config
     x, y = tiny_data(ROWS)
     arguments = (backup_dir, results, kill_at)
-    strategy = tfparallel.ShardedStrategy(min_size=1)
+    strategy = tfparallel.ShardedStrategy(min_size=1, replicas=replicas)
     _train(strategy, arguments, x=x, y=y, batch_size=BATCH, save_freq=1, **options)
 
 
-def sharded_workers_without_noise(*arguments):
+def sharded_workers_without_noise(*arguments, **options):
     """The same of a model that draws nothing, so that any number of workers trains alike."""
 
     def make_model(options):
@@ -352,7 +352,12 @@ def sharded_workers_without_noise(*arguments):
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **options)
         return model
 
-    sharded_workers(*arguments, make_model=make_model)
+    sharded_workers(*arguments, make_model=make_model, **options)
+
+
+def sharded_workers_in_two_copies(*arguments):
+    """The same, of neighbours that share a copy."""
+    sharded_workers_without_noise(*arguments, replicas=2)
 
 
 def multi_worker_compressed(*arguments):

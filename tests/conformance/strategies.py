@@ -638,6 +638,15 @@ STRATEGIES = [
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
+        "sharded_hybrid_workers_4",
+        lambda: library().ShardedStrategy(min_size=1, replicas=2),
+        num_replicas=4,
+        num_workers=4,
+        devices_per_worker=1,
+        few=("nested.transfer_learning",),  # a long one: none by default, of four processes
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
         "sharded_horovod_2",
         lambda: library().ShardedStrategy(min_size=1),
         num_replicas=2,
@@ -770,6 +779,7 @@ ROWS_OF = {
         "sharded_optimizer_workers_2",
         "sharded_collectives_workers_2",
         "sharded_hybrid_workers_2x2",
+        "sharded_hybrid_workers_4",
         "sharded_horovod_2",
         "sharded_hybrid_2x2",
     ],

@@ -75,6 +75,15 @@ class RingAllReduce(BucketedAllReduce):
     def _gather_summed(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._timed(self._ring.all_gather), rows, [None, *rows.shape[1:]])
 
+    @property
+    def order(self) -> ResourceVariable:
+        """What keeps calls in the program's order."""
+        return self._order
+
+    def sum_of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of all workers' tensors of one shape."""
+        return self._call_ring(self._ring.all_reduce, tensor, tensor.shape)
+
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
         return self._call_ring(self._ring.reduce_scatter, rows, [rows.shape[1]])

@@ -92,8 +92,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         if self._num_workers > 1:
             self._agree_on_seed()
             self._agree_on_collectives(addresses)
-            names = [f"/job:{job}/task:{i}" for job, i in tasks]
-            self._open_ring(stall_s, timeouts.silent_s, names)
+            self._task_names = [f"/job:{job}/task:{i}" for job, i in tasks]
+            self._open_ring(stall_s, timeouts.silent_s)
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
             for launcher in launchers_of(cross_device_ops):
                 draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
@@ -166,23 +166,27 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 f"{self._id_in_cluster} is speaking.)"
             ) from error
 
-    def _open_ring(self, stall_s: float | None, silent_s: float, tasks: list[str]) -> None:
+    @property
+    def _own_host(self) -> str:
+        """Where other workers reach this one."""
+        address = self._cluster_spec.task_address(self._task_type, self._task_id)
+        return address.rpartition(":")[0].strip("[]")
+
+    def _open_ring(self, stall_s: float | None, silent_s: float) -> None:
         """Lets our ring reduce tensors of CPUs, unless an implementation was asked for.
 
         In loops (`steps_per_execution`) it gathers the sparse gradients of all others, too.
         """
-        address = self._cluster_spec.task_address(self._task_type, self._task_id)
-        host = address.rpartition(":")[0].strip("[]")
         options = self._communication_options
         try:
             ring = connect_ring(
                 self._id_in_cluster,
                 self._num_workers,
-                host,
+                self._own_host,
                 self._agreement.exchange,
                 stall_s,
                 self._watch,
-                tasks,
+                self._task_names,
                 answer_s=silent_s,
             )
         except PeerLostError:

@@ -3,6 +3,9 @@
              worker 0              worker 1
 one copy     shard 0 | shard 1     shard 2 | shard 3
 two copies   shard 0 | shard 1     shard 0 | shard 1      hybrid sharding: one in each worker
+
+             worker 0    worker 1    worker 2    worker 3
+two copies   shard 0     shard 1     shard 0     shard 1      one in each host of two workers
 """
 
 from collections.abc import Sequence
@@ -24,11 +27,11 @@ class SharesCopies(ReplicatedExtended):
     # ---- the transport: this process is all there is ---------------------------------------------
 
     def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of each `[length]` the workers', one after the other."""
+        """Of each `[length]` that of the workers that share a copy, one after the other."""
         return list(parts)
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        """This worker's row of the sum of all workers' `[num_workers, length]`."""
+        """This worker's row of the sum of all workers' `[num_sharing, length]`."""
         return rows[0]
 
     # ---- who has what ----------------------------------------------------------------------------
@@ -56,6 +59,11 @@ class SharesCopies(ReplicatedExtended):
         """The shard that replica `i` of this process updates."""
         count = self._devices_of_copy
         return (self._id_in_cluster % self._num_sharing) * count + i % count
+
+    @property
+    def _is_in_first_copy(self) -> bool:
+        """Whether the replicas of this process share the first copy, or all of them."""
+        return self._id_in_cluster < self._num_sharing
 
     def _sharing_with(self, i: int) -> range:
         """The replicas of this process that share a copy with replica `i`."""

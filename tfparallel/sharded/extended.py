@@ -206,7 +206,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             sums = [tf.add_n(parts) for parts in gradients]
             sizes = [total.shape[0] * total.dtype.size for total in sums]
             for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):
-                rows = [tf.reshape(sums[k], [self._num_workers, -1]) for k in bucket]
+                rows = [tf.reshape(sums[k], [self._num_sharing, -1]) for k in bucket]
                 own = self._host_reduce_scatter(tf.concat(rows, 1))
                 pieces = tf.split(own, [row.shape[1] for row in rows])
                 for k, piece in zip(bucket, pieces, strict=True):

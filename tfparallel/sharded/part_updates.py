@@ -68,6 +68,9 @@ class PartUpdates(SharesCopies):
         """The sum of what the replicas have that share one copy; called in a replica context."""
         if self._num_shards == self._num_replicas_in_sync:
             return self._replica_ctx_all_reduce(ReduceOp.SUM, value)
+        if self._num_sharing > 1:  # all copies have the same
+            own = value if self._is_in_first_copy else tf.nest.map_structure(tf.zeros_like, value)
+            return self._replica_ctx_all_reduce(ReduceOp.SUM, own)
 
         def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
             parts = [self._local_results(tensor) for tensor in tensors]

@@ -264,7 +264,10 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     @property
     def worker_bounds(self) -> tuple[int, ...] | None:
-        """Where in the flat whole that of each worker begins, and the end; None if each has all."""
+        """Where that of each worker of a copy begins in the flat whole, and the end.
+
+        None if each worker has all.
+        """
         extended = self._distribute_strategy.extended
         if extended._num_sharing == 1:
             return None
@@ -280,9 +283,15 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
     @property
     def range_here(self) -> tuple[int, int]:
         """What of `worker_bounds` is this worker's."""
-        bounds, worker = self.worker_bounds, self._distribute_strategy.extended._id_in_cluster
+        bounds, extended = self.worker_bounds, self._distribute_strategy.extended
         assert bounds is not None
-        return bounds[worker], bounds[worker + 1]
+        place = extended._id_in_cluster % extended._num_sharing
+        return bounds[place], bounds[place + 1]
+
+    @property
+    def is_saved_here(self) -> bool:
+        """Whether `numbers_here` are of the first copy: those of others are the same."""
+        return self._distribute_strategy.extended._is_in_first_copy
 
     def assign_here(self, numbers: Any) -> None:
         """Assigns what `numbers_here` returns."""

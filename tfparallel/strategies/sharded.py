@@ -55,8 +55,9 @@ class ShardedStrategy(KerasStrategy):
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
         replicas: how many copies there are of what is in parts: of the devices of one process,
-            neighbours share a copy; of workers each has one, on its devices. Parts are gathered
-            within a copy, and gradients summed across copies (hybrid sharding).
+            neighbours share a copy; so do workers that are neighbours in `TF_CONFIG`. Parts are
+            gathered within a copy, and gradients summed across copies (hybrid sharding): with a
+            copy for each host, only these sums leave a host.
         transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`

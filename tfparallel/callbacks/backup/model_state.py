@@ -50,9 +50,13 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
 
 
 def shards_here(model: keras.Model) -> dict[str, np.ndarray]:
-    """This worker's numbers of each variable that workers hold in shards, by its position."""
+    """This worker's numbers of each variable that workers hold in shards, by its position.
+
+    Of several copies of them only the first is saved.
+    """
     variables = enumerate(_mirrored_variables(model))
-    return {str(k): np.asarray(behind(v).numbers_here()) for k, v in variables if _bounds(v)}
+    cut = ((k, behind(v)) for k, v in variables if _bounds(v))
+    return {str(k): np.asarray(v.numbers_here()) for k, v in cut if v.is_saved_here}
 
 
 def ranges_here(model: keras.Model) -> Callable[[int, int], tuple[int, int]]:

@@ -1,0 +1,49 @@
+"""Trains a model as one of several workers, and tells how many bytes a ring was given in a step.
+
+For a request, `{"options": of ShardedStrategy}`, this trains. One for each process: a second
+strategy would take the keys of the first one's collectives.
+"""
+
+import statistics
+
+import keras
+import numpy as np
+
+import tfparallel
+from tests.multi_process.answering import answer_requests
+from tfparallel.communication.alpha_beta import SMALL_BYTES
+
+WIDTH, NUM_LAYERS, STEPS = 128, 6, 3
+
+
+def train(options: dict) -> dict:
+    strategy = tfparallel.ShardedStrategy(**options)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [keras.layers.Dense(WIDTH, "tanh") for _ in range(NUM_LAYERS)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    rows = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
+    rings, sent = _rings(strategy.extended), []
+    for ring in rings:  # two workers measure what is small: fewer messages of more bytes
+        ring.small_bytes = SMALL_BYTES
+    for _ in range(STEPS):
+        before = [ring.bytes_sent for ring in rings]
+        model.train_on_batch(rows, rows)
+        sent.append([ring.bytes_sent - b for ring, b in zip(rings, before, strict=True)])
+    return {
+        "sent": [statistics.median(own) for own in zip(*sent, strict=True)],
+        "weights": sum(weight.numpy().nbytes for weight in model.trainable_variables),
+    }
+
+
+def _rings(extended) -> list:
+    """The ring of all workers, and where there are several copies that of a copy and the other."""
+    own = [extended._ring_all_reduce]
+    if extended._copies_ring is not None:
+        own += [extended._parts_ring, extended._copies_ring]
+    return [each._ring for each in own]
+
+
+if __name__ == "__main__":
+    answer_requests(train, lambda: None)

@@ -1,0 +1,41 @@
+"""What a step sends, by the rings' own count, over what an all-reduce of the weights sends."""
+
+import pytest
+
+from tests.multi_process.pool import WorkerPool, cluster_environments
+
+CASES = {
+    "optimizer": ({"shard": "optimizer"}, 1.0),
+    "parameters": ({}, 1.5),
+    "kept": ({"reshard_after_forward": False}, 1.0),
+    "gathered in half the bits": ({"gather_dtype": "bfloat16"}, 1.0),
+    "kept, in half the bits": ({"gather_dtype": "bfloat16", "reshard_after_forward": False}, 0.75),
+}
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def trained(num_workers: int, options: dict) -> list[dict]:
+    """What each of fresh workers tells of a training."""
+    pool = WorkerPool(
+        ["-m", "tests.sharded.counted_worker"], lambda: cluster_environments(num_workers)
+    )
+    try:
+        return pool.ask({"options": options}, timeout_s=250)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
+def test_a_step_sends_what_the_papers_count(options, expected):
+    for own in trained(2, options):
+        (sent,) = own["sent"]
+        assert sent == pytest.approx(expected * own["weights"], rel=0.02)  # (N - 1) / N is a half
+
+
+def test_only_sums_of_parts_cross_copies():
+    """Of two hosts with two workers each: weights are gathered within a host."""
+    for own in trained(4, {"replicas": 2}):
+        of_all, of_copy, across = own["sent"]
+        assert of_all < 0.02 * own["weights"]  # small weights, and metrics
+        assert of_copy == pytest.approx(1.5 * own["weights"], rel=0.02)
+        assert across == pytest.approx(0.5 * own["weights"], rel=0.02)  # a half, all-reduced
