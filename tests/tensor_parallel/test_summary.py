@@ -78,6 +78,24 @@ def test_an_einsum_counts_as_in_parts_along_whichever_letter_it_is_cut():
     assert "100.0% of the products are in parts. A step sends 1 sums and 0 gathers" in str(table)
 
 
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "logits sum 60 sum 40"),
+        ("mse", "whole gather 180 gather 180"),
+    ],
+)
+def test_a_loss_sends_three_numbers_of_each_position_or_reads_all_logits(loss, line):
+    """Of five positions and nine logits: the largest, a sum, the label's; two have gradients."""
+    strategy = tfparallel.TensorParallelStrategy(layout_map(1, 2, {".*kernel": (None, "model")}))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5, 4)), layers.Dense(9, name="logits")])
+        model.compile("sgd", loss)
+    lines = [" ".join(x.split()) for x in str(strategy.summary(model)).splitlines()]
+    way, *sent = line.split()
+    assert f"loss {way} 0.0% {' '.join(sent)}" in lines
+
+
 def test_a_device_holds_its_share_of_split_weights_and_slots():
     """Bytes of variables by device, counted: at most 1.05/N of the whole."""
     layout = layout_map(1, 4, {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)})

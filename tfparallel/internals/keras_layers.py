@@ -56,6 +56,7 @@ __all__ = [
     "layers_of",
     "moments_of",
     "loss_tracker_of",
+    "losses_asked_for",
     "nodes_by_depth",
     "operation_of_node",
     "options_of_loss",
@@ -221,6 +222,12 @@ def flat_losses(model: keras.Model) -> list:
     Where they are: the attribute `_flat_losses` of `compile_loss_of(model)`.
     """
     return getattr(compile_loss_of(model), "_flat_losses", None) or []
+
+
+def losses_asked_for(model: keras.Model) -> list:
+    """The compiled losses; before the model is built, what `compile` was given."""
+    given = getattr(compile_loss_of(model), "_user_loss", None)
+    return [entry.loss for entry in flat_losses(model)] or keras.tree.flatten(given)
 
 
 def compiled_metrics_of(model: keras.Model) -> Any:

@@ -202,7 +202,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "check_finite",
     ),
     "keras.src.optimizers.optimizer.Optimizer": ("_all_reduce_sum_gradients",),
-    "keras.src.trainers.compile_utils.CompileLoss": ("_flat_losses",),
+    "keras.src.trainers.compile_utils.CompileLoss": ("_flat_losses", "_user_loss"),
     "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter": (
         "_batch_size",
         "_inputs",

@@ -16,6 +16,7 @@ import keras
 from keras import layers
 
 from tfparallel.internals.keras_layers import projections_of
+from tfparallel.tensor_parallel.rules.declared_attention import HeadsOf, heads_dim, heads_of
 from tfparallel.tensor_parallel.rules.recurrent import has_units
 from tfparallel.tensor_parallel.split_variable import split_of
 
@@ -57,13 +58,16 @@ def cuts_of(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | None:
         layer: of any type.
         inputs, outputs: of a call of it.
     """
+    declared = heads_of(layer)
+    if declared is not None:
+        return _declared_attention(layer, declared, outputs)
     of_type = next((f for types, f in _CUTS if isinstance(layer, types)), None)
     return of_type(layer, inputs, outputs) if of_type and inputs and outputs else None
 
 
 def is_cut_by_type(layer: keras.Layer) -> bool:
     """Whether layers of this type can be cut, as a rule."""
-    return any(isinstance(layer, types) for types, _ in _CUTS)
+    return heads_of(layer) is not None or any(isinstance(layer, types) for types, _ in _CUTS)
 
 
 def numbers_of(shape: Sequence[int | None]) -> int:
@@ -236,6 +240,24 @@ def _attention(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | No
     size = min(variable.shape[dim] for variable, dim in dims)
     query, key = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0]
     return Cuts({"heads": Cut(size, tuple(dims))}, _flops_of_attention(to_heads, query, key))
+
+
+def _declared_attention(layer: Any, heads: HeadsOf, outputs: Shapes) -> Cuts | None:
+    """The output's kernel, which is by heads under any layout, comes first."""
+    to_heads, from_heads = heads.to_heads(layer), getattr(layer, heads.output)
+    if not outputs or not all(_is_one_variable(each) for each in (*to_heads, from_heads)):
+        return None
+    dims: list[tuple[Any, int]] = [(from_heads.kernel, heads_dim(from_heads, True))]
+    for each in to_heads:
+        dims.append((each.kernel, heads_dim(each, False)))
+        if each.bias is not None:
+            dims.append((each.bias, 0))
+    size = min(variable.shape[dim] for variable, dim in dims)
+    positions = math.prod(n or 1 for n in outputs[0][1:-1])
+    kernels = [math.prod(each.kernel.shape) for each in (*to_heads, from_heads)]
+    of_heads = kernels[-1] // (outputs[0][-1] or 1)
+    flops = 2 * positions * sum(kernels) + 4 * positions**2 * of_heads
+    return Cuts({"heads": Cut(size, tuple(dims))}, flops)
 
 
 def _flops_of_attention(to_heads: Sequence, query: Sequence, key: Sequence) -> int:

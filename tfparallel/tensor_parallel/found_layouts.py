@@ -29,7 +29,7 @@ from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls, calls_
 from tfparallel.tensor_parallel.layer_rules import hook_layer
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
 from tfparallel.tensor_parallel.pairing import Call, Decision, decisions
-from tfparallel.tensor_parallel.rows import Rows, even_rows
+from tfparallel.tensor_parallel.rows import Rows, even_rows, even_sizes
 from tfparallel.tensor_parallel.rules.elementwise_layers import keeps_parts
 from tfparallel.tensor_parallel.split_variable import split_of
 
@@ -180,10 +180,16 @@ def _rows_of(call: LayerCall, decision: Decision, parts: int) -> dict[int, Found
         return {id(weight): decision.reason for cut in ways.values() for weight, _ in cut.dims}
     holders = {id(w): layer for layer in layers_of(call.layer) for w in own_variables(layer)}
     rows: dict[int, Found] = {}
-    for weight, dim in ways[decision.way].dims:
+    cut = ways[decision.way]
+    for weight, dim in cut.dims:
+        total = weight.shape[dim]
         is_last = dim == len(weight.shape) - 1
+        if decision.way == "heads" and total % cut.size == 0:  # queries are where their keys are
+            sizes = even_sizes(cut.size, parts)
+            rows[id(weight)] = Rows(dim, tuple(total // cut.size * size for size in sizes))
+            continue
         blocks = blocks_of(holders[id(weight)]) if is_last else 1
-        rows[id(weight)] = even_rows(dim, weight.shape[dim], parts, blocks)
+        rows[id(weight)] = even_rows(dim, total, parts, blocks)
     return rows
 
 

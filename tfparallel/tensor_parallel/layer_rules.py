@@ -36,6 +36,7 @@ class _Rule(NamedTuple):
 
 
 _RULES: dict[type, dict[str, _Rule]] = {}  # by method
+_BY_NAME: dict[tuple[str, str], Callable[[type], None]] = {}
 
 
 def layer_rule(layer_type: type, method: str = "call") -> Callable:
@@ -59,9 +60,17 @@ def layer_rule(layer_type: type, method: str = "call") -> Callable:
     return register
 
 
+def rule_by_name(package: str, name: str, register: Callable[[type], None]) -> None:
+    """Has the first layer of a class of another package have `register` called with the class."""
+    _BY_NAME[package, name] = register
+
+
 def rules_of(layer: keras.Layer) -> list[_Rule]:
     """The rules for a layer, of methods that its class does not override."""
     for cls in type(layer).__mro__:
+        named = _BY_NAME.get((cls.__module__.partition(".")[0], cls.__name__))
+        if named is not None and cls not in _RULES:
+            named(cls)
         if cls in _RULES:
             rules = _RULES[cls].values()
             return [r for r in rules if getattr(type(layer), r.method) is getattr(cls, r.method)]

@@ -9,10 +9,16 @@ import keras
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from tfparallel.internals.keras_layers import inputs_structure, layers_of, own_variables
+from tfparallel.internals.keras_layers import (
+    compile_loss_of,
+    inputs_structure,
+    layers_of,
+    own_variables,
+)
 from tfparallel.tensor_parallel.layer_calls import calls_of
 from tfparallel.tensor_parallel.layer_rules import rules_of
 from tfparallel.tensor_parallel.layouts import Layouts, VariableLayout
+from tfparallel.tensor_parallel.logits import losses_of_logits
 from tfparallel.tensor_parallel.sent import KINDS, LayerCost, Sent, costs_of
 
 _HEADER = ("weight", "shape", "parts", "largest bytes", "computed")
@@ -61,8 +67,15 @@ def summary(model: keras.Model, layouts: Layouts, inputs: Any = None) -> LayoutS
     weights = tuple(_weights(model, layouts))
     if layouts.groups.parts == 1 or (inputs is None and inputs_structure(model) is None):
         return LayoutSummary(weights, (), layouts.groups.over_processes())
-    costs = costs_of(calls_of(model, inputs), layouts.branches)
+    costs = costs_of(calls_of(model, inputs), layouts.branches, _takes_logits(model))
     return LayoutSummary(weights, tuple(costs), layouts.groups.over_processes())
+
+
+def _takes_logits(model: keras.Model) -> bool | None:
+    """Whether the compiled loss of a model takes logits in parts; None without a loss."""
+    if compile_loss_of(model) is None:
+        return None
+    return bool(losses_of_logits(model))
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

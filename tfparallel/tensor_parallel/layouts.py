@@ -73,7 +73,7 @@ class Layouts:
     def _rows(
         self, path: str, shape: tuple, trainable: bool, blocks: int
     ) -> tuple[Rows | None, str]:
-        layout = self._layout_of(path)
+        layout = self._layout_of(path) or self._layout_of_table(path)
         if layout is None:
             return None, "no pattern matches"
         if len(layout.axes) != len(shape):
@@ -93,6 +93,14 @@ class Layouts:
         if self.groups.parts == 1:
             return None, "the model's axis has one device"
         return even_rows(dim, shape[dim], self.groups.parts, blocks), ""
+
+    def _layout_of_table(self, path: str) -> Any:
+        """Of logits beside a table, which presets of KerasHub forget: that of the table, turned."""
+        layer, _, name = path.rpartition("/")
+        table = self._layout_of(f"{layer}/embeddings") if name == "reverse_embeddings" else None
+        if table is None:
+            return None
+        return keras.distribution.TensorLayout(table.axes[::-1], table.device_mesh)
 
     def _layout_of(self, path: str) -> Any:
         layout = self.layout_map[path]  # raises where several patterns match

@@ -23,8 +23,8 @@ from tfparallel.internals import record, set_keras_mask
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import (
     compiled_metrics_of,
-    flat_losses,
     function_of_metric,
+    losses_asked_for,
     options_of_loss,
 )
 from tfparallel.replicas.coupled_metrics import is_of_function
@@ -42,7 +42,7 @@ _ACCURACY = keras.metrics.sparse_categorical_accuracy
 def logits_in_parts(model: keras.Model, extended: ComputingGroups) -> Iterator[None]:
     """Within it, losses and metrics of `model` take logits in parts as they are."""
     with contextlib.ExitStack() as hooks:
-        for loss in _losses(model):
+        for loss in losses_of_logits(model):
             hooks.enter_context(
                 shadowed(
                     loss,
@@ -66,8 +66,9 @@ def logits_in_parts(model: keras.Model, extended: ComputingGroups) -> Iterator[N
         yield
 
 
-def _losses(model: keras.Model) -> list:
-    losses = [getattr(entry.loss, "unstaged", entry.loss) for entry in flat_losses(model)]
+def losses_of_logits(model: keras.Model) -> list:
+    """The compiled losses that take logits in parts."""
+    losses = [getattr(each, "unstaged", each) for each in losses_asked_for(model)]
     of_class = [x for x in losses if isinstance(x, keras.losses.SparseCategoricalCrossentropy)]
     stock = keras.losses.SparseCategoricalCrossentropy.call
     return [x for x in of_class if type(x).call is stock and options_of_loss(x).get("from_logits")]

@@ -8,10 +8,13 @@
     aligned  moments of what it normalises        their gradients
     units    h of all steps (an RNN's column)     h of all steps again, and its gradient, summed
     whole    its input, if that is in parts
+    loss     three numbers of each position, of     the gradients of two
+             logits in parts; else the outputs      the gradient of the outputs
 
 The gradient of what the model is called with is not computed, and not counted.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,26 +52,35 @@ class LayerCost:
     """One call of a layer.
 
     Attributes:
-        layer: of Keras.
+        layer: of Keras, or `TheLoss`.
         way: as above; "" for a layer without weights in parts that passes on what it gets; the
             device of a branch.
         flops: for one row of the batch.
         sent: in one step.
     """
 
-    layer: keras.Layer
+    layer: Any
     way: str
     flops: int
     sent: tuple[Sent, ...]
 
 
+class TheLoss:
+    """Stands for a layer: what a model was compiled with."""
+
+    path = "loss"
+
+
 def costs_of(
-    model: ModelCalls, branches: Mapping[keras.Layer, int] | None = None
+    model: ModelCalls,
+    branches: Mapping[keras.Layer, int] | None = None,
+    takes_logits: bool | None = None,
 ) -> list[LayerCost]:
-    """Of each call of a model whose weights are in parts by now.
+    """Of each call of a model whose weights are in parts by now, and of its loss.
 
     Args:
         model: its calls.
+        takes_logits: whether its loss takes logits in parts; None where it has none.
         branches: the number of the device of each layer of a branch, in a model of branches.
     """
     if branches:
@@ -83,7 +95,20 @@ def costs_of(
             known[id(tensor)] = _rows_of_output(call, way, known)
         cuts = call.cuts
         costs.append(LayerCost(call.layer, way, cuts.flops if cuts else 0, sent))
+    if takes_logits is not None:
+        outputs = [x for x in model.borders if known.get(id(x)) is not None]
+        costs += [_cost_of_loss(x, known[id(x)], takes_logits) for x in outputs]
     return costs
+
+
+def _cost_of_loss(output: Any, rows: Rows | None, takes_logits: bool) -> LayerCost:
+    is_last = rows is not None and rows.dim == len(output.shape) - 1
+    if not (takes_logits and is_last):
+        both = (Sent("gather", is_forward, _bytes(output)) for is_forward in (True, False))
+        return LayerCost(TheLoss(), "whole", 0, tuple(both))
+    positions = numbers_of(output.shape[:-1]) * output.dtype.size
+    sent = Sent("sum", True, 3 * positions), Sent("sum", False, 2 * positions)
+    return LayerCost(TheLoss(), "logits", 0, sent)
 
 
 def _costs_of_branches(model: ModelCalls, branches: Mapping[keras.Layer, int]) -> list[LayerCost]:
@@ -140,6 +165,8 @@ def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent
         yield from (Sent("gather", True, _bytes(x)) for x in in_parts)
     if way in ("row", "heads", "tokens"):
         yield from (Sent("sum", True, _bytes(x)) for x in call.outputs[:1])
+    if way == "heads":
+        yield from _summed_projections(call)
     if way in ("column", "heads"):
         different = {id(x): x for x in has_gradient}.values()
         yield from (Sent("sum", False, _bytes(x)) for x in different)
@@ -148,6 +175,18 @@ def _sent(call: LayerCall, way: str, known: dict, borders: set) -> Iterator[Sent
     if way == "row" or (way == "aligned" and not are_parts and call.cuts.flops):  # type: ignore[union-attr]
         whole = [x for x in has_gradient if known.get(id(x)) is None]
         yield from (Sent("gather", False, _bytes(x)) for x in whole)
+
+
+def _summed_projections(call: LayerCall) -> Iterator[Sent]:
+    """Queries, keys and values of kernels by rows: sums, of which each device takes its heads."""
+    for kernel, dim in call.cuts.ways["heads"].dims:  # type: ignore[union-attr]
+        split = split_of(kernel)
+        if split is not None and split.rows.is_cut and split.rows.dim != dim:
+            features = kernel.shape[split.rows.dim]
+            *positions, _ = call.outputs[0].shape
+            numbers = numbers_of(positions) * math.prod(kernel.shape) // features
+            size_bytes = numbers * call.outputs[0].dtype.size
+            yield from (Sent("sum", is_forward, size_bytes) for is_forward in (True, False))
 
 
 def _moments(call: LayerCall) -> Iterator[Sent]:

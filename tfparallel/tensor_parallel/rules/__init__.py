@@ -3,6 +3,7 @@
 from tfparallel.tensor_parallel.rules import (
     attention,
     convolution,
+    declared_attention,
     dense,
     elementwise_layers,
     embedding,
@@ -13,6 +14,7 @@ from tfparallel.tensor_parallel.rules import (
 __all__ = [
     "attention",
     "convolution",
+    "declared_attention",
     "dense",
     "elementwise_layers",
     "embedding",
