@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfparallel.internals import MirroredExtended, PerReplica
+from tfparallel.internals import MirroredExtended
 from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps
 
 
@@ -19,9 +19,18 @@ class CpuStrategy(SpmdKerasSteps, tf.distribute.MirroredStrategy):
         super().__init__(devices, tf.distribute.ReductionToOneDevice())
         self._extended.__class__ = CpuExtended
 
-    def reduce(self, reduce_op, value, axis):
-        """Keras's symbolic build asks for the mean of a whole batch."""
-        local = self.experimental_local_results
-        if any(isinstance(leaf, PerReplica) for leaf in tf.nest.flatten(value)):
-            return tf.nest.map_structure(lambda v: local(v)[0], value)
-        return super().reduce(reduce_op, value, axis)
+    @classmethod
+    def on_hosts(cls, num_hosts: int, num_cores: int) -> "CpuStrategy":
+        """On so many cores of each of several hosts, tasks of the job that this process is in.
+
+        One process drives them all, which the stock strategy does not offer for several hosts.
+        """
+        strategy = cls(num_cores)
+        cores = [
+            [f"/job:worker/replica:0/task:{host}/device:CPU:{core}" for core in range(num_cores)]
+            for host in range(num_hosts)
+        ]
+        extended = strategy._extended
+        extended._devices = tuple(core for own in cores for core in own)
+        extended._input_workers_devices = tuple((own[0], tuple(own)) for own in cores)
+        return strategy

@@ -7,6 +7,9 @@ import tensorflow as tf
 # The arrays behind a dataset that Keras made of them, for workers that keep arrays.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+# How many rows a `.batch` further up in a pipeline makes; a pipeline on another host.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size, replicate
+
 # The classes of datasets that keep, repeat and shuffle: what a resumed training must read again.
 from tensorflow.python.data.ops.cache_op import CacheDataset
 
@@ -24,6 +27,8 @@ __all__ = [
     "Arrays",
     "CompositeTensor",
     "arrays_of",
+    "batch_rows_of",
+    "copy_on",
     "dataset_as_graph",
     "ends_in_a_prefetch",
     "fills_a_cache",
@@ -53,6 +58,20 @@ def arrays_of(adapter: ArrayDataAdapter) -> Arrays:
     """What an adapter of Keras makes batches of. It makes them by itself only."""
     own = adapter
     return Arrays(own._inputs, own._num_samples, own._batch_size, own._shuffle)
+
+
+def batch_rows_of(dataset: tf.data.Dataset) -> int | None:
+    """How many rows the batches of a pipeline have, but for a last one; None if it does not tell.
+
+    The public `element_spec` does not say it where the last batch may be smaller.
+    """
+    rows = int(compute_batch_size(dataset))
+    return rows if rows > 0 else None
+
+
+def copy_on(device: str, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset`, read on the host of `device`."""
+    return replicate(dataset, [device])[device]
 
 
 def state_of_iterator(iterator: Any) -> tf.Tensor:

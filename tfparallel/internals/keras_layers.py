@@ -39,6 +39,7 @@ __all__ = [
     "all_accumulated_gradients",
     "apply_without_replicas",
     "behind",
+    "call_takes_training",
     "clear_added_losses",
     "compile_loss_of",
     "compiled_metrics_of",
@@ -54,6 +55,7 @@ __all__ = [
     "inputs_structure",
     "kept_losses",
     "layers_of",
+    "moments_method",
     "moments_of",
     "loss_tracker_of",
     "losses_asked_for",
@@ -149,6 +151,16 @@ def embedding_table(layer: keras.layers.Embedding) -> keras.Variable:
 def has_stock_moments(layer: keras.layers.BatchNormalization) -> bool:
     """Whether the class of a BatchNorm computes mean and variance as Keras does."""
     return type(layer)._moments is keras.layers.BatchNormalization._moments
+
+
+def moments_method(layer: keras.layers.BatchNormalization) -> Callable[[Any, Any], tuple]:
+    """What computes `moments_of` a BatchNorm."""
+    return layer._moments
+
+
+def call_takes_training(layer: keras.Layer) -> bool:
+    """Whether `layer.call` has an argument `training`."""
+    return layer._call_has_training_arg
 
 
 def moments_of(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> tuple:

@@ -39,6 +39,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
+    "tensorflow.python.data.experimental.ops.distribute": (
+        "compute_batch_size",
+        "replicate",
+    ),
     "tensorflow.python.data.ops.cache_op": ("CacheDataset",),
     "tensorflow.python.data.ops.dataset_ops": ("_OptionsDataset",),
     "tensorflow.python.data.ops.prefetch_op": ("_PrefetchDataset",),
@@ -160,6 +164,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "keras.src.layers.core.embedding.Embedding": ("_embeddings",),
     "keras.src.layers.layer.Layer": (
+        "_call_has_training_arg",
         "_clear_losses",
         "_flatten_layers",
         "_get_own_losses",

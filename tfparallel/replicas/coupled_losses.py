@@ -39,7 +39,7 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         value = loss(y_true, y_pred, sample_weight)
         if kind == "rows":
             return _of_rows(plain, value, sample_weight, get_keras_mask(y_pred), step)
-        return value if kind == "mean" else _scaled(value, tf.ones((), value.dtype), step)
+        return value if kind == "mean" else scaled(value, tf.ones((), value.dtype), step)
 
     return on_replica
 
@@ -73,26 +73,26 @@ def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: Replica
     if value.shape == (0,) and not is_sum:
         value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
     if is_sum:
-        return _scaled(value, tf.ones((), value.dtype), step)
+        return scaled(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        return _scaled(value, _share_of(_sum_of_weights(sample_weight, mask, value.dtype)), step)
+        return scaled(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
     if mask is not None:
-        return _scaled(value, _share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
+        return scaled(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
     return value
 
 
-def _scaled(value: tf.Tensor, share: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
+def scaled(value: tf.Tensor, share: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
     """`value`, that counts with `share`, for a step that counts it with the replica's weight."""
     return value * tf.math.divide_no_nan(share, tf.cast(step.weight, value.dtype))
 
 
-def _share_of(local: tf.Tensor) -> tf.Tensor:
+def share_of(local: tf.Tensor) -> tf.Tensor:
     """`local` over its sum over all replicas."""
     total = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, local)
     return tf.math.divide_no_nan(local, total)
 
 
-def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
+def sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> tf.Tensor:
     """The divisor of Keras's `mean_with_sample_weight`."""
     weights = tf.cast(sample_weight, dtype)
     if mask is not None:

@@ -39,12 +39,12 @@ def metric_of_whole_batch(metric: Any) -> Callable:
         else:
             function, options = function_of_metric(metric)
             number = function(y_true, y_pred, **options)
-            _count_once(metric, number, kind, step)
+            count_once(metric, number, kind, step)
 
     return on_replica
 
 
-def _count_once(metric: Any, number: Any, kind: str, step: ReplicaStep) -> None:
+def count_once(metric: Any, number: Any, kind: str, step: ReplicaStep) -> None:
     """Counts a batch's number with this replica's share of rows: the shares add up to 1."""
     number = tf.convert_to_tensor(number)
     weight = tf.cast(step.weight, number.dtype)

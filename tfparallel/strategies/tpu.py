@@ -1,7 +1,7 @@
 """Data parallel on the cores of a TPU: a thin layer over the stock strategy.
 
-A TPU runs one XLA program of static shapes on all cores, so the input stays TensorFlow's own and
-every batch must have the same number of rows, a multiple of the number of replicas.
+A TPU runs one XLA program of static shapes on all cores: batches that may differ in size get rows
+of padding, which count nowhere.
 """
 
 from typing import Any
@@ -19,16 +19,22 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
 
     Drop-in for `tf.distribute.TPUStrategy`, that connects by itself. As under the other strategies,
     gradients are reduced before they are clipped, Dropout masks differ by replica and BatchNorm
-    statistics are averaged. Datasets need `drop_remainder=True`.
+    statistics are averaged. Batches of any size, and a smaller last one, are one program in `fit`,
+    `evaluate` and `predict`: rows of padding fill them up, which count nowhere. On a TPU Pod each
+    host reads the input for its own cores.
 
     Args:
         tpu_cluster_resolver: an initialised `tf.distribute.cluster_resolver.TPUClusterResolver`.
             None connects to `tpu` and initialises it.
         experimental_device_assignment, experimental_spmd_xla_partitioning: as the stock ones.
-        tpu: without a resolver, the TPU's name or address; "local" is the TPU of this TPU VM.
+        tpu: without a resolver, the TPU's name or address; "local" is the TPU of this TPU VM. A Pod
+            has a name: one process, on one of its hosts, drives all of them.
+        batch_rows: how many rows a batch has at most, for data that does not tell: a generator, a
+            `PyDataset`, or `*_on_batch` of growing sizes. All are filled up to it.
 
     Raises:
         RuntimeError: if no TPU is found, saying what was looked for.
+        ValueError: for `batch_rows` that are no number of rows.
     """
 
     def __init__(
@@ -38,11 +44,15 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         tpu: str = "local",
+        batch_rows: int | None = None,
     ):
+        if batch_rows is not None and batch_rows < 1:
+            raise ValueError(f"batch_rows must be positive. Received: {batch_rows}.")
         resolver = tpu_cluster_resolver or connect_to_tpu(tpu)
         super().__init__(
             resolver, experimental_device_assignment, experimental_spmd_xla_partitioning
         )
+        self._batch_rows = batch_rows
         self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
         first_words.say_of(self)
 

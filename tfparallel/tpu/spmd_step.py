@@ -1,10 +1,12 @@
 """A Keras step as the one program that every replica runs: what a TPU can do of `keras_step.py`.
 
 There, every replica has a graph of its own and the step begins and ends outside of them. Here all
-replicas run the same compiled program, which asks for its replica's number: rows are sliced and
-outputs averaged inside of it. The mathematics are the same.
+replicas run the same compiled program, each on its rows: outputs are averaged inside of it, and
+batches that may differ in size get rows of padding (`padded_batches.py`), so that one program does
+for all. The mathematics are the same.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -16,18 +18,22 @@ from tfparallel.internals import (
     BaseOptimizer,
     PerReplica,
     ReduceOp,
+    calling_trainer,
+    device_util,
     distribute_lib,
     is_called_by_trainer,
     is_compiled_step,
     is_keras_step,
     is_predict_step,
     is_stock_step,
+    model_of_predict_step,
     owner_of_new_variable,
 )
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
-from tfparallel.replicas.batch import num_rows, split_rows
+from tfparallel.replicas.batch import concat_rows, num_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
@@ -35,6 +41,21 @@ from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
+from tfparallel.tpu.input_by_host import distributed_by_host
+from tfparallel.tpu.padded_batches import (
+    PaddedBatch,
+    WholeBatch,
+    batch_size_of,
+    checked_at_most,
+    padded,
+    parts_of,
+)
+from tfparallel.tpu.padded_layers import (
+    check_rows_are_apart,
+    why_never_padded,
+    without_padding,
+)
+from tfparallel.tpu.padded_step import PaddedStep
 
 
 class SpmdKerasSteps(DescribedStrategy):
@@ -43,23 +64,109 @@ class SpmdKerasSteps(DescribedStrategy):
     Its `extended` needs `SpmdExtended` as a mixin.
     """
 
+    _batch_rows: int | None = None  # what a batch has at most, if the strategy was told
+    _most_rows: int | None = None  # of the batches that `*_on_batch` had so far
+
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
     ) -> Any:
         """`tf.distribute.Strategy.run`; a batch that is not distributed yet is split."""
-        is_split = any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(args))
         if is_keras_step(fn):
-            checks.check_model(self, fn.__self__)
-            checks.check_states_of_rows(self, fn.__self__)
-            model, step = fn.__self__, _step_on_replica(fn, is_split)
-            with spoken_of(self, fn), model_hooks.weighted_losses(model):
-                return super().run(step, args, kwargs, options)
+            model = fn.__self__
+            checks.check_model(self, model)
+            checks.check_states_of_rows(self, model)
+            batch = self._distributed(args[0], model)
+            is_padded = isinstance(batch, PaddedBatch)
+            hooks = without_padding(model) if is_padded else model_hooks.weighted_losses(model)
+            with spoken_of(self, fn), hooks:
+                return super().run(_step_on_replica(fn), (batch,), kwargs, options)
+        if is_predict_step(fn):
+            with spoken_of(self, fn):
+                return self._predict(fn, args[0], options)
         if is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
         with spoken_of(self, fn):
-            if is_predict_step(fn) and not is_split:
-                return super().run(lambda data: fn(_own_rows(data)[0]), args, kwargs, options)
             return super().run(fn, args, kwargs, options)
+
+    def _predict(self, fn: Callable, data: Any, options: Any) -> Any:
+        """Predictions of all rows of a batch, in its order, without those of padding."""
+        model = model_of_predict_step(fn)
+        batch = self._distributed(data, model)
+        if not isinstance(batch, PaddedBatch):
+            own_rows = batch.data if isinstance(batch, WholeBatch) else batch
+            return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
+
+        def on_replica(batch: PaddedBatch) -> Any:
+            with _padded_step(batch, model, weights_loss=False).active():
+                return fn(batch.data)
+
+        with without_padding(model):
+            outputs = super().run(on_replica, (batch,), None, options)
+        return self._rows_in_order(outputs, batch.totals)
+
+    def _rows_in_order(self, outputs: Any, totals: Any) -> Any:
+        """The rows that all replicas have computed, but for those of padding.
+
+        Replicas have them in their order, over all hosts. Keras would take another for a TPU's.
+        """
+        local = self.experimental_local_results
+        with tf.device(self.extended._cutting_host):
+            are_real = None if totals is None else [part > 0 for part in local(totals)]
+
+            def joined(value: Any) -> Any:
+                parts = local(value)
+                if are_real is not None:
+                    parts = [_real_rows(*each) for each in zip(parts, are_real, strict=True)]
+                return concat_rows(list(parts))
+
+            return keras.tree.map_structure(joined, outputs)
+
+    def _distributed(self, data: Any, model: keras.Model) -> Any:
+        """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
+        if isinstance(data, PaddedBatch | WholeBatch):
+            return data
+        if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
+            return data
+        count = num_replicas(self)
+        with tf.device(self.extended._cutting_host):
+            data = keras.tree.map_structure(_as_tensor, data)
+            total = num_rows(data)
+            if isinstance(total, int):
+                self._most_rows = max(total, self._most_rows or 0)
+            most = self._batch_rows or self._most_rows
+            if (
+                isinstance(total, int)
+                and total % count == 0
+                and not (self._batch_rows or 0) > total
+            ):
+                return parts_of(data, count, total // count)
+            why = why_never_padded(model)
+            if why is not None or most is None:
+                why = why or "no batch of a known size came before it"
+                raise ValueError(
+                    f"{type(self).__name__} needs as many rows for each of its {count} replicas, "
+                    f"and cannot fill the batch with rows of padding: {why}. Received: {total} "
+                    f"rows. Give it a multiple of {count} rows."
+                )
+            rows = -(-most // count)
+            with tf.control_dependencies([checked_at_most(data, count * rows)]):
+                data = keras.tree.map_structure(_identity, data)
+            return parts_of(padded(data, count, rows), count, rows)
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """`tf.distribute.Strategy.experimental_distribute_dataset`.
+
+        For `fit`, `evaluate` and `predict`, batches that may differ in size are filled with rows of
+        padding, which count nowhere.
+        """
+        call = calling_trainer()
+        if call is None:
+            return super().experimental_distribute_dataset(dataset, options)
+        checks.check_model(self, call.model)
+        why_whole, count = why_never_padded(call.model), num_replicas(self)
+        size = batch_size_of(dataset, call, count, self._batch_rows, why_whole)
+        model_hooks.build_without_reading(call, dataset.element_spec)
+        return distributed_by_host(self, dataset, call, size, count)
 
     def all_rows(self, tensors: Any) -> Any:
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
@@ -96,6 +203,11 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         return (
             f"num_replicas={self._num_replicas_in_sync}, devices={short_names(self.worker_devices)}"
         )
+
+    @property
+    def _cutting_host(self) -> str:
+        """The CPU that a batch is cut on which is not distributed by TensorFlow."""
+        return device_util.get_host_for_device(self.worker_devices[0])
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         owner = owner_of_new_variable()
@@ -145,6 +257,12 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         context = distribute_lib.get_replica_context()
         number, count = context.replica_id_in_sync_group, self._num_replicas_in_sync
         rows = tensor.shape[0]
+        if isinstance(current_replica_step(), PaddedStep):
+            raise ValueError(
+                "all_rows would gather rows of padding, too, which fill up batches that may differ "
+                "in size. Use batches of one size, a multiple of the number of replicas "
+                "(drop_remainder=True)."
+            )
         if rows is None:
             raise ValueError(
                 "One program for all replicas gathers rows of which each has as many, a number "
@@ -174,44 +292,74 @@ def _telling_of_gradients(kind: type) -> type:
     return type(kind.__name__, (_TellsOfGradients, kind), {})
 
 
-def _step_on_replica(step_function: Any, is_split: bool) -> Callable:
+def _step_on_replica(step_function: Any) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
-    weights_loss = step_function.__name__ == "train_step" and is_stock_step(step_function)
+    is_training = step_function.__name__ == "train_step"
+    weights_loss = is_training and is_stock_step(step_function)
+    model = step_function.__self__
 
-    def on_replica(data: Any) -> Any:
-        data, rows, total = (data, *_rows_of_all(data)) if is_split else _own_rows(data)
-        dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
-        weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
-        with ReplicaStep(rows, weight, weights_loss, statistics=[]).active():
+    def on_replica(batch: Any) -> Any:
+        step: ReplicaStep
+        if isinstance(batch, PaddedBatch):
+            step, data = _padded_step(batch, model, weights_loss), batch.data
+        else:
+            data = batch.data if isinstance(batch, WholeBatch) else batch
+            rows, total = _rows_of_all(data)
+            dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
+            weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
+            step = ReplicaStep(rows, weight, weights_loss, statistics=[])
+        with step.active():
             outputs = step_function(data)
-        return _mean_over_rows(outputs, weight)
+        if is_training and isinstance(step, PaddedStep):
+            _average_statistics(model, step.weight)
+        return _mean_over_rows(outputs, step.weight)
 
     return on_replica
 
 
-def _own_rows(data: Any) -> tuple[Any, Any, Any]:
-    """This replica's part of a whole batch, how many rows it has, and how many the batch has.
+def _padded_step(batch: PaddedBatch, model: keras.Model, weights_loss: bool) -> PaddedStep:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch.data)
+    check_rows_are_apart(model, x)
+    return PaddedStep(batch.totals, weights_loss, keras.config.floatx())
 
-    Slices of a size that is known when tracing are all that XLA compiles for a TPU: the batch must
-    have a known number of rows, a multiple of the number of replicas.
+
+def _average_statistics(model: keras.Model, weight: tf.Tensor) -> None:
+    """Statistics of each replica's own rows (BatchNorm) become their mean, weighted by rows.
+
+    Where all replicas have as many rows it is enough to average them when they are read.
     """
-    context = distribute_lib.get_replica_context()
-    count = num_replicas(context.strategy)
-    replica, total = context.replica_id_in_sync_group, num_rows(data)
-    if isinstance(total, int) and total % count == 0:
-        rows = total // count
-        start = replica * rows
-    else:
-        ((start, end),) = split_rows(tf.convert_to_tensor(total), count, [replica])
-        rows = end - start
+    variables = [behind(variable) for variable in model.non_trainable_variables]
+    groups: dict[tf.DType, list] = collections.defaultdict(list)
+    for variable in variables:
+        if (
+            variable.synchronization == tf.VariableSynchronization.ON_READ
+            and variable.aggregation == tf.VariableAggregation.MEAN
+        ):
+            groups[variable.dtype].append(variable)
+    for dtype, own in groups.items():
+        joined = tf.concat([tf.reshape(each.read_value(), [-1]) for each in own], 0)
+        weighted = tf.math.multiply_no_nan(joined, tf.cast(weight, dtype))
+        mean = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, weighted)
+        sizes = [each.shape.num_elements() for each in own]
+        for each, part in zip(own, tf.split(mean, sizes), strict=True):
+            each.assign(tf.reshape(part, each.shape))
 
-    def part(leaf: Any) -> Any:
-        if leaf is None or leaf.shape.rank == 0:
-            return leaf
-        others = [0] * (leaf.shape.rank - 1)
-        return tf.slice(leaf, [start, *others], [rows, *[-1 for _ in others]])
 
-    return keras.tree.map_structure(part, data), rows, total
+def _real_rows(rows: tf.Tensor, is_real: tf.Tensor) -> tf.Tensor:
+    if rows.shape.rank == 0 or rows.shape[0] != is_real.shape[0]:
+        raise ValueError(
+            f"Predictions have a row for each row of a batch. Received: shape {rows.shape} for "
+            f"{is_real.shape[0]} rows, some of which are padding."
+        )
+    return tf.boolean_mask(rows, is_real)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _identity(leaf: Any) -> Any:
+    return leaf if leaf is None else tf.identity(leaf)
 
 
 def _rows_of_all(data: Any) -> tuple[Any, Any]:
@@ -232,7 +380,8 @@ def _mean_over_rows(outputs: Any, weight: tf.Tensor) -> Any:
     ]
     if not chosen:
         return outputs
-    packed = tf.stack([tf.cast(flat[i], weight.dtype) * weight for i in chosen])
+    values = tf.stack([tf.cast(flat[i], weight.dtype) for i in chosen])
+    packed = tf.math.multiply_no_nan(values, weight)  # of no rows a mean is 0/0
     means = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, packed)
     for i, mean in zip(chosen, tf.unstack(means), strict=True):
         flat[i] = tf.cast(mean, flat[i].dtype)

@@ -1,0 +1,204 @@
+"""Batches of one size: rows of padding fill those that are smaller.
+
+An XLA program is of static shapes; a batch of another size is another program. So that one is
+enough, every replica gets as many rows. Those of padding repeat a row of the batch, so that nothing
+can be computed of them that could not be of the batch, and count nowhere:
+
+    7 rows, 2 replicas of 4 rows     rows    0 1 2 3 | 4 5 6 6
+                                     totals  7 7 7 7 | 7 7 7 0
+
+`totals` says of each row how many there are in the batch, 0 of padding. It tells a replica its
+share of the rows, without asking the others.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfparallel.internals import TrainerCall, distribute_utils
+from tfparallel.internals.datasets import batch_rows_of
+from tfparallel.replicas.batch import Rows, num_rows, split_rows
+
+
+class WholeBatch(NamedTuple):
+    """A batch without rows of padding, or a replica's part of one; of a type by `of_size`.
+
+    Attributes:
+        data: nest of tensors `[rows, ...]`.
+    """
+
+    data: Any
+
+
+class PaddedBatch(NamedTuple):
+    """A batch, or a replica's part of one, of which some rows may be padding; likewise.
+
+    Attributes:
+        data: nest of tensors `[rows, ...]`.
+        totals: int32 `[rows]`.
+    """
+
+    data: Any
+    totals: Any
+
+
+@functools.cache
+def of_size(kind: Any, rows: int) -> Any:
+    """A type for batches of `kind` that give each replica so many rows.
+
+    Keras's functions of a batch would be traced for any number of rows once they have had two, of
+    `fit` and `evaluate` say, or of two calls. Batches of different types get traces of their own.
+    """
+    return type(f"{kind.__name__}Of{rows}", (kind,), {"__slots__": ()})
+
+
+def padded(data: Any, num_replicas: int, rows: int) -> PaddedBatch:
+    """`data` with `rows` rows for each replica, one replica's after the other's.
+
+    Args:
+        data: nest of dense tensors `[rows of the batch, ...]`.
+        num_replicas: in what order they follow is `split_rows`' order.
+        rows: enough for each replica.
+    """
+    total = num_rows(data)
+    places, totals = _places(total, num_replicas, rows)
+
+    def filled(leaf: Any) -> Any:
+        if leaf is None or leaf.shape.rank == 0:
+            return leaf
+        return tf.ensure_shape(tf.gather(leaf, places), [num_replicas * rows, *leaf.shape[1:]])
+
+    return of_size(PaddedBatch, rows)(keras.tree.map_structure(filled, data), totals)
+
+
+def _places(total: Rows, num_replicas: int, rows: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Which row of the batch is in each place, and `totals`."""
+    bounds = split_rows(total, num_replicas, range(num_replicas))
+    first, end = (tf.cast(tf.stack(each), tf.int32)[:, None] for each in zip(*bounds, strict=True))
+    own, total = first + tf.range(rows), tf.cast(total, tf.int32)
+    totals = tf.where(own < end, total, 0)
+    return tf.reshape(tf.minimum(own, total - 1), [-1]), tf.reshape(totals, [-1])
+
+
+def parts_of(data: Any, num_replicas: int, rows: int) -> Any:
+    """A nest of `[num_replicas * rows, ...]` as one of `PerReplica`s, each replica's rows alone."""
+
+    def part(leaf: Any, replica: int) -> Any:
+        if leaf is None or leaf.shape.rank == 0:
+            return leaf
+        return tf.ensure_shape(leaf[replica * rows : (replica + 1) * rows], [rows, *leaf.shape[1:]])
+
+    parts = [
+        tf.nest.map_structure(lambda leaf, i=i: part(leaf, i), data) for i in range(num_replicas)
+    ]
+    return distribute_utils.regroup(parts, always_wrap=True)
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """How many rows the batches of a dataset have.
+
+    Attributes:
+        rows: of each, or at most.
+        may_differ: whether there may be smaller ones, which get rows of padding.
+        why_whole: why the step cannot do with padding: then any other number ends the training.
+    """
+
+    rows: int
+    may_differ: bool
+    why_whole: str | None = None
+
+
+def batch_size_of(
+    dataset: tf.data.Dataset,
+    call: TrainerCall,
+    num_replicas: int,
+    batch_rows: int | None,
+    why_whole: str | None,
+) -> BatchSize:
+    """What is known of the batches of `dataset` before they come.
+
+    Args:
+        dataset: as Keras hands it over.
+        call: for which.
+        num_replicas: of the strategy.
+        batch_rows: what the strategy was told that a batch has at most, or None.
+        why_whole: why the model's step cannot do with padding, or None.
+
+    Raises:
+        ValueError: if it cannot be made of one size.
+    """
+    specs = [leaf for leaf in tf.nest.flatten(dataset.element_spec) if hasattr(leaf, "shape")]
+    other = [type(spec).__name__ for spec in specs if not isinstance(spec, tf.TensorSpec)]
+    if other:
+        raise ValueError(
+            f"TPUStrategy divides batches of dense tensors. Received: {other}. Make them dense "
+            "(tf.RaggedTensor.to_tensor, tf.sparse.to_dense)."
+        )
+    known = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
+    if known is not None and known % num_replicas == 0 and not (batch_rows or 0) > known:
+        return BatchSize(known, may_differ=False)
+    adapter: Any = call.data_adapter
+    rows = batch_rows or known or adapter.batch_size or batch_rows_of(dataset)
+    if rows is None:
+        raise ValueError(
+            "TPUStrategy fills batches up to one number of rows, which has to be known before they "
+            "come. Received: batches of a generator, PyDataset or pipeline that does not tell "
+            "theirs. Say how many rows a batch has at most: TPUStrategy(batch_rows=64), or use "
+            "tf.data's .batch(64)."
+        )
+    size = BatchSize(rows, why_whole is None, why_whole)
+    if why_whole and (rows % num_replicas or getattr(adapter, "has_partial_batch", None)):
+        raise ValueError(
+            f"{_needs_whole(size, num_replicas)} Received: batches of {rows} rows, or a smaller "
+            "last one."
+        )
+    return size
+
+
+def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..., Any]:
+    """A function for `Dataset.map`: of a batch what the replicas `own` get, one after the other."""
+    rows = -(-size.rows // num_replicas)
+    total = num_replicas * rows
+
+    def own_parts(leaf: tf.Tensor) -> tf.Tensor:
+        part = leaf[own.start * rows : own.stop * rows]
+        return tf.ensure_shape(part, [len(own) * rows, *leaf.shape[1:]])
+
+    def cut(*elements: Any) -> Any:
+        data = elements if len(elements) > 1 else elements[0]
+        if size.may_differ:
+            checked = checked_at_most(data, total)
+        else:
+            message = f"{_needs_whole(size, num_replicas)} Received a batch of other rows"
+            checked = tf.debugging.assert_equal(num_rows(data), size.rows, message)
+        with tf.control_dependencies([] if checked is None else [checked]):
+            data = tf.nest.map_structure(tf.identity, data)
+        whole = of_size(WholeBatch, rows)
+        batch = padded(data, num_replicas, rows) if size.may_differ else whole(data)
+        return tf.nest.map_structure(own_parts, batch)
+
+    return cut
+
+
+def _needs_whole(size: BatchSize, num_replicas: int) -> str:
+    return (
+        f"TPUStrategy needs batches of one size, {size.rows} rows, a multiple of its "
+        f"{num_replicas} replicas, where it cannot fill them with rows of padding: "
+        f"{size.why_whole}. Leave the rest out: tf.data's batch(drop_remainder=True)."
+    )
+
+
+def checked_at_most(data: Any, limit: int) -> Any:
+    """An operation that fails if a batch has more rows than a program was compiled for."""
+    return tf.debugging.assert_less_equal(
+        num_rows(data),
+        limit,
+        "TPUStrategy compiles a step for one number of rows, which smaller batches are filled up "
+        f"to: {limit} here. Received a batch of more rows. Say how many a batch has at most: "
+        "TPUStrategy(batch_rows=...)",
+    )
