@@ -15,6 +15,7 @@ from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.neighbours import PeerLostError
+from tfparallel.communication.ring import Ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
@@ -219,6 +220,22 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._host_cross_device_ops = RingAllReduce(
                 devices=[self._worker_device], group_size=self._num_workers, **common
             )
+
+    def _of_some_workers(self, ring: Ring, group_size: int) -> RingAllReduce:
+        """Collectives of those that `ring` connects, in one order with those of all.
+
+        So no two can wait for each other.
+        """
+        assert self._ring_all_reduce is not None, "there are only some where all have a ring"
+        return RingAllReduce(
+            ring=ring,
+            order=self._ring_all_reduce.order,
+            devices=[self._worker_device],
+            group_size=group_size,
+            device=self._host_device,
+            options=self._communication_options,
+            collective_keys=self._collective_keys,
+        )
 
     @property
     def _gathers_by_collectives(self) -> bool:

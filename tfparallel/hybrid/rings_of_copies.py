@@ -20,7 +20,9 @@ from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.timeouts import WorkerTimeouts
 
 
-def members(rank: int, num_workers: int, num_copies: int) -> tuple[list[int], list[int]]:
+def copy_and_part_groups(
+    rank: int, num_workers: int, num_copies: int
+) -> tuple[list[int], list[int]]:
     """The ranks that share a copy with `rank`, and those that store the same part."""
     num_sharing = num_workers // num_copies
     first = rank // num_sharing * num_sharing
@@ -31,7 +33,7 @@ def members(rank: int, num_workers: int, num_copies: int) -> tuple[list[int], li
 def open_rings(
     extended: Any, num_copies: int, timeouts: WorkerTimeouts
 ) -> tuple[RingAllReduce, RingAllReduce]:
-    """Opens the rings of `members`; all workers call it together.
+    """Opens the rings of `copy_and_part_groups`; all workers call it together.
 
     Args:
         extended: of all workers, which have a ring.
@@ -42,7 +44,7 @@ def open_rings(
         OSError: if a worker could not reach another of its ring.
     """
     rank, num_workers = extended._id_in_cluster, extended._num_workers
-    sharing, alike = members(rank, num_workers, num_copies)
+    sharing, alike = copy_and_part_groups(rank, num_workers, num_copies)
     return (
         _opened(extended, "a copy", sharing, timeouts),
         _opened(extended, "a part of each copy", alike, timeouts),
@@ -67,12 +69,4 @@ def _opened(
         SMALL_BYTES,
         timeouts.silent_s,
     )
-    return RingAllReduce(
-        ring=ring,
-        order=extended._ring_all_reduce.order,  # one for all rings: no two can wait for each other
-        devices=[extended._worker_device],
-        group_size=len(ranks),
-        device=extended._host_device,
-        options=extended._communication_options,
-        collective_keys=extended._collective_keys,
-    )
+    return extended._of_some_workers(ring, len(ranks))

@@ -115,6 +115,9 @@ class KerasExtended(StepDecisions, MeasuredTraining, Protocol):
     def _join(self, workers: AxisOfProcesses) -> None:
         """Makes this process one place of an axis over several; before variables are created."""
 
+    def _read_ahead(self, num_batches: int | None) -> None:
+        """Reads and places so many batches ahead of their steps; None: as suits the devices."""
+
     def _names_lost_ranks(self) -> AbstractContextManager[None] | None:
         """Within it, errors name a process that has ended; None where nobody would be known."""
 

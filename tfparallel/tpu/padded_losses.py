@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
-from tfparallel.replicas.coupled_losses import scaled, share_of, sum_of_weights
+from tfparallel.replicas.coupled_losses import share_of, sum_of_weights, with_share
 from tfparallel.replicas.loss_kinds import kind_of_loss
 from tfparallel.tpu.padded_step import PaddedStep, padded_step
 
@@ -42,7 +42,7 @@ def loss_of_real_rows(loss: Any) -> Callable:
         total = tf.reduce_sum(step.without_padding(values))
         if kind == "mean":
             return tf.math.divide_no_nan(total, tf.cast(step.rows, total.dtype))
-        return scaled(total, tf.ones((), total.dtype), step)
+        return with_share(total, tf.ones((), total.dtype), step)
 
     return on_replica
 
@@ -96,11 +96,11 @@ def _of_rows(
     value = own(y_true, y_pred, sample_weight)
     (mask,) = masks
     if reduction == "sum":
-        return scaled(value, tf.ones((), value.dtype), step)
+        return with_share(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        return scaled(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
+        return with_share(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
     if mask is not None:
-        return scaled(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
+        return with_share(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
     return step.mean_over_rows(value)
 
 
