@@ -2,9 +2,11 @@
 
 import pytest
 
+from tfparallel.pipeline.plan_of_shares import plan_of_shares
 from tfparallel.pipeline.plans.pipelines_together import pipelines_together
 from tfparallel.pipeline.plans.schedules.registry import SCHEDULES
 from tfparallel.pipeline.plans.simulation import simulate
+from tfparallel.pipeline.stages import Stages
 
 SHARED = [["A", "B", "D"], ["A", "C", "D"]]
 
@@ -44,3 +46,16 @@ def test_a_stage_on_two_devices_takes_half_the_time():
     two = simulate(pipelines_together(three_stages("1f1b", 16), SHARED), *times).makespan
     assert one == 32 * 6 + 4
     assert 32 * 3 < two < 32 * 3 + 16
+
+
+def test_a_stage_twice_as_slow_on_two_devices_holds_nothing_up():
+    """`Measure` tells the shares: with one device the others wait for it, with two nobody does."""
+    stages = Stages([], [0, 1, 2], time_shares=[0.25, 0.5, 0.25])
+    one = plan_of_shares(three_stages("1f1b", 32), stages, ["A", "B", "D"])
+    both = pipelines_together(three_stages("1f1b", 16), SHARED)
+    two = plan_of_shares(both, stages, list(both.devices), [1, 2, 1])
+    assert one.imbalance > 0.25
+    assert abs(two.imbalance) < 0.02
+    assert "stage 1, which takes 50%" in one.slowest
+    assert set(two.utilisation) == {"A", "B", "C", "D"}
+    assert min(two.utilisation.values()) > 0.8
