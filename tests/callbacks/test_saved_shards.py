@@ -87,6 +87,7 @@ def test_refuses_shards_that_are_not_what_the_shared_part_says(tmp_path, change)
     [
         {"bounds": [0, 6]},
         {"bounds": [0, 7, 6, 11]},
+        {"bounds": [0, 4, 8, 11]},
         {"bounds": [1, 6, 11]},
         {"bounds": [0, 6, 12]},
         {"bounds": []},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfparallel.hybrid.rings_of_copies import copy_and_part_groups
+from tfparallel.hybrid.rings_of_copies import ranks_around
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_members_are_neighbours_and_those_at_the_same_place(
     num_workers, num_copies, sharing, alike
 ):
     for rank in range(num_workers):
-        assert copy_and_part_groups(rank, num_workers, num_copies) == (sharing[rank], alike[rank])
+        assert ranks_around(rank, num_workers, num_copies) == (sharing[rank], alike[rank])

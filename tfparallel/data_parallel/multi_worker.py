@@ -2,20 +2,20 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.collectives import Collectives
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.neighbours import PeerLostError
-from tfparallel.communication.ring import Ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
@@ -221,17 +221,38 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 devices=[self._worker_device], group_size=self._num_workers, **common
             )
 
-    def _of_some_workers(self, ring: Ring, group_size: int) -> RingAllReduce:
-        """Collectives of those that `ring` connects, in one order with those of all.
+    def _ring_among(self, ranks: Sequence[int], of: str, timeouts: WorkerTimeouts) -> RingAllReduce:
+        """A ring of this worker and others; all workers open theirs together, each its own.
 
-        So no two can wait for each other.
+        Args:
+            ranks: of them, in their order.
+            of: what they have in common, as announced.
+
+        Raises:
+            OSError: if one could not reach another.
         """
-        assert self._ring_all_reduce is not None, "there are only some where all have a ring"
+
+        def exchange(what: str, value: object) -> list:
+            told = self._agreement.exchange(f"{what} of {of}", value)
+            return [told[rank] for rank in ranks]
+
+        ring = connect_ring(
+            ranks.index(self._id_in_cluster),
+            len(ranks),
+            self._own_host,
+            exchange,
+            timeouts.stall_s,
+            self._watch,
+            [self._task_names[rank] for rank in ranks],
+            SMALL_BYTES,
+            timeouts.silent_s,
+        )
+        assert self._ring_all_reduce is not None
         return RingAllReduce(
             ring=ring,
-            order=self._ring_all_reduce.order,
+            order=self._ring_all_reduce.order,  # one of all rings: no two wait for each other
             devices=[self._worker_device],
-            group_size=group_size,
+            group_size=len(ranks),
             device=self._host_device,
             options=self._communication_options,
             collective_keys=self._collective_keys,

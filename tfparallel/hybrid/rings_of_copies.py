@@ -11,18 +11,12 @@ Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277, section 3
 sharding).
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.ring_all_reduce import RingAllReduce
-from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.coordination.timeouts import WorkerTimeouts
+from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 
 
-def copy_and_part_groups(
-    rank: int, num_workers: int, num_copies: int
-) -> tuple[list[int], list[int]]:
+def ranks_around(rank: int, num_workers: int, num_copies: int) -> tuple[list[int], list[int]]:
     """The ranks that share a copy with `rank`, and those that store the same part."""
     num_sharing = num_workers // num_copies
     first = rank // num_sharing * num_sharing
@@ -31,9 +25,9 @@ def copy_and_part_groups(
 
 
 def open_rings(
-    extended: Any, num_copies: int, timeouts: WorkerTimeouts
+    extended: MultiWorkerExtended, num_copies: int, timeouts: WorkerTimeouts
 ) -> tuple[RingAllReduce, RingAllReduce]:
-    """Opens the rings of `copy_and_part_groups`; all workers call it together.
+    """Opens the rings of `ranks_around`; all workers call it together.
 
     Args:
         extended: of all workers, which have a ring.
@@ -43,30 +37,6 @@ def open_rings(
     Raises:
         OSError: if a worker could not reach another of its ring.
     """
-    rank, num_workers = extended._id_in_cluster, extended._num_workers
-    sharing, alike = copy_and_part_groups(rank, num_workers, num_copies)
-    return (
-        _opened(extended, "a copy", sharing, timeouts),
-        _opened(extended, "a part of each copy", alike, timeouts),
-    )
-
-
-def _opened(
-    extended: Any, of: str, ranks: Sequence[int], timeouts: WorkerTimeouts
-) -> RingAllReduce:
-    def exchange(what: str, value: object) -> list:
-        told = extended._agreement.exchange(f"{what} of {of}", value)
-        return [told[rank] for rank in ranks]
-
-    ring = connect_ring(
-        ranks.index(extended._id_in_cluster),
-        len(ranks),
-        extended._own_host,
-        exchange,
-        timeouts.stall_s,
-        extended._watch,
-        [extended._task_names[rank] for rank in ranks],
-        SMALL_BYTES,
-        timeouts.silent_s,
-    )
-    return extended._of_some_workers(ring, len(ranks))
+    sharing, alike = ranks_around(extended._id_in_cluster, extended._num_workers, num_copies)
+    of_copy = extended._ring_among(sharing, "a copy", timeouts)
+    return of_copy, extended._ring_among(alike, "a part of each copy", timeouts)

@@ -129,7 +129,8 @@ class CutVariable(_Checked):
 
     Attributes:
         shape, dtype: of the whole.
-        bounds: where in the flat whole that of each worker begins, and the end.
+        bounds: where in the flat whole that of each worker begins, and the end; of several copies
+            that workers share, of those that share the first.
     """
 
     shape: list[Count]
@@ -182,8 +183,9 @@ class SharedPart(_Checked):
 
     @validates_model(mode="after")
     def _has_a_shard_of_each_worker(self) -> "SharedPart":
-        if any(len(each.bounds) != self.num_workers + 1 for each in self.model.cut.values()):
-            raise ValueError(f"not a shard for each of {self.num_workers} workers")
+        counts = {len(each.bounds) - 1 for each in self.model.cut.values()}
+        if len(counts) > 1 or any(self.num_workers % count for count in counts):
+            raise ValueError(f"{sorted(counts)} shards do not fit {self.num_workers} workers")
         return self
 
 
