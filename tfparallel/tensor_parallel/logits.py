@@ -43,26 +43,24 @@ def logits_in_parts(model: keras.Model, extended: ComputingGroups) -> Iterator[N
     """Within it, losses and metrics of `model` take logits in parts as they are."""
     with contextlib.ExitStack() as hooks:
         for loss in losses_of_logits(model):
-            hooks.enter_context(
-                shadowed(
-                    loss,
-                    "call",
-                    wrapped(loss, "call", functools.partial(_loss, extended, loss)),
-                    during="a step",
-                    why="The loss of logits in parts is computed by the devices that have them.",
-                )
-            )
+            by_parts = wrapped(loss, "call", functools.partial(_loss, extended, loss))
+            hooks.enter_context(_by_devices(loss, "call", by_parts))
         for metric, value in _metrics(model):
             function, _ = function_of_metric(metric)
-            hooks.enter_context(
-                shadowed(
-                    metric,
-                    "_fn",
-                    functools.wraps(function)(functools.partial(value, extended, function)),
-                    during="a step",
-                    why="A metric of logits in parts is computed by the devices that have them.",
-                )
-            )
+            by_parts = functools.wraps(function)(functools.partial(value, extended, function))
+            hooks.enter_context(_by_devices(metric, "_fn", by_parts))
+        yield
+
+
+@contextlib.contextmanager
+def _by_devices(asked: Any, name: str, by_parts: Callable) -> Iterator[None]:
+    with shadowed(
+        asked,
+        name,
+        by_parts,
+        during="a step",
+        why="A loss or metric of logits in parts is computed by the devices that have them.",
+    ):
         yield
 
 

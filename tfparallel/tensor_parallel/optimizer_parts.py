@@ -68,8 +68,8 @@ def _unscale(
         inner,
         "apply",
         wrapped(inner, "apply", apply),
-        during="the update of a LossScaleOptimizer",
-        why="Gradients in parts are divided by the loss scale where they are.",
+        during="an update",
+        why="Parts are divided where they are.",
     ):
         rest = [None if isinstance(g, GradientInParts) else g for g in gradients]
         return original(rest, trainable_variables)

@@ -101,7 +101,7 @@ def _dropped_by(layer: Any, *masks: tf.Tensor) -> contextlib.AbstractContextMana
         dropout_of_scores(layer),
         "call",
         drop,
-        during="the tracing of a device's heads",
+        during="a device's heads",
         why="A device drops scores of its heads by its part of the mask that one device draws.",
     )
 

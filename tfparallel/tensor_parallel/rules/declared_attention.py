@@ -160,11 +160,11 @@ def _own_heads(
 
     with contextlib.ExitStack() as stack:
         for projection, x in zip(heads.to_heads(layer), own, strict=True):
-            stack.enter_context(_gives(projection, lambda *_, x=x, **__: x))
-        stack.enter_context(_gives(getattr(layer, heads.output), take))
+            stack.enter_context(_has(projection, "call", lambda *_, x=x, **__: x))
+        stack.enter_context(_has(getattr(layer, heads.output), "call", take))
         for name, of_projection in heads.counts.items():
             counted = dict(zip((heads.query, heads.key, heads.value), own, strict=True))
-            stack.enter_context(_counts(layer, name, counted[of_projection].shape[_HEADS]))
+            stack.enter_context(_has(layer, name, counted[of_projection].shape[_HEADS]))
         result = original(*args, **kwargs)
     if len(taken) != 1 or result is not taken[0]:
         raise TypeError(
@@ -175,25 +175,13 @@ def _own_heads(
 
 
 @contextlib.contextmanager
-def _gives(projection: Any, call: Callable) -> Iterator[None]:
-    with shadowed(
-        projection,
-        "call",
-        call,
-        during="the tracing of a device's heads",
-        why="What a projection gives is there already; the device takes its heads of it.",
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _counts(layer: Any, name: str, count: int) -> Iterator[None]:
+def _has(layer: Any, name: str, own: Any) -> Iterator[None]:
     with shadowed(
         layer,
         name,
-        count,
-        during="the tracing of a device's heads",
-        why="A layer that reshapes by its number of heads has those of the device.",
+        own,
+        during="a device's heads",
+        why="It projects to what a device has, and counts that.",
     ):
         yield
 
