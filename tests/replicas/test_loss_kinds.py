@@ -246,7 +246,7 @@ def test_rounding_of_few_digits_couples_no_rows(few_digits, reduce):
 
 
 def test_a_shared_layer_adds_a_sum_in_each_call():
-    """It was taken for a mean, half of which counted: two losses were there, and one call adds one."""
+    """It was taken for a mean, as one call adds one loss, and there were two."""
 
     def build():
         added = Added(lambda x: 0.1 * ops.sum(ops.square(x)))
