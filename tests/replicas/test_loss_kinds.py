@@ -245,6 +245,18 @@ def test_rounding_of_few_digits_couples_no_rows(few_digits, reduce):
         trained(lambda x: reduce(ops.square(x - ops.mean(x, axis=0))), strategy)
 
 
+def test_a_shared_layer_adds_a_sum_in_each_call():
+    """It was taken for a mean, as one call adds one loss, and there were two."""
+
+    def build():
+        added = Added(lambda x: 0.1 * ops.sum(ops.square(x)))
+        x = keras.Input((6,))
+        return keras.Model(x, layers.Dense(3)(added(layers.Dense(5)(added(x)))))
+
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert_same_training(train(None, build=build), train(strategy, build=build))
+
+
 def test_a_random_loss_of_a_layer_is_taken_for_a_mean_and_said(caplog):
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
 
