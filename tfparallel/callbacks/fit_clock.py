@@ -166,10 +166,14 @@ class FitClock:
         return self._input.around(batches)
 
     def _timed_batches(self, batches: Iterator) -> Iterator:
-        """Batches that Python gives, one after the other."""
+        """Batches that Python gives to one execution, one after the other."""
+        batches = iter(batches)
         while True:
-            with self.clock.waiting_for_input():
-                batch = next(batches)
+            try:
+                with self.clock.waiting_for_input():
+                    batch = next(batches)
+            except StopIteration:
+                return
             yield batch
 
     # ---- callbacks -------------------------------------------------------------------------------

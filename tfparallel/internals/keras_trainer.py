@@ -311,8 +311,17 @@ def num_traces(train_function: Any) -> int:
     if not inspect.isfunction(train_function):
         return 0
     known = inspect.getclosurevars(train_function).nonlocals.values()
-    graphs = [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
-    return sum(graph.experimental_get_tracing_count() for graph in graphs)
+    graphs = [f for f in known if _is_graph(f)]
+    count = sum(graph.experimental_get_tracing_count() for graph in graphs)
+    if count:
+        return count
+    # Batches that come from Python are given to the function of one step, within a wrapper.
+    steps = [inspect.unwrap(f, stop=_is_graph) for f in known if inspect.isfunction(f)]
+    return sum(step.experimental_get_tracing_count() for step in steps if _is_graph(step))
+
+
+def _is_graph(function: Any) -> bool:
+    return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
 
 def hook_steps(epoch_iterator: Any, around: Callable[[Iterator], Iterator]) -> None:
