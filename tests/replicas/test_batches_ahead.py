@@ -9,6 +9,8 @@ import tensorflow as tf
 
 import tfparallel
 from tests import helpers
+from tfparallel.callbacks import Measure
+from tfparallel.internals.keras_trainer import num_traces
 from tfparallel.replicas import batches_ahead
 from tfparallel.replicas.batches_ahead import BatchesAhead, batches_ahead_by_default
 from tfparallel.replicas.placed_batch import BatchPlacement, can_be_placed
@@ -83,6 +85,7 @@ def test_parts_are_on_their_devices_before_the_step_which_is_traced_once(monkeyp
     x, y = helpers.tiny_data(20)
     model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
     assert len(traces) <= 2 * len(DEVICES)  # TensorFlow traces twice where variables are created
+    assert 1 <= num_traces(model.train_function) <= 2  # as whoever measures a training counts them
     rows = [[len(part[0]) for part in batch.parts] for batch in placed]
     assert rows == 2 * [[2, 2, 2], [2, 2, 2], [2, 2, 2], [1, 1, 0]]
     for batch in placed:
@@ -181,6 +184,20 @@ def test_fit_ends_with_the_error_of_a_dataset_after_the_steps_before_it():
     with pytest.raises(tf.errors.InvalidArgumentError, match="row 8 is broken"):
         model.fit(dataset, verbose=0, callbacks=[count])
     assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_measured_training_ends_with_data_of_unknown_length(steps):
+    x, y = helpers.tiny_data(10)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2).filter(lambda x, y: True)
+    model = compiled_under(STRATEGIES["one_device"](prefetch_batches=2))
+    model.steps_per_execution = steps
+    counted = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: counted.append(batch)
+    )
+    model.fit(dataset, epochs=2, verbose=0, callbacks=[Measure(verbose=0), count])
+    assert model.optimizer.iterations == 10 and len(counted) == 2 * -(-5 // steps)
 
 
 def test_gpus_read_ahead_by_themselves_and_nothing_else_does():

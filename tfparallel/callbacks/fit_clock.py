@@ -34,18 +34,23 @@ class _Traces:
     def __init__(self, model: keras.Model):
         self._model = model
         self._function: Any = None
-        self._graphs: list[Any] = []
+        self._graphs, self._steps = graphs_of_step(None)
         self._before = 0
 
     def __call__(self) -> int:
         function = getattr(self._model, "train_function", None)
         if function is not self._function:
             self._before += self._of_graphs()
-            self._function, self._graphs = function, graphs_of_step(function)
+            self._function = function
+            self._graphs, self._steps = graphs_of_step(function)
         return self._before + self._of_graphs()
 
     def _of_graphs(self) -> int:
-        return sum(graph.experimental_get_tracing_count() for graph in self._graphs)
+        of_graphs, of_steps = (
+            sum(graph.experimental_get_tracing_count() for graph in graphs)
+            for graphs in (self._graphs, self._steps)
+        )
+        return of_graphs or of_steps  # of steps that are traced in a graph, that counts
 
 
 class FitClock:
@@ -170,10 +175,14 @@ class FitClock:
         return self._input.around(batches)
 
     def _timed_batches(self, batches: Iterator) -> Iterator:
-        """Batches that Python gives, one after the other."""
+        """Batches that Python gives to one execution, one after the other."""
+        batches = iter(batches)
         while True:
-            with self.clock.waiting_for_input():
-                batch = next(batches)
+            try:
+                with self.clock.waiting_for_input():
+                    batch = next(batches)
+            except StopIteration:
+                return
             yield batch
 
     # ---- callbacks -------------------------------------------------------------------------------

@@ -36,33 +36,21 @@ def integers_stay(seeds_on_host: bool) -> Iterator[None]:
         seeds_on_host: whether seed generators have their state there, from where nothing goes to a
             device then but what is drawn with.
     """
+    functions: list[tuple[Any, str, Callable]] = [
+        (keras_numpy, "signbit", _sign_bits),
+        (keras_numpy, "take", _take),
+    ]
+    if seeds_on_host:
+        functions.append((keras_random, "_cast_seed", _cast_in_place))
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(
-            shadowed(
-                keras_numpy,
-                "signbit",
-                functools.partial(_sign_bits, keras_numpy.signbit),
-                during="a Keras step",
-                why="Keras compares signs as int32: on the host, where TensorFlow has that.",
-            )
-        )
-        hooks.enter_context(
-            shadowed(
-                keras_numpy,
-                "take",
-                functools.partial(_take, keras_numpy.take),
-                during="a Keras step",
-                why="Keras compares int32 rows of a table with 0, on the host, too.",
-            )
-        )
-        if seeds_on_host:
+        for module, name, function in functions:
             hooks.enter_context(
                 shadowed(
-                    keras_random,
-                    "_cast_seed",
-                    functools.partial(_cast_in_place, keras_random._cast_seed),
-                    during="a Keras step",
-                    why="A seed on the host is cast there, not on a GPU and back.",
+                    module,
+                    name,
+                    functools.partial(function, getattr(module, name)),
+                    during="a step",
+                    why="GPUs keep integers.",
                 )
             )
         yield

@@ -306,12 +306,23 @@ def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
     epoch_iterator._num_batches = steps
 
 
-def graphs_of_step(train_function: object) -> list[Any]:
-    """The `tf.function`s in the function that `fit` calls for a step; none where it is no graph."""
+def graphs_of_step(train_function: object) -> tuple[list[Any], list[Any]]:
+    """The `tf.function`s in the function that `fit` calls for a step; none where it is no graph.
+
+    Returns:
+        Those that are called with an iterator, and those of one step within a wrapper, which
+        batches that come from Python are given to.
+    """
     if not inspect.isfunction(train_function):
-        return []
+        return [], []
     known = inspect.getclosurevars(train_function).nonlocals.values()
-    return [f for f in known if isinstance(f, tf.types.experimental.PolymorphicFunction)]
+    graphs = [f for f in known if _is_graph(f)]
+    steps = [inspect.unwrap(f, stop=_is_graph) for f in known if inspect.isfunction(f)]
+    return graphs, [step for step in steps if _is_graph(step)]
+
+
+def _is_graph(function: object) -> bool:
+    return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
 
 def hook_steps(epoch_iterator: object, around: Callable[[Iterator], Iterator]) -> None:
