@@ -3,6 +3,7 @@
 import ast
 import collections
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,30 @@ def test_no_basename_stands_twice():
         assert f"strategies.{key}" in names, names
         rooms = {room_of(name) for name in names}
         assert len(names) == 2 and rooms & {*METHODS}, names
+
+
+# Where a variable's own class, or what made it, asks for its copy 0; others ask `local_copies.py`.
+ASKS_FOR_COPY_0 = {
+    "internals/distribute.py": 1,
+    "parameter_server/async_variables.py": 1,
+    "pipeline/extended.py": 1,
+    "pipeline/placed.py": 1,
+    "replicas/keras_step.py": 1,
+    "replicas/local_copies.py": 1,
+    "sharded/sharded_variables.py": 1,
+    "tensor_parallel/gradients.py": 1,
+}
+
+
+def test_copy_0_is_asked_for_in_one_place():
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        count = len(re.findall(r"[.]_?values\[0\][.](?!shape|dense)", text))
+        count += len(re.findall(r"""getattr\([^"\n]*, "values", [\[(]""", text))
+        if count:
+            found[str(path.relative_to(ROOT))] = count
+    assert found == ASKS_FOR_COPY_0
 
 
 def test_no_class_and_no_public_function_stands_twice():

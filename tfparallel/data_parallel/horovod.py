@@ -31,6 +31,7 @@ from tfparallel.internals import (
     TrainerCall,
 )
 from tfparallel.replicas.compressed_gradients import CompressedGradients
+from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
 from tfparallel.replicas.replica_step import current_replica_step
 
@@ -180,7 +181,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         variables = [v for v in {id(v): v for v in variables}.values() if self._is_held_alike(v)]
         checksum = 0
         for variable in variables:
-            checksum = zlib.crc32(variable.values[0].numpy().tobytes(), checksum)
+            checksum = zlib.crc32(first_copy(variable).numpy().tobytes(), checksum)
         checksums = self._agreement.exchange("compare weights", checksum)
         if len(set(checksums)) == 1:
             return

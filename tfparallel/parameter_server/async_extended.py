@@ -39,6 +39,7 @@ from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
 from tfparallel.parameter_server.worker_pool import WorkerPool
 from tfparallel.parameter_server.worker_state import WorkerStates
+from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.seed_hooks import global_generator_under
 
 
@@ -130,7 +131,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         ]
         tensors = [tensor for each in handed_in for tensor in each.tensors]
         devices = [
-            behind(updated[i]).values[0].device
+            first_copy(behind(updated[i])).device
             for i, each in zip(present, handed_in, strict=True)
             for _ in each.tensors
         ]

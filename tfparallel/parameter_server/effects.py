@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.parameter_server.worker_state import Remembered
+from tfparallel.replicas.local_copies import first_copy
 
 _thread = threading.local()
 
@@ -133,7 +134,7 @@ class Effects:
                 f"mode='async'. Received: variable '{variable.name}', assigned inside of one. "
                 "Compute the value there and assign it outside, or use mode='sync'."
             )
-        self.defer([tensor], [variable.values[0].device], carry_out)
+        self.defer([tensor], [first_copy(variable).device], carry_out)
         self._values[id(variable)] = value
         self._seen.append(variable)
 

@@ -35,6 +35,7 @@ from tfparallel.replicas.central import CentralExtended
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.elementwise import is_elementwise
+from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.variables import (
     CentralVariable,
@@ -100,7 +101,7 @@ class ParameterServerExtended(CentralExtended):
             return self._create_parts(servers_and_rows, next_creator, kwargs)
         size_bytes = _size_bytes(kwargs["initial_value"])
         if isinstance(reference, DistributedVariable):  # a slot, next to its weight
-            server = self._cluster.ps_devices.index(reference.values[0].device)
+            server = self._cluster.ps_devices.index(first_copy(reference).device)
             self._placement.add(server, size_bytes)
         else:
             server = self._placement.place(size_bytes)

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfparallel.internals import changed_variables, global_state, own_eager_seeds
 from tfparallel.internals.keras_layers import behind, layers_of
+from tfparallel.replicas.local_copies import copies_here
 
 _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metric)
 
@@ -36,7 +37,7 @@ _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metri
 def without_trace(model: keras.Model) -> Iterator[None]:
     """Within it, `model` and its layers, which are built, can be called eagerly."""
     with python_as_it_was(model) as variables:
-        copies = [copy for each in variables for copy in getattr(each, "values", [each])]
+        copies = [copy for each in variables for copy in copies_here(each)]
         before = [copy.read_value() for copy in copies]
         try:
             with ValuesApart(collect_losses=True, initialize_variables=False):

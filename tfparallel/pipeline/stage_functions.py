@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.replicas.local_copies import copies_here
 from tfparallel.segments.differentiated_graphs import note_segment
 from tfparallel.segments.wide_integers import WideFunction, widened
 
@@ -64,11 +65,7 @@ class StageFunctions:
         Args:
             own_copy: of a variable that `concrete` was traced with.
         """
-        copies = [
-            copy
-            for variable in concrete.graph.variables
-            for copy in getattr(variable, "values", [variable])
-        ]
+        copies = [copy for variable in concrete.graph.variables for copy in copies_here(variable)]
         by_handle = {id(copy.handle): copy for copy in copies}
         return [
             own_copy(by_handle[id(each)]) if id(each) in by_handle else each

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfparallel.communication.local_sgd import LocalSGD, outer_step
 from tfparallel.internals import BaseOptimizer, ResourceVariable
 from tfparallel.internals.keras_layers import behind, trained_by
+from tfparallel.replicas.local_copies import copies_here, first_copy
 
 
 class RoundsExtended(Protocol):
@@ -44,7 +45,9 @@ class LocalRounds(tf.Module):
             self._steps = ResourceVariable(0, name="rounds/steps")
             self._weight = ResourceVariable(0.0, dtype=tf.float64, name="rounds/weight")
             anchored = self._trained if spec.has_anchor else []
-            self._anchors = [ResourceVariable(_wide(_first(v)), name="anchor") for v in anchored]
+            self._anchors = [
+                ResourceVariable(_wide(first_copy(v)), name="anchor") for v in anchored
+            ]
             self._momenta = [ResourceVariable(tf.zeros_like(v), name="m") for v in self._anchors]
 
     @property
@@ -98,7 +101,7 @@ class LocalRounds(tf.Module):
     def state(self) -> dict[str, np.ndarray]:
         """What this worker has that others have not, by name; its weights and slots too."""
         named = self._named().items()
-        return {name: np.asarray(_first(variable).numpy()) for name, variable in named}
+        return {name: np.asarray(first_copy(variable).numpy()) for name, variable in named}
 
     def set_state(self, states: Sequence[Mapping[str, np.ndarray]], world_size: int) -> None:
         """Sets what `state` returned.
@@ -150,13 +153,9 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tens
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _first(variable: tf.Variable) -> tf.Variable:
-    return getattr(variable, "values", (variable,))[0]
-
-
 def _mean_of_copies(variable: tf.Variable) -> tf.Tensor:
     """Copies of weights are alike; statistics are of each replica's rows within a step."""
-    copies = [_wide(copy) for copy in getattr(variable, "values", (variable,))]
+    copies = [_wide(copy) for copy in copies_here(variable)]
     return copies[0] if len(copies) == 1 else tf.add_n(copies) / len(copies)
 
 
@@ -167,5 +166,5 @@ def _wide(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    for copy in getattr(variable, "values", (variable,)):
+    for copy in copies_here(variable):
         copy.assign(tf.cast(value, copy.dtype))

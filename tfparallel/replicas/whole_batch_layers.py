@@ -40,6 +40,7 @@ from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, kept_losses, layers_of, own_state
 from tfparallel.replicas.all_rows import rows_and_place
 from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.local_copies import copies_here
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.step_build import BuildContext
 
@@ -248,7 +249,7 @@ def _handles_of_others(layer: keras.Layer) -> set[int]:
     normalising = keras.layers.BatchNormalization
     inner = [each for each in layers_of(layer) if isinstance(each, normalising)]
     variables = [*layer.metrics_variables, *(v for each in inner for v in own_state(each))]
-    copies = [copy for v in variables for copy in getattr(behind(v), "values", (behind(v),))]
+    copies = [copy for v in variables for copy in copies_here(behind(v))]
     return {id(copy.handle) for copy in copies}
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from tfparallel.internals.keras_layers import behind, layers_of
+from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.segments.kept_activations import kept_bytes
 from tfparallel.sharded.extended import ShardedExtended
@@ -200,7 +201,7 @@ def _activations(extended: ShardedExtended, model: keras.Model, inputs: object) 
         with UnitWeights(extended, variables, 0).given(wholes):
             yield wholes
 
-    sources = [getattr(behind(v), "values", [behind(v)])[0] for v in model.trainable_variables]
+    sources = [first_copy(behind(v)) for v in model.trainable_variables]
     in_step = functools.partial(extended._memory.during, model)
     return kept_bytes(model, specs, sources, with_weights, in_step, extended.worker_devices[0])
 

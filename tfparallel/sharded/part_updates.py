@@ -16,6 +16,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
 from tfparallel.replicas.elementwise import is_elementwise
+from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.sharded.copies import SharesCopies
 from tfparallel.sharded.shard_view import shard_view
@@ -127,5 +128,5 @@ class PartUpdates(SharesCopies):
         if not is_sharded(var):
             return super()._update(var, fn, args, kwargs, group)
         args, kwargs = distribute_utils.select_replica(0, (args, kwargs))
-        with tf.device(var.values[0].device):
+        with tf.device(first_copy(var).device):
             return fn(var, *args, **kwargs)

@@ -16,6 +16,8 @@ from tfparallel.communication.compression.adaptive_plan import (
     TURNS,
     Controller,
     Measurement,
+)
+from tfparallel.communication.compression.level_costs import (
     choose_levels,
     finish_time_s,
     worth,

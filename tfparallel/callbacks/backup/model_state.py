@@ -17,6 +17,7 @@ from tfparallel.callbacks.backup.saved_shards import shapes_of
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals import SyncOnReadVariable
 from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.local_copies import copies_of
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 
@@ -35,11 +36,11 @@ def mirrored_state(model: keras.Model) -> dict[str, Any]:
         for k, v in enumerate(variables)
         if _bounds(v)
     }
-    arrays = [None if _bounds(v) else _snapshot(_copies(v)[0]) for v in variables]
+    arrays = [None if _bounds(v) else _snapshot(copies_of(v)[0]) for v in variables]
     plain = plain_variables(model)
     of_attributes = {
         "paths": [*plain],
-        "arrays": [_snapshot(_copies(v)[0]) for v in plain.values()],
+        "arrays": [_snapshot(copies_of(v)[0]) for v in plain.values()],
     }
     return {
         "paths": [v.path for v in variables],
@@ -118,13 +119,13 @@ def set_mirrored_state(
 
 def replica_state(model: keras.Model) -> list[list[np.ndarray]]:
     """The terms of every variable that is a sum over replicas, for the replicas of this process."""
-    return [[_snapshot(copy) for copy in _copies(v)] for v in _summed_variables(model)]
+    return [[_snapshot(copy) for copy in copies_of(v)] for v in _summed_variables(model)]
 
 
 def set_replica_state(model: keras.Model, state: list[list[np.ndarray]]) -> None:
     """Sets what `replica_state` returned, of as many replicas."""
     for variable, terms in zip(_summed_variables(model), state, strict=True):
-        for copy, term in zip(_copies(variable), terms, strict=True):
+        for copy, term in zip(copies_of(variable), terms, strict=True):
             copy.assign(term)
 
 
@@ -170,13 +171,6 @@ def _unique(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
 def _bounds(variable: keras.Variable) -> Any:
     """How several workers hold a variable in shards; None if each has all of it."""
     return getattr(behind(variable), "worker_bounds", None)
-
-
-def _copies(variable: Any) -> Sequence[Any]:
-    own = behind(variable) if isinstance(variable, keras.Variable) else variable
-    if hasattr(own, "parts"):  # one variable, on several parameter servers
-        return (own,)
-    return getattr(own, "values", (own,))
 
 
 def _snapshot(variable: Any) -> np.ndarray:

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tfparallel.communication.compression.level_costs import (
+    choose_levels,
+    finish_time_s,
+    price_s,
+    worth,
+)
+
 MEASURED_STEPS = 3  # with each level for all buckets; the median counts
 TURNS = 5  # of a plan and of the best level for all buckets
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
@@ -16,87 +23,6 @@ _LUCK = 2.0  # how much faster exact sums may be than those of one bucket were
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _SMALL_SHARE = 0.05  # of all bytes
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
-
-
-def finish_time_s(
-    ready_s: Sequence[float] | np.ndarray, durations_s: Sequence[float] | np.ndarray
-) -> float:
-    """When the last bucket is reduced, if each begins once it is ready and the one before is done.
-
-    Args:
-        ready_s: when each bucket's gradients are computed, in the order of reduction.
-        durations_s: what compressing, sending and decompressing each takes.
-    """
-    done = 0.0
-    for ready, duration in zip(ready_s, durations_s, strict=True):
-        done = max(done, ready) + duration
-    return done
-
-
-def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> float:
-    """How much of an exact step one is with these levels: the cosine of what is sent and is meant.
-
-    What a projection such as PowerSGD's leaves out is orthogonal to what it sends, so that
-    `cos^2 = 1 - |m - sent|^2 / |m|^2`, and a step along it lowers the loss by as much less, to
-    first order. That what is left out follows later is not counted (Karimireddy et al.,
-    https://arxiv.org/abs/1901.09847, bounds what it costs to be late).
-
-    Args:
-        levels: of each bucket.
-        errors: `[bucket, level]`, `|m - sent| / |m|`; level 0 has none.
-        energies: `[bucket]`, proportional to `|m|^2`.
-    """
-    squares = errors[np.arange(len(energies)), list(levels)] ** 2
-    left_out = np.sum(energies * squares) / max(np.sum(energies), np.finfo(float).tiny)
-    return float(np.sqrt(max(0.0, 1.0 - left_out)))
-
-
-def price_s(step_s: float, worth_of_step: float) -> float:
-    """Seconds for what an exact step is worth."""
-    return step_s / worth_of_step if worth_of_step else np.inf
-
-
-def choose_levels(
-    ready_s: Sequence[float] | np.ndarray,
-    durations_s: np.ndarray,
-    errors: np.ndarray,
-    energies: np.ndarray,
-    max_error: float,
-    rest_s: float,
-) -> list[int]:
-    """The levels with which a second of training is worth most exact steps.
-
-    From every level for all buckets, it changes one bucket at a time, to its best level, until none
-    is better; the best end is taken.
-
-    Args:
-        ready_s: as in `finish_time_s`.
-        durations_s: `[bucket, level]`.
-        errors, energies: as in `worth`.
-        max_error: the largest error that is allowed.
-        rest_s: what a step takes besides: until the first bucket is ready, and after the last.
-    """
-    num_buckets, num_levels = durations_s.shape
-    buckets = range(num_buckets)
-    allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
-
-    def cost_s(levels: Sequence[int]) -> float:
-        finish_s = finish_time_s(ready_s, durations_s[buckets, levels])
-        return price_s(rest_s + finish_s, worth(levels, errors, energies))
-
-    def improved(levels: list[int]) -> list[int]:
-        for k in buckets:
-            others = [[*levels[:k], int(level), *levels[k + 1 :]] for level in allowed[k]]
-            levels = min([levels, *others], key=cost_s)
-        return levels
-
-    ends = []
-    for start in range(num_levels):
-        levels = [start if start in allowed[k] else 0 for k in buckets]
-        while (better := improved(levels)) != levels:
-            levels = better
-        ends.append(levels)
-    return min(ends, key=cost_s)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.local_copies import copies_of
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 
@@ -18,13 +17,6 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
     of_optimizers = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
     unique = {id(v): v for v in [*model.variables, *of_optimizers]}
     return [variable for key, variable in unique.items() if key not in of_metrics]
-
-
-def copies_of(variable: keras.Variable) -> Sequence[Any]:
-    """The variables of TensorFlow that `variable` is in this process."""
-    if hasattr(behind(variable), "parts"):  # one variable, on several parameter servers
-        return (behind(variable),)
-    return getattr(behind(variable), "values", (behind(variable),))
 
 
 def value_of(copy: object) -> np.ndarray:

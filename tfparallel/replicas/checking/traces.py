@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import keras
 
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
-from tfparallel.replicas.checking.step import copies_of, value_of, variables_of
+from tfparallel.replicas.checking.step import value_of, variables_of
 from tfparallel.replicas.compression_state import compression_state, set_compression_state
+from tfparallel.replicas.local_copies import copies_of
 from tfparallel.replicas.random_states import random_state, set_random_state
 
 _NAMES = "object_name_uids"  # how often Keras has given each name

@@ -1,0 +1,89 @@
+"""What levels of compression cost and are worth, and which of them are best, by forecast.
+
+Plain Python: no tensor, no device. Levels are numbers, from exact to coarse.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def finish_time_s(
+    ready_s: Sequence[float] | np.ndarray, durations_s: Sequence[float] | np.ndarray
+) -> float:
+    """When the last bucket is reduced, if each begins once it is ready and the one before is done.
+
+    Args:
+        ready_s: when each bucket's gradients are computed, in the order of reduction.
+        durations_s: what compressing, sending and decompressing each takes.
+    """
+    done = 0.0
+    for ready, duration in zip(ready_s, durations_s, strict=True):
+        done = max(done, ready) + duration
+    return done
+
+
+def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> float:
+    """How much of an exact step one is with these levels: the cosine of what is sent and is meant.
+
+    What a projection such as PowerSGD's leaves out is orthogonal to what it sends, so that
+    `cos^2 = 1 - |m - sent|^2 / |m|^2`, and a step along it lowers the loss by as much less, to
+    first order. That what is left out follows later is not counted (Karimireddy et al.,
+    https://arxiv.org/abs/1901.09847, bounds what it costs to be late).
+
+    Args:
+        levels: of each bucket.
+        errors: `[bucket, level]`, `|m - sent| / |m|`; level 0 has none.
+        energies: `[bucket]`, proportional to `|m|^2`.
+    """
+    squares = errors[np.arange(len(energies)), list(levels)] ** 2
+    left_out = np.sum(energies * squares) / max(np.sum(energies), np.finfo(float).tiny)
+    return float(np.sqrt(max(0.0, 1.0 - left_out)))
+
+
+def price_s(step_s: float, worth_of_step: float) -> float:
+    """Seconds for what an exact step is worth."""
+    return step_s / worth_of_step if worth_of_step else np.inf
+
+
+def choose_levels(
+    ready_s: Sequence[float] | np.ndarray,
+    durations_s: np.ndarray,
+    errors: np.ndarray,
+    energies: np.ndarray,
+    max_error: float,
+    rest_s: float,
+) -> list[int]:
+    """The levels with which a second of training is worth most exact steps.
+
+    From every level for all buckets, it changes one bucket at a time, to its best level, until none
+    is better; the best end is taken.
+
+    Args:
+        ready_s: as in `finish_time_s`.
+        durations_s: `[bucket, level]`.
+        errors, energies: as in `worth`.
+        max_error: the largest error that is allowed.
+        rest_s: what a step takes besides: until the first bucket is ready, and after the last.
+    """
+    num_buckets, num_levels = durations_s.shape
+    buckets = range(num_buckets)
+    allowed = [np.flatnonzero(errors[k] <= max_error) for k in buckets]
+
+    def cost_s(levels: Sequence[int]) -> float:
+        finish_s = finish_time_s(ready_s, durations_s[buckets, levels])
+        return price_s(rest_s + finish_s, worth(levels, errors, energies))
+
+    def improved(levels: list[int]) -> list[int]:
+        for k in buckets:
+            others = [[*levels[:k], int(level), *levels[k + 1 :]] for level in allowed[k]]
+            levels = min([levels, *others], key=cost_s)
+        return levels
+
+    ends = []
+    for start in range(num_levels):
+        levels = [start if start in allowed[k] else 0 for k in buckets]
+        while (better := improved(levels)) != levels:
+            levels = better
+        ends.append(levels)
+    return min(ends, key=cost_s)
