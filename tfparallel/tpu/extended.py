@@ -10,7 +10,6 @@ from tfparallel.internals import TPUExtended
 from tfparallel.machine.packages import check_tpu_packages, installed
 from tfparallel.tpu.spmd_step import SpmdExtended
 
-
 _HOSTS_OF_SLICE = "TPU_WORKER_HOSTNAMES"  # set on hosts of a slice, by what starts them
 
 

@@ -84,7 +84,7 @@ def _places(total: Rows, num_replicas: int, rows: int) -> tuple[tf.Tensor, tf.Te
     return tf.reshape(tf.minimum(own, total - 1), [-1]), tf.reshape(totals, [-1])
 
 
-def parts_of(data: Any, num_replicas: int, rows: int) -> Any:
+def parts_by_replica(data: Any, num_replicas: int, rows: int) -> Any:
     """A nest of `[num_replicas * rows, ...]` as one of `PerReplica`s, each replica's rows alone."""
 
     def part(leaf: Any, replica: int) -> Any:

@@ -48,7 +48,7 @@ from tfparallel.tpu.padded_batches import (
     batch_size_of,
     checked_at_most,
     padded,
-    parts_of,
+    parts_by_replica,
 )
 from tfparallel.tpu.padded_layers import (
     check_rows_are_apart,
@@ -139,7 +139,7 @@ class SpmdKerasSteps(DescribedStrategy):
                 and total % count == 0
                 and not (self._batch_rows or 0) > total
             ):
-                return parts_of(data, count, total // count)
+                return parts_by_replica(data, count, total // count)
             why = why_never_padded(model)
             if why is not None or most is None:
                 why = why or "no batch of a known size came before it"
@@ -151,7 +151,7 @@ class SpmdKerasSteps(DescribedStrategy):
             rows = -(-most // count)
             with tf.control_dependencies([checked_at_most(data, count * rows)]):
                 data = keras.tree.map_structure(_identity, data)
-            return parts_of(padded(data, count, rows), count, rows)
+            return parts_by_replica(padded(data, count, rows), count, rows)
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
