@@ -46,7 +46,7 @@ def pairs(rows):
 
 
 def pair_model():
-    inputs = {"left": keras.Input((3,)), "right": keras.Input((3,))}
+    inputs = {name: keras.Input((3,), name=name) for name in ("left", "right")}
     x = keras.layers.Concatenate()([inputs["left"], inputs["right"]])
     x = keras.layers.Dense(5, "tanh")(x)
     outputs = {
@@ -79,7 +79,6 @@ def one_hot_options():
             keras_metrics.AUC(num_thresholds=20),
             keras_metrics.Precision(thresholds=0.4),
             keras_metrics.F1Score(average="macro"),
-            keras_metrics.TopKCategoricalAccuracy(2),
             keras_metrics.RootMeanSquaredError(),
             keras_metrics.CosineSimilarity(),
             keras_metrics.OneHotMeanIoU(3),
@@ -193,8 +192,11 @@ def functions(loss):
 
 
 def reduced(reduction):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    return lambda: {"loss": loss, "metrics": ["accuracy"]}
+    def options():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        return {"loss": loss, "metrics": ["accuracy"]}
+
+    return options
 
 
 def weights(rows):

@@ -97,7 +97,8 @@ class SpmdKerasSteps(DescribedStrategy):
             return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
 
         def on_replica(batch: PaddedBatch) -> Any:
-            with _padded_step(batch, model, weights_loss=False).active():
+            with _padded_step(batch, weights_loss=False).active():
+                _check_rows_are_apart(model, batch)
                 return fn(batch.data)
 
         with without_padding(model):
@@ -301,7 +302,7 @@ def _step_on_replica(step_function: Any) -> Callable:
     def on_replica(batch: Any) -> Any:
         step: ReplicaStep
         if isinstance(batch, PaddedBatch):
-            step, data = _padded_step(batch, model, weights_loss), batch.data
+            step, data = _padded_step(batch, weights_loss), batch.data
         else:
             data = batch.data if isinstance(batch, WholeBatch) else batch
             rows, total = _rows_of_all(data)
@@ -309,6 +310,8 @@ def _step_on_replica(step_function: Any) -> Callable:
             weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
             step = ReplicaStep(rows, weight, weights_loss, statistics=[])
         with step.active():
+            if isinstance(batch, PaddedBatch):
+                _check_rows_are_apart(model, batch)
             outputs = step_function(data)
         if is_training and isinstance(step, PaddedStep):
             _average_statistics(model, step.weight)
@@ -317,10 +320,13 @@ def _step_on_replica(step_function: Any) -> Callable:
     return on_replica
 
 
-def _padded_step(batch: PaddedBatch, model: keras.Model, weights_loss: bool) -> PaddedStep:
+def _padded_step(batch: PaddedBatch, weights_loss: bool) -> PaddedStep:
+    return PaddedStep(batch.totals, weights_loss, keras.config.floatx())
+
+
+def _check_rows_are_apart(model: keras.Model, batch: PaddedBatch) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch.data)
     check_rows_are_apart(model, x)
-    return PaddedStep(batch.totals, weights_loss, keras.config.floatx())
 
 
 def _average_statistics(model: keras.Model, weight: tf.Tensor) -> None:
