@@ -106,11 +106,13 @@ class BatchSize:
         rows: of each, or at most.
         may_differ: whether there may be smaller ones, which get rows of padding.
         why_whole: why the step cannot do with padding: then any other number ends the training.
+        is_certain: no batch can have other rows than that, nor more.
     """
 
     rows: int
     may_differ: bool
     why_whole: str | None = None
+    is_certain: bool = True
 
 
 def batch_size_of(
@@ -151,7 +153,8 @@ def batch_size_of(
             "theirs. Say how many rows a batch has at most: TPUStrategy(batch_rows=64), or use "
             "tf.data's .batch(64)."
         )
-    size = BatchSize(rows, why_whole is None, why_whole)
+    is_certain = why_whole is None and batch_rows is None
+    size = BatchSize(rows, why_whole is None, why_whole, is_certain)
     if why_whole and (rows % num_replicas or getattr(adapter, "has_partial_batch", None)):
         raise ValueError(
             f"{_needs_whole(size, num_replicas)} Received: batches of {rows} rows, or a smaller "
