@@ -76,12 +76,12 @@ def one_hot_options():
         "loss": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
         "metrics": [
             "accuracy",
-            keras_metrics.AUC(num_thresholds=20),
-            keras_metrics.Precision(thresholds=0.4),
+            keras_metrics.AUC(num_thresholds=20, name="auc"),
+            keras_metrics.Precision(thresholds=0.4, name="precision"),
             keras_metrics.F1Score(average="macro"),
             keras_metrics.RootMeanSquaredError(),
             keras_metrics.CosineSimilarity(),
-            keras_metrics.OneHotMeanIoU(3),
+            keras_metrics.OneHotMeanIoU(3, name="iou"),
             keras_metrics.CategoricalHinge(),
         ],
         "weighted_metrics": [keras_metrics.MeanSquaredError(name="weighted_mse")],
@@ -525,20 +525,6 @@ def test_what_is_refused_trains_on_whole_batches(message):
     options = {"data": tiny_data, **REFUSED[message]}
     data = tf.data.Dataset.from_tensor_slices(options.pop("data")(10))
     train(CpuStrategy(2), data=None, x=data.batch(4, drop_remainder=True), **options)
-
-
-def test_own_steps_get_whole_batches_of_a_pipeline_that_does_not_tell(traced):
-    """No size is known when tracing, but all batches have it; another one ends the training."""
-    build = REFUSED["OwnStep.train_step is not Keras's own"]["build"]
-
-    def fit(rows):
-        data = tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(4)
-        return train(CpuStrategy(2), build=build, data=None, x=data)
-
-    fit(8)
-    assert traced == [("train_step", (2, 6))] * 2
-    with pytest.raises(tf.errors.InvalidArgumentError, match="batches of one size, 4 rows"):
-        fit(10)
 
 
 def test_batches_of_an_unknown_size_ask_for_it():

@@ -55,10 +55,7 @@ def distributed_by_host(
         rows = -(-size.rows // num_replicas)
         return batches.map(cut).rebatch(rows, drop_remainder=True).prefetch(each)
 
-    # Where batches go to devices ahead of the steps, of several devices one may see the end of the
-    # data before another sees the error of a batch that does not fit.
-    options = tf.distribute.InputOptions(experimental_fetch_to_device=size.is_certain)
-    return strategy.distribute_datasets_from_function(of_host, options)
+    return strategy.distribute_datasets_from_function(of_host)
 
 
 def _why_not_repeatable(dataset: tf.data.Dataset, call: TrainerCall) -> list[str]:

@@ -47,6 +47,7 @@ from tfparallel.tpu.padded_batches import (
     WholeBatch,
     batch_size_of,
     checked_at_most,
+    checked_to_fit,
     padded,
     parts_by_replica,
 )
@@ -125,6 +126,8 @@ class SpmdKerasSteps(DescribedStrategy):
     def _distributed(self, data: Any, model: keras.Model) -> Any:
         """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
         if isinstance(data, PaddedBatch | WholeBatch):
+            if isinstance(data, PaddedBatch) and self._batch_rows is not None:
+                checked_to_fit(self.experimental_local_results(data.totals)[0])
             return data
         if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
             return data
