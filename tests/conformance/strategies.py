@@ -752,7 +752,7 @@ ROWS_OF = {
     "OneDeviceStrategy": ["one_device"],
     "MirroredStrategy": ["mirrored_2", "mirrored_3"],
     "CentralStorageStrategy": ["central_storage"],
-    "TPUStrategy": [],
+    "TPUStrategy": [],  # tests/tpu: it needs a TPU, and has rows of padding
     "PipelineStrategy": [
         "pipeline_2",
         "pipeline_4",

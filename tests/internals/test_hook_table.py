@@ -43,7 +43,6 @@ _ALLOWED = {
     "replicas/added_losses.py",
     "replicas/loss_kinds.py",
     "replicas/model_hooks.py",
-    "tpu/padded_losses.py",
 }
 
 

@@ -370,11 +370,15 @@ class Hybrid(PlacesBatches):
 
 
 class Tpu(StrategySection):
-    """`tpu` is the TPU's name or address; "local" is the TPU of a TPU VM."""
+    """`tpu` is the TPU's name or address; "local" is the TPU of a TPU VM.
+
+    `batch_rows` is how many rows a batch has at most, for data that does not tell.
+    """
 
     class_name = "TPUStrategy"
     name: Literal["tpu"]
     tpu: DeviceName = "local"
+    batch_rows: int | None = None
 
 
 # A new strategy is one new row.

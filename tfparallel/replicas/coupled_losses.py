@@ -39,7 +39,7 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         value = loss(y_true, y_pred, sample_weight)
         if kind == "rows":
             return _of_rows(plain, value, sample_weight, get_keras_mask(y_pred), step)
-        return value if kind == "mean" else with_share(value, tf.ones((), value.dtype), step)
+        return value if kind == "mean" else weighed(value, tf.ones((), value.dtype), step)
 
     return on_replica
 
@@ -73,15 +73,15 @@ def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: Replica
     if value.shape == (0,) and not is_sum:
         value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
     if is_sum:
-        return with_share(value, tf.ones((), value.dtype), step)
+        return weighed(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        return with_share(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
+        return weighed(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
     if mask is not None:
-        return with_share(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
+        return weighed(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
     return value
 
 
-def with_share(value: tf.Tensor, share: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
+def weighed(value: tf.Tensor, share: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
     """`value`, that counts with `share`, for a step that counts it with the replica's weight."""
     return value * tf.math.divide_no_nan(share, tf.cast(step.weight, value.dtype))
 

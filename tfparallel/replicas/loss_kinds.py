@@ -176,18 +176,25 @@ def _spec(tensor: Any) -> tf.TensorSpec | None:
 def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple:
     """What `loss` gives, and the values, perhaps with a Keras mask, that it reduces to that."""
     values: list = []
-    # Not `loss` itself, which another replica's thread may be calling; and no `copy`, for which
-    # Keras would serialize it.
-    noting = object.__new__(type(loss))
-    vars(noting).update(vars(loss))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values.append(loss.call(*args, **kwargs))
         return values[-1]
 
-    noting.call = call
-    number = noting(y_true, y_pred, sample_weight)
+    number = copy_with_call(loss, call)(y_true, y_pred, sample_weight)
     return number, values[-1] if values else number
+
+
+def copy_with_call(loss: Any, call: Callable) -> Any:
+    """A copy of a Keras loss that calls `call` in the place of its own.
+
+    Not `loss` itself, which another replica's thread may be calling; and no `copy`, for which Keras
+    would serialize it.
+    """
+    own = object.__new__(type(loss))
+    vars(own).update(vars(loss))
+    own.call = call
+    return own
 
 
 def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:

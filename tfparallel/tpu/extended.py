@@ -1,5 +1,6 @@
 """TensorFlow's own TPU strategy inside, with our hooks around."""
 
+import os
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -7,6 +8,8 @@ import tensorflow as tf
 from tfparallel.internals import TPUExtended
 from tfparallel.machine.packages import check_tpu_packages, installed
 from tfparallel.tpu.spmd_step import SpmdExtended
+
+_HOSTS_OF_SLICE = "TPU_WORKER_HOSTNAMES"  # set on hosts of a slice, by what starts them
 
 
 class KerasTPUExtended(SpmdExtended, TPUExtended):
@@ -26,6 +29,16 @@ def connect_to_tpu(tpu: str = "local") -> object:
         RuntimeError: if there is none, saying what was looked for, and what is wrong with the
             installed packages: a TensorFlow without TPUs looks for them too, and finds none.
     """
+    hosts = [name for name in os.environ.get(_HOSTS_OF_SLICE, "").split(",") if name]
+    if tpu == "local" and len(hosts) > 1:
+        tf.get_logger().warning(
+            "This host is one of the %d of a TPU Pod (%s=%s); tpu='local' is for a TPU of one host."
+            " One process drives all hosts: run it on one of them alone, with "
+            "TPUStrategy(tpu='the name of the TPU'), while TensorFlow's TPU servers run on all.",
+            len(hosts),
+            _HOSTS_OF_SLICE,
+            ",".join(hosts),
+        )
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu)
     except (ValueError, RuntimeError, tf.errors.OpError) as error:

@@ -39,7 +39,7 @@ class PaddedBatch(NamedTuple):
 
     Attributes:
         data: nest of tensors `[rows, ...]`.
-        totals: int32 `[rows]`.
+        totals: int32 `[rows]`; -1 of a batch of more rows than fit, which a step refuses.
     """
 
     data: Any
@@ -84,7 +84,7 @@ def _places(total: Rows, num_replicas: int, rows: int) -> tuple[tf.Tensor, tf.Te
     return tf.reshape(tf.minimum(own, total - 1), [-1]), tf.reshape(totals, [-1])
 
 
-def replica_parts(data: Any, num_replicas: int, rows: int) -> Any:
+def parts_by_replica(data: Any, num_replicas: int, rows: int) -> Any:
     """A nest of `[num_replicas * rows, ...]` as one of `PerReplica`s, each replica's rows alone."""
 
     def part(leaf: Any, replica: int) -> Any:
@@ -105,12 +105,10 @@ class BatchSize:
     Attributes:
         rows: of each, or at most.
         may_differ: whether there may be smaller ones, which get rows of padding.
-        why_whole: why the step cannot do with padding: then any other number ends the training.
     """
 
     rows: int
     may_differ: bool
-    why_whole: str | None = None
 
 
 def batch_size_of(
@@ -140,8 +138,16 @@ def batch_size_of(
             "(tf.RaggedTensor.to_tensor, tf.sparse.to_dense)."
         )
     known = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
-    if known is not None and known % num_replicas == 0 and not (batch_rows or 0) > known:
+    least = batch_rows or 0 if why_whole is None else 0
+    if known is not None and known % num_replicas == 0 and known >= least:
         return BatchSize(known, may_differ=False)
+    if why_whole is not None:
+        raise ValueError(
+            f"TPUStrategy needs batches of one size, a multiple of its {num_replicas} replicas, "
+            f"where it cannot fill them with rows of padding: {why_whole}. Received: batches of "
+            f"{known or 'any number of'} rows. Leave the rest out: tf.data's "
+            "batch(drop_remainder=True)."
+        )
     adapter: Any = call.data_adapter
     rows = batch_rows or known or adapter.batch_size or batch_rows_of(dataset)
     if rows is None:
@@ -151,13 +157,7 @@ def batch_size_of(
             "theirs. Say how many rows a batch has at most: TPUStrategy(batch_rows=64), or use "
             "tf.data's .batch(64)."
         )
-    size = BatchSize(rows, why_whole is None, why_whole)
-    if why_whole and (rows % num_replicas or getattr(adapter, "has_partial_batch", None)):
-        raise ValueError(
-            f"{_needs_whole(size, num_replicas)} Received: batches of {rows} rows, or a smaller "
-            "last one."
-        )
-    return size
+    return BatchSize(rows, may_differ=True)
 
 
 def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..., Any]:
@@ -172,33 +172,30 @@ def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..
     def cut(*elements: Any) -> Any:
         data = elements if len(elements) > 1 else elements[0]
         if size.may_differ:
-            checked = checked_at_most(data, total)
-        else:
-            message = f"{_needs_whole(size, num_replicas)} Received a batch of other rows"
-            checked = tf.debugging.assert_equal(num_rows(data), size.rows, message)
-        with tf.control_dependencies([] if checked is None else [checked]):
-            data = tf.nest.map_structure(tf.identity, data)
-        whole = of_size(WholeBatch, rows)
-        batch = padded(data, num_replicas, rows) if size.may_differ else whole(data)
+            batch = padded(data, num_replicas, rows)
+            too_many = tf.greater(num_rows(data), total)
+            batch = batch._replace(totals=tf.where(too_many, -1, batch.totals))
+            return tf.nest.map_structure(own_parts, batch)
+        batch = of_size(WholeBatch, rows)(data)
         return tf.nest.map_structure(own_parts, batch)
 
     return cut
 
 
-def _needs_whole(size: BatchSize, num_replicas: int) -> str:
-    return (
-        f"TPUStrategy needs batches of one size, {size.rows} rows, a multiple of its "
-        f"{num_replicas} replicas, where it cannot fill them with rows of padding: "
-        f"{size.why_whole}. Leave the rest out: tf.data's batch(drop_remainder=True)."
-    )
-
-
 def checked_at_most(data: Any, limit: int) -> Any:
     """An operation that fails if a batch has more rows than a program was compiled for."""
-    return tf.debugging.assert_less_equal(
-        num_rows(data),
-        limit,
-        "TPUStrategy compiles a step for one number of rows, which smaller batches are filled up "
-        f"to: {limit} here. Received a batch of more rows. Say how many a batch has at most: "
-        "TPUStrategy(batch_rows=...)",
-    )
+    return tf.debugging.assert_less_equal(num_rows(data), limit, _TOO_MANY)
+
+
+def checked_to_fit(totals: tf.Tensor) -> Any:
+    """An operation that fails if `totals` are of a batch of more rows than fit.
+
+    In the step: an error of the input pipeline may come to it as the end of the data.
+    """
+    return tf.debugging.assert_non_negative(totals, _TOO_MANY)
+
+
+_TOO_MANY = (
+    "TPUStrategy compiles a step for one number of rows, which smaller batches are filled up to. "
+    "Received a batch of more rows. Say how many a batch has at most: TPUStrategy(batch_rows=...)"
+)

@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
-from tfparallel.replicas.coupled_losses import share_of, sum_of_weights, with_share
-from tfparallel.replicas.loss_kinds import kind_of_loss
+from tfparallel.replicas.coupled_losses import share_of, sum_of_weights, weighed
+from tfparallel.replicas.loss_kinds import copy_with_call, kind_of_loss
 from tfparallel.tpu.padded_step import PaddedStep, padded_step
 
 _WAY_OUT = (
@@ -42,7 +42,7 @@ def loss_of_real_rows(loss: Any) -> Callable:
         total = tf.reduce_sum(step.without_padding(values))
         if kind == "mean":
             return tf.math.divide_no_nan(total, tf.cast(step.rows, total.dtype))
-        return with_share(total, tf.ones((), total.dtype), step)
+        return weighed(total, tf.ones((), total.dtype), step)
 
     return on_replica
 
@@ -72,9 +72,6 @@ def _of_rows(
             f" {_WAY_OUT}"
         )
     masks: list = []
-    # Not `loss` itself, which another replica's thread may be calling (see `number_and_values`).
-    own = object.__new__(type(loss))
-    vars(own).update(vars(loss))
 
     def call(y_true: Any, y_pred: Any) -> tf.Tensor:
         values = tf.convert_to_tensor(loss.call(y_true, y_pred))
@@ -90,17 +87,16 @@ def _of_rows(
             set_keras_mask(values, mask)
         return values
 
-    own.call = call
     if sample_weight is not None:
         sample_weight = step.without_padding(tf.convert_to_tensor(sample_weight))
-    value = own(y_true, y_pred, sample_weight)
+    value = copy_with_call(loss, call)(y_true, y_pred, sample_weight)
     (mask,) = masks
     if reduction == "sum":
-        return with_share(value, tf.ones((), value.dtype), step)
+        return weighed(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        return with_share(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
+        return weighed(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
     if mask is not None:
-        return with_share(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
+        return weighed(value, share_of(tf.reduce_sum(tf.cast(mask, value.dtype))), step)
     return step.mean_over_rows(value)
 
 

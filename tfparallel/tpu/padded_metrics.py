@@ -117,9 +117,10 @@ def _of_rows(metric: Any, update_state: Callable, step: PaddedStep, *args: Any, 
     _check_rows(metric, step, y_true, y_pred)
     weight = _weights(given.get("sample_weight"), step, 1, metric.dtype)
     if isinstance(metric, _FLAT):
-        missing = y_true.shape.rank - weight.shape.rank
+        labels = y_true if metric.sparse_y_true else y_true[..., 0]
+        missing = labels.shape.rank - weight.shape.rank
         weight = tf.reshape(weight, [*weight.shape, *[1] * missing])
-        weight = tf.broadcast_to(weight, tf.shape(y_true))
+        weight = tf.broadcast_to(weight, tf.shape(labels))
     return update_state(y_true, y_pred, sample_weight=weight)
 
 

@@ -47,8 +47,9 @@ from tfparallel.tpu.padded_batches import (
     WholeBatch,
     batch_size_of,
     checked_at_most,
+    checked_to_fit,
     padded,
-    replica_parts,
+    parts_by_replica,
 )
 from tfparallel.tpu.padded_layers import (
     check_rows_are_apart,
@@ -97,7 +98,8 @@ class SpmdKerasSteps(DescribedStrategy):
             return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
 
         def on_replica(batch: PaddedBatch) -> Any:
-            with _padded_step(batch, model, weights_loss=False).active():
+            with _padded_step(batch, weights_loss=False).active():
+                _check_rows_are_apart(model, batch)
                 return fn(batch.data)
 
         with without_padding(model):
@@ -124,6 +126,8 @@ class SpmdKerasSteps(DescribedStrategy):
     def _distributed(self, data: Any, model: keras.Model) -> Any:
         """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
         if isinstance(data, PaddedBatch | WholeBatch):
+            if isinstance(data, PaddedBatch) and self._batch_rows is not None:
+                checked_to_fit(self.experimental_local_results(data.totals)[0])
             return data
         if any(isinstance(leaf, PerReplica) for leaf in keras.tree.flatten(data)):
             return data
@@ -139,7 +143,7 @@ class SpmdKerasSteps(DescribedStrategy):
                 and total % count == 0
                 and not (self._batch_rows or 0) > total
             ):
-                return replica_parts(data, count, total // count)
+                return parts_by_replica(data, count, total // count)
             why = why_never_padded(model)
             if why is not None or most is None:
                 why = why or "no batch of a known size came before it"
@@ -151,7 +155,7 @@ class SpmdKerasSteps(DescribedStrategy):
             rows = -(-most // count)
             with tf.control_dependencies([checked_at_most(data, count * rows)]):
                 data = keras.tree.map_structure(_identity, data)
-            return replica_parts(padded(data, count, rows), count, rows)
+            return parts_by_replica(padded(data, count, rows), count, rows)
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
@@ -301,7 +305,7 @@ def _step_on_replica(step_function: Any) -> Callable:
     def on_replica(batch: Any) -> Any:
         step: ReplicaStep
         if isinstance(batch, PaddedBatch):
-            step, data = _padded_step(batch, model, weights_loss), batch.data
+            step, data = _padded_step(batch, weights_loss), batch.data
         else:
             data = batch.data if isinstance(batch, WholeBatch) else batch
             rows, total = _rows_of_all(data)
@@ -309,6 +313,8 @@ def _step_on_replica(step_function: Any) -> Callable:
             weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
             step = ReplicaStep(rows, weight, weights_loss, statistics=[])
         with step.active():
+            if isinstance(batch, PaddedBatch):
+                _check_rows_are_apart(model, batch)
             outputs = step_function(data)
         if is_training and isinstance(step, PaddedStep):
             _average_statistics(model, step.weight)
@@ -317,10 +323,13 @@ def _step_on_replica(step_function: Any) -> Callable:
     return on_replica
 
 
-def _padded_step(batch: PaddedBatch, model: keras.Model, weights_loss: bool) -> PaddedStep:
+def _padded_step(batch: PaddedBatch, weights_loss: bool) -> PaddedStep:
+    return PaddedStep(batch.totals, weights_loss, keras.config.floatx())
+
+
+def _check_rows_are_apart(model: keras.Model, batch: PaddedBatch) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch.data)
     check_rows_are_apart(model, x)
-    return PaddedStep(batch.totals, weights_loss, keras.config.floatx())
 
 
 def _average_statistics(model: keras.Model, weight: tf.Tensor) -> None:

@@ -1,0 +1,67 @@
+"""TPU Pods: one process, cores on several hosts, each of which reads the input for its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfparallel.tpu import extended
+from tfparallel.tpu.padded_batches import BatchSize, parts_on_host
+
+
+def of_two_hosts(case: str) -> dict:
+    """What `two_hosts.py` prints; with its end if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tpu.two_hosts", case],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        check=False,
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, done.stderr[-4000:]
+    return json.loads(results[-1].removeprefix("RESULT "))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["arrays", "shuffled", "whole"])
+def test_cores_of_two_hosts_train_as_one_device(case):
+    """Losses, weights, predictions in their order, and `*_on_batch`; of shuffled, uneven data."""
+    differences = of_two_hosts(case)
+    assert {"weights/0", "predicted", "on_batch", "history/loss"} <= set(differences)
+    assert max(differences.values()) < 1e-9, differences
+
+
+@pytest.mark.long
+def test_what_hosts_would_not_read_alike_is_refused():
+    error = of_two_hosts("of_python")["error"]
+    assert "Each of the 2 hosts of a TPU Pod" in error and "PyDataset" in error
+
+
+def test_each_host_keeps_the_rows_of_its_cores():
+    """8 rows, 2 hosts of 2 cores; and 5 of them, of which cores get 2, 1, 1, 1."""
+    size, hosts = BatchSize(8, may_differ=False), [range(2), range(2, 4)]
+    rows = [parts_on_host(size, 4, own)(tf.range(8)).data for own in hosts]
+    np.testing.assert_array_equal(rows, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    size = BatchSize(8, may_differ=True)
+    batches = [parts_on_host(size, 4, own)(tf.range(5)) for own in hosts]
+    np.testing.assert_array_equal([x.data for x in batches], [[0, 1, 2, 3], [3, 4, 4, 4]])
+    np.testing.assert_array_equal([x.totals for x in batches], [[5, 5, 5, 0], [5, 0, 5, 0]])
+
+
+def test_a_host_of_a_pod_is_told_that_it_is_not_alone(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2")
+    said = []
+    monkeypatch.setattr(tf.get_logger(), "warning", lambda text, *args: said.append(text % args))
+    with pytest.raises(RuntimeError, match="found none"):
+        extended.connect_to_tpu("local")
+    assert len(said) == 1 and "one of the 2 of a TPU Pod" in said[0]
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1")
+    with pytest.raises(RuntimeError, match="found none"):
+        extended.connect_to_tpu("local")
+    assert len(said) == 1
