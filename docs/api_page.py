@@ -67,7 +67,7 @@ _SECTIONS = (
     ),
     Section(
         "Pretrained weights",
-        "[Read tensor by tensor](strategies/sharded.md#pretrained-weights), into shards too.",
+        "[Read tensor by tensor](pretrained.md), into shards too.",
         ("replicas.pretrained",),
     ),
     Section(

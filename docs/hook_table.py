@@ -1,4 +1,4 @@
-"""Writes `docs/hooks.md`, a table of every hook, from the calls that put them: why, and how long.
+"""Writes `docs/hooks.md` and `docs/hooks_that_stay.md`, of every hook, from the calls that put them.
 
 python docs/hook_table.py
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "hooks.md"
+LASTING = ROOT / "docs" / "hooks_that_stay.md"
 _FOR_GOOD = {"hook_once": "the object's", "hook_next_call": "one call"}
 # Ways of their own, with the file whose first lines tell of them.
 _OTHERS = {
@@ -24,10 +25,19 @@ not, a method or an attribute of one object is replaced: of a model, a layer, a 
 that was made or trains under our strategies. No class is ever changed, so what is not ours notices
 nothing.
 
-What was on the object before comes back, also what you set there yourself. Hooks that stay call
-what was there.
+What was on the object before comes back, also what you set there yourself. [Hooks that
+stay](hooks_that_stay.md) call what was there.
 
-This page is made from the code, by `python docs/hook_table.py`.
+These pages are made from the code, by `python docs/hook_table.py`.
+
+| object and name | lives | why | where |
+|---|---|---|---|
+"""
+_BEFORE_LASTING = """\
+# Hooks that stay
+
+As long as the object lives, or until it is called once. What they are for is on the page of
+[all other hooks](hooks.md).
 
 | object and name | lives | why | where |
 |---|---|---|---|
@@ -75,9 +85,19 @@ def _hook(path: str, kind: str, call: ast.Call) -> Hook:
 
 def page() -> str:
     """The text of `docs/hooks.md`."""
-    rows = [f"| {x.name} | {x.life} | {x.why} | `{x.path}` |\n" for x in hooks()]
     others = [f"| {what} | {_first_lines(path)} | `{path}` |\n" for what, path in _OTHERS.items()]
-    return "".join([_BEFORE, *rows, _BETWEEN, *others])
+    return "".join([_BEFORE, *_rows(is_lasting=False), _BETWEEN, *others])
+
+
+def lasting_page() -> str:
+    """The text of `docs/hooks_that_stay.md`."""
+    return "".join([_BEFORE_LASTING, *_rows(is_lasting=True)])
+
+
+def _rows(is_lasting: bool) -> Iterator[str]:
+    for hook in hooks():
+        if (hook.life in _FOR_GOOD.values()) == is_lasting:
+            yield f"| {hook.name} | {hook.life} | {hook.why} | `{hook.path}` |\n"
 
 
 def _first_lines(path: str) -> str:
@@ -89,3 +109,4 @@ def _first_lines(path: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    LASTING.write_text(lasting_page())

@@ -1,4 +1,4 @@
-"""`docs/hooks.md` is what the code says."""
+"""The two pages of hooks are what the code says."""
 
 import ast
 import runpy
@@ -10,12 +10,15 @@ PACKAGE = Path(tfparallel.__file__).parent
 TABLE = runpy.run_path(str(PACKAGE.parent / "docs" / "hook_table.py"))
 
 
-def test_the_page_is_current():
+def test_the_pages_are_current():
     assert TABLE["PAGE"].read_text() == TABLE["page"](), "run `python docs/hook_table.py`"
+    assert TABLE["LASTING"].read_text() == TABLE["lasting_page"](), (
+        "run `python docs/hook_table.py`"
+    )
 
 
 def test_every_hook_has_a_row():
-    rows = TABLE["PAGE"].read_text()
+    rows = TABLE["PAGE"].read_text() + TABLE["LASTING"].read_text()
     names = {hook.name for hook in TABLE["hooks"]()}
     assert {"`optimizer.apply`", "`metric.result`", "`model._symbolic_build`"} <= names
     assert all(f"| {name} |" in rows for name in names)
