@@ -270,7 +270,13 @@ def trained(strategy, sample_weight=None, **options):
     return training
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_DEFAULT = {"stock", "several_weighted", "batch_norm"}
+PARAMETERS = [
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in CASES
+]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_batches_of_any_size_train_as_on_one_device(strategy, case):
     reference, ours = trained(None, **CASES[case]), trained(strategy, **CASES[case])
     assert_same_training(reference.results(), ours.results(), EXACT)
@@ -358,6 +364,7 @@ def test_batches_of_six_sizes_are_one_program(traced):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [24, 26, 5])
 def test_arrays_are_one_program_for_training_and_one_for_validation(traced, rows):
     model = compiled(CpuStrategy(2))
@@ -386,6 +393,7 @@ def test_batches_of_whole_rows_are_not_touched(traced):
 # ---- *_on_batch ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_rows", [None, 9])
 def test_on_batch_any_number_of_rows_is_one_devices(traced, batch_rows):
     strategy = CpuStrategy(2)
@@ -519,6 +527,7 @@ def test_what_would_count_padding_is_refused(message):
     assert "drop_remainder=True" in str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("message", [m for m in REFUSED if "none" not in m])
 def test_what_is_refused_trains_on_whole_batches(message):
     """The way out that the refusal names."""
