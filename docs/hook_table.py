@@ -1,4 +1,4 @@
-"""Writes `docs/hooks.md` and `docs/hooks_that_stay.md`, of every hook, from the calls that put them.
+"""Writes `docs/hooks.md` and `docs/hooks_that_stay.md`: every hook, from the calls that put them.
 
 python docs/hook_table.py
 """

@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 
 def profile_parts(
-    model: keras.Model, parts: Sequence[Part], inputs: Any, devices: Sequence[str]
+    model: keras.Model, parts: Sequence[Part], inputs: object, devices: Sequence[str]
 ) -> list[Cost]:
     """The cost of each part, of all its calls together.
 

@@ -7,7 +7,6 @@ that is called on several stages has one home, the first of them, where its vari
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 
@@ -73,7 +72,7 @@ def divide(
     placement: Placement,
     budget: Budget,
     devices: Sequence[str],
-    inputs: Any = None,
+    inputs: object = None,
     agreed: Callable[[list[Cost]], list[Cost]] = list,
     choose: ChooseDevices | None = None,
 ) -> Stages:
@@ -130,7 +129,7 @@ def measured(
     model: keras.Model,
     stages: Stages,
     devices: Sequence[str],
-    inputs: Any,
+    inputs: object,
     agreed: Callable[[list[Cost]], list[Cost]],
 ) -> Stages:
     """The same, with what each part takes, which dividing by patterns need not know.
