@@ -750,7 +750,7 @@ STRATEGIES = [
 
 ROWS_OF = {
     "OneDeviceStrategy": ["one_device"],
-    "MirroredStrategy": ["mirrored_2", "mirrored_3"],
+    "MirroredStrategy": ["mirrored_2", "mirrored_3", "mirrored_2_ahead"],
     "CentralStorageStrategy": ["central_storage"],
     "TPUStrategy": [],  # tests/tpu: it needs a TPU, and has rows of padding
     "PipelineStrategy": [
@@ -764,6 +764,7 @@ ROWS_OF = {
     "ParameterServerStrategy": ["parameter_server_sync", "parameter_server_async"],
     "MultiWorkerMirroredStrategy": [
         "multi_worker_2x1",
+        "multi_worker_2_ahead",
         "multi_worker_2x2",
         "multi_worker_3x1",
         "multi_worker_2_of_pipelines",

@@ -11,7 +11,7 @@ from tests import helpers
 from tests.conformance.models import MODELS
 from tests.gpu.audit import Audit, audit
 from tests.tensor_parallel.layouts import LayoutOfAnything
-from tfparallel.internals import CollectiveAllReduce
+from tfparallel.internals import CollectiveAllReduce, keras_integers
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.replicas import layers_without_rows
 from tfparallel.replicas.placed_batch import BatchPlacement, PlacedSpec
@@ -128,7 +128,8 @@ def step_graph(
     is_ahead = bool(strategy.extended._num_batches_ahead)
     spec = BatchPlacement(strategy.extended, specs)._spec if is_ahead else specs
     # What CPUs get so that oneDNN never computes no rows is not there on GPUs.
-    with mock.patch.object(layers_without_rows, "_LAYERS", ()):
+    no_layers = mock.patch.object(layers_without_rows, "_LAYERS", ())
+    with no_layers, mock.patch.object(keras_integers, "has_gpu", return_value=True):
         graph = step.get_concrete_function(spec).graph
     return graph, _placed(spec, graph) if is_ahead else {}
 

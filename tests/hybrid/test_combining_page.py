@@ -42,10 +42,6 @@ def fitted(strategy, *stack, **compile_options):
     model.fit(np.ones((8, 4, 3)), np.ones((8, *model.output_shape[1:])), verbose=0)
 
 
-def accumulated():
-    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.1)
-
-
 class Halved(layers.Dense):
     """Assigns its own weight."""
 
@@ -69,15 +65,6 @@ REFUSED = {
         lambda: fitted(hybrid({"pipeline": 2, "model": 2}), Halved(8, name="dense_0")),
         lambda: fitted(hybrid({"shard": 2, "pipeline": 2}), Halved(8, name="dense_0")),
         lambda: fitted(hybrid({"shard": 2, "model": 2}), Halved(8, name="dense_0")),
-    ],
-    "accumulated gradients clipped by a global norm": [
-        lambda sizes=sizes: train(
-            HybridStrategy(
-                cpu_mesh_of(**sizes), shard=Sharding(min_size=20), pipeline=PipelineOptions(2)
-            ),
-            optimizer=accumulated,
-        )
-        for sizes in [{"shard": 2, "pipeline": 2}]
     ],
     "`LocalSGD`, `DiLoCo`": [rounds],
     "`jit_compile=True`": [

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfparallel
 from tests import helpers
 from tfparallel.callbacks import Measure
-from tfparallel.internals.keras_trainer import num_traces
+from tfparallel.callbacks.fit_clock import Traces
 from tfparallel.replicas import batches_ahead
 from tfparallel.replicas.batches_ahead import BatchesAhead, batches_ahead_by_default
 from tfparallel.replicas.placed_batch import BatchPlacement, can_be_placed
@@ -85,7 +85,7 @@ def test_parts_are_on_their_devices_before_the_step_which_is_traced_once(monkeyp
     x, y = helpers.tiny_data(20)
     model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
     assert len(traces) <= 2 * len(DEVICES)  # TensorFlow traces twice where variables are created
-    assert 1 <= num_traces(model.train_function) <= 2  # as whoever measures a training counts them
+    assert 1 <= Traces(model)() <= 2  # as whoever measures a training counts them
     rows = [[len(part[0]) for part in batch.parts] for batch in placed]
     assert rows == 2 * [[2, 2, 2], [2, 2, 2], [2, 2, 2], [1, 1, 0]]
     for batch in placed:

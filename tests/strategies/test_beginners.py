@@ -26,6 +26,7 @@ def test_help_shows_the_arguments():
         "devices",
         "cross_device_ops",
         "memory",
+        "prefetch_batches",
     ]
 
 

@@ -558,9 +558,8 @@ def test_ragged_rows_are_refused():
 def test_a_failed_step_leaves_no_hooks_behind():
     strategy = CpuStrategy(2)
     with contextlib.suppress(ValueError):
-        training = train(strategy, build=then_dense(Adding), rows=10, batch_size=4)
+        train(strategy, build=then_dense(Adding), rows=10, batch_size=4)
     model = compiled(strategy)
     model.fit(*tiny_data(10), batch_size=4, verbose=0)
     assert "update_state" not in vars(model.metrics[0])
     assert all("_get_own_losses" not in vars(layer) for layer in model.layers)
-    del training

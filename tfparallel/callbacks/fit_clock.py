@@ -28,7 +28,7 @@ _TIMED = (
 _SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
-class _Traces:
+class Traces:
     """How often steps were traced so far, also by functions that have been replaced since."""
 
     def __init__(self, model: keras.Model):
@@ -117,7 +117,7 @@ class FitClock:
         own = weakref.proxy(self)  # no circle, which would keep the data until it is collected
         return Sources(
             links=links,
-            traces=_Traces(self._model),
+            traces=Traces(self._model),
             waited_s=lambda: 0.0 if own._input is None else own._input.waited_s,
             rows=lambda: None if own._input is None else own._input.rows,
             splits_python=not (self._model.run_eagerly or self._model.jit_compile),

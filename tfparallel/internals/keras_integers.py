@@ -9,12 +9,13 @@ the host waits for the GPU to send them:
     seeds      every Dropout: TensorFlow wants them as int32 on the host
 
 The same is computed with bits that become bool, and with int64, which GPUs have. Seeds that are on
-the host are cast there.
+the host are cast there. Keras looks its functions up in its modules, and has no object to hook: so
+they are replaced there, while a step runs that has a GPU, and never otherwise.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,13 +30,17 @@ from tfparallel.internals.hooks import shadowed
 
 
 @contextlib.contextmanager
-def integers_stay(seeds_on_host: bool) -> Iterator[None]:
-    """Within it, neither `argmax` nor `take` of Keras sends integers from a device to the host.
+def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]:
+    """Within it, neither `argmax` nor `take` of Keras sends integers from a GPU to the host.
 
     Args:
+        devices: that compute.
         seeds_on_host: whether seed generators have their state there, from where nothing goes to a
             device then but what is drawn with.
     """
+    if not has_gpu(devices):
+        yield
+        return
     functions: list[tuple[Any, str, Callable]] = [
         (keras_numpy, "signbit", _sign_bits),
         (keras_numpy, "take", _take),
@@ -54,6 +59,11 @@ def integers_stay(seeds_on_host: bool) -> Iterator[None]:
                 )
             )
         yield
+
+
+def has_gpu(devices: Sequence[str]) -> bool:
+    """Whether one of `devices` is a GPU."""
+    return any(tf.DeviceSpec.from_string(device).device_type == "GPU" for device in devices)
 
 
 def _cast_in_place(original: Callable, seed: Any) -> Any:

@@ -123,7 +123,7 @@ class KerasStrategy(DescribedStrategy):
         extended = self.extended
         draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
         own_layers, kept = never_without_rows(model, extended), extended._kept_in_step_of(model)
-        integers = integers_stay(seeds_on_host=extended._seed_device is not None)
+        integers = integers_stay(extended.worker_devices, extended._seed_device is not None)
         with told, own_layers, integers, draws, extended._step_of(model), kept:
             if num_replicas(self) == 1:
                 return super().run(fn, of_the_only_replica(args), kwargs, options)

@@ -27,6 +27,7 @@ from tfparallel.internals.keras_layers import (
     moments_method,
     own_losses,
 )
+from tfparallel.replicas.checks import check_is_not_compiled
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import trial
 from tfparallel.replicas.whole_batch_layers import may_keep_state
@@ -48,6 +49,8 @@ _tried: weakref.WeakSet = weakref.WeakSet()  # models that compute each row of i
 
 def why_never_padded(model: keras.Model) -> str | None:
     """Why no step of `model` can have rows of padding, before one is traced; None if it may."""
+    for name in _OWN_METHODS:
+        check_is_not_compiled(getattr(model, name))
     own = [name for name in _OWN_METHODS if not is_stock_step(getattr(model, name))]
     trainer = keras.Model
     own += [
@@ -82,15 +85,14 @@ def without_padding(model: keras.Model) -> Iterator[None]:
                     why="Rows of padding have no part in a loss.",
                 )
             )
-        compiled, compiled_loss = compiled_metrics_of(model), compile_loss_of(model)
+        compiled = compiled_metrics_of(model)
         metrics = [metric for metric in model.metrics if metric is not compiled]
-        of_losses = [loss_tracker_of(model), *getattr(compiled_loss, "metrics", ())]
         for metric in [*metrics, *getattr(compiled, "metrics", ())]:
             hooks.enter_context(
                 shadowed(
                     metric,
                     "update_state",
-                    update_of_real_rows(metric, any(metric is each for each in of_losses)),
+                    update_of_real_rows(metric, counts_rows=metric is loss_tracker_of(model)),
                     during="a step with rows of padding",
                     why="Rows of padding are not counted by metrics.",
                 )
