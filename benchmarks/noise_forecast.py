@@ -361,7 +361,8 @@ def row(name: str) -> list[dict[str, Any]]:
         best = rates.best(nearest)
         needed = rates.median_at(best)
         told_rate = rate * steps / forecasts[batch_size]
-        at_told = [loops.steps(batch_size, told_rate, seed, math.inf) for seed in range(SEEDS)]
+        limit = PATIENCE * needed
+        at_told = [loops.steps(batch_size, told_rate, seed, limit) for seed in range(SEEDS)]
         found.append(
             {
                 "problem": name,
