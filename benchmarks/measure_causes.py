@@ -301,9 +301,8 @@ def slow_filter(injected: Injected) -> tf.data.Dataset:
 
 def slow_interleave(injected: Injected) -> tf.data.Dataset:
     """Sources that are read one after the other, each slow."""
-    return tf.data.Dataset.range(1).interleave(
-        lambda _: slow_map(injected), cycle_length=1, num_parallel_calls=None
-    )
+    one = tf.data.Dataset.range(1)
+    return nothing_ahead(one.interleave(lambda _: slow_map(injected), cycle_length=1))
 
 
 # ---- callbacks -----------------------------------------------------------------------------------

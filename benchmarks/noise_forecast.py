@@ -47,6 +47,7 @@ EVERY = 5  # steps between two looks at the loss; an epoch
 LOOKED_AT = 2000  # rows of which the loss is
 GRID = 2 ** (1 / 4)
 AROUND = 3  # learning rates on each side of the best one
+MOST = 1000  # steps that a training may need, or some times that
 PATIENCE = 3  # times the fewest steps so far, after which a learning rate is given up
 WITHIN = 0.15
 
@@ -184,12 +185,11 @@ class Loops:
         return tf.reduce_mean(losses(self.problem.loss, y, told))
 
     def steps(self, batch_size: int, rate: float, seed: int, limit: float) -> float:
-        """To L; infinite if there are more than `limit`, or the loss is none any more."""
+        """To L; infinite if more than `limit` are needed, or the loss is none any more."""
         if batch_size not in self._graphs:
             self._graphs[batch_size] = self._graph(batch_size)
         self.model.set_weights(self._first[seed])
-        limit = 100_000 if math.isinf(limit) else int(limit)
-        arguments = tf.constant(rate, tf.float32), tf.constant(seed), tf.constant(limit)
+        arguments = tf.constant(rate, tf.float32), tf.constant(seed), tf.constant(int(limit))
         step, before, loss = (float(each) for each in self._graphs[batch_size](*arguments))
         return crossing(step, before, loss, self.problem.until)
 
@@ -230,9 +230,9 @@ def crossing(step: float, before: float, loss: float, until: float) -> float:
 class Rates:
     """The learning rates of one batch size: the median of their steps to L."""
 
-    def __init__(self, loops: Loops, batch_size: int):
+    def __init__(self, loops: Loops, batch_size: int, most: float):
         self._loops, self._batch_size = loops, batch_size
-        self._fewest = math.inf
+        self._fewest = most  # steps that it is given at first
         self.median_at = functools.cache(self._median_at)
 
     def _median_at(self, exponent: int) -> float:
@@ -340,7 +340,7 @@ def row(name: str) -> list[dict[str, Any]]:
     """The forecasts of one problem, each beside what training needed."""
     problem = PROBLEMS[name]
     loops = Loops(problem)
-    own = Rates(loops, problem.batch_size)
+    own = Rates(loops, problem.batch_size, MOST)
     exponent = own.best(0)
     rate = problem.rate * GRID**exponent
     looked = measured(loops, rate)
@@ -356,7 +356,7 @@ def row(name: str) -> list[dict[str, Any]]:
     forecasts = {b: looked.forecast(problem.batch_size, b) for b in problem.others}  # before
     found = []
     for batch_size in problem.others:
-        rates = Rates(loops, batch_size)
+        rates = Rates(loops, batch_size, forecasts[batch_size])
         nearest = exponent + round(math.log(batch_size / problem.batch_size, GRID) / 2)
         best = rates.best(nearest)
         needed = rates.median_at(best)
@@ -401,7 +401,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"within {WITHIN:.0%}: {best} of {len(rows)} at the best learning rate, {told} as told"
     made = Table(title=title)
     for name in ("problem", "L", "steps", "batch", "forecast", "best", "off", "as told", "off"):
-        made.add_column(name, justify="left" if name == "problem" else "right", no_wrap=True)
+        made.add_column(name, justify="left" if name == "problem" else "right")
     for each in rows:
         made.add_row(
             each["problem"],
@@ -431,7 +431,7 @@ def main() -> None:
         rows += row(name)
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1))
-    Console().print(table(rows))
+    Console(width=None if Console().is_terminal else 100).print(table(rows))
     print(f"{time.monotonic() - began_s:.0f} s")
 
 
