@@ -1,16 +1,16 @@
 """Whether `Measure` and `tfparallel doctor` name the true cause: each cause alone, injected.
 
-    python benchmarks/measure.py                       # all causes, 20 healthy runs, the cost
+    python benchmarks/measure.py --json found.json     # all causes, 20 healthy runs; again: goes on
     python benchmarks/measure.py --only map disk       # causes whose names hold one of these
     python benchmarks/measure.py --healthy 20 --only healthy
-    python benchmarks/measure.py --cost                # what measuring costs of a step
+    python benchmarks/measure.py --cost                # what measuring costs of a step, alone
 
 A training with a fault is right if the fault is named first and, where it is known what the fault
 took, its category's share of the wall time differs by at most 3 points from that and what the epoch
 before, without the fault, has in that category; `measure_causes.py` says of each fault how it is
-known, or why not. Links need root, `ip` and `tc`. The cost is that of a step with and without
-`Measure`, interleaved in one process: medians of pairs, for an MLP of 10 M parameters and a small
-CNN, also with the noise scale; weights are compared bit by bit.
+known, or why not. Links need root, `ip` and `tc`, the slow disk a C compiler. The cost is that of
+a step with and without `Measure`, interleaved in one process: medians of pairs, for an MLP of 10 M
+parameters and a small CNN, also with the noise scale; weights are compared bit by bit.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 POINTS = 0.03
-TIMEOUT_S = 600
+TIMEOUT_S = 240
+FAILED = "failed: "
 PORTS = (29_751, 29_752)
 Row = dict[str, Any]
 
@@ -50,7 +52,11 @@ def training(name: str, is_cured: bool = False) -> Row:
             )
             for command, env in commands
         ]
-        told = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        try:
+            told = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     for line in "".join(out for out, _ in told).splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
@@ -66,6 +72,8 @@ def _commands(
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     if name == "one thread" and not is_cured:
         env["TF_NUM_INTRAOP_THREADS"] = "1"
+    if name == "disk":
+        env["LD_PRELOAD"] = _slow_disk(folder)
     if name not in measure_causes.OF_RANKS:
         yield [(own, env)]
         return
@@ -78,6 +86,14 @@ def _commands(
         yield [
             ([*host.prefix, *own], env | _tf_config(addresses, i)) for i, host in enumerate(hosts)
         ]
+
+
+def _slow_disk(folder: str) -> str:
+    """The library that waits before it reads, of this machine's compiler."""
+    library = f"{folder}/slow_disk.so"
+    source = str(FOLDER / "slow_disk.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", source, "-o", library, "-ldl"], check=True)
+    return library
 
 
 def _tf_config(addresses: Iterable[str], index: int) -> dict[str, str]:
@@ -127,43 +143,57 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--healthy", type=int, default=20, help="healthy runs")
     parser.add_argument("--cost", action="store_true", help="the cost only")
-    parser.add_argument("--json", type=Path, help="where results are written")
+    help_of_file = "where each result is written at once; what is in it already is not run again"
+    parser.add_argument("--json", type=Path, help=help_of_file)
     args = parser.parse_args()
-    rows: list[Row] = []
-    if not args.cost:
-        for name, run in _all(args.healthy):
-            if not args.only or any(each in name for each in args.only):
-                rows.append(_run(run, name))
-                print(_line(rows[-1]), flush=True)
-        Console().print(_table(rows))
-    if args.cost or not args.only:
+    if args.cost:
         measure_cost.open_cpus()
-        costs = measure_cost.measured()
-        print("\n".join(str(cost) for cost in costs))
-        rows += [cost.as_dict() for cost in costs]
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=2))
+        print("\n".join(str(cost) for cost in measure_cost.measured()))
+        return
+    rows = _found(args.json)
+    for key, name, run in _all(args.healthy):
+        if key in rows or (args.only and not any(each in name for each in args.only)):
+            continue
+        began_s = time.monotonic()
+        rows[key] = _run(run, name) | {"took_s": time.monotonic() - began_s}
+        print(_line(rows[key]), flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=1))
+    Console().print(_table(rows.values()))
 
 
-def _all(num_healthy: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+def _found(file: Path | None) -> dict[str, Row]:
+    """What an earlier call has written, but for trainings that failed, which are run again."""
+    if file is None or not file.exists():
+        return {}
+    rows: dict[str, Row] = json.loads(file.read_text())
+    return {key: row for key, row in rows.items() if not row["cause"].startswith(FAILED)}
+
+
+def _all(num_healthy: int) -> Iterator[tuple[str, str, Callable[[], Row]]]:
+    """What tells a run from all others, its name, and the run."""
     for name in measure_causes.FAULTS:
         if "Mbit" in name and (lacks := network.missing()):
             print(f"{name}: left out, it {lacks}")
             continue
-        yield name, lambda name=name: judged(name)
+        if name == "disk" and shutil.which("cc") is None:
+            print(f"{name}: left out, it needs a C compiler, cc")
+            continue
+        yield name, name, lambda name=name: judged(name)
     for name in measure_machines.FAULTS:
-        yield f"doctor: {name}", lambda name=name: on_machine(name)
+        key = f"doctor: {name}"
+        yield key, key, lambda name=name: on_machine(name)
     names = list(measure_causes.HEALTHY)
     for i in range(num_healthy):
         name = names[i % len(names)]
-        yield f"healthy: {name}", lambda name=name: healthy(name)
+        yield f"healthy {i}", f"healthy: {name}", lambda name=name: healthy(name)
 
 
 def _run(run: Callable[[], Row], name: str) -> Row:
     try:
         return run()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return {"name": name, "expected": "", "cause": f"failed: {error}", "right": False}
+        return {"name": name, "expected": "", "cause": f"{FAILED}{error}", "right": False}
 
 
 def _line(row: Row) -> str:

@@ -8,6 +8,7 @@ says why. Ranks of a job are started by `measure.py`.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -38,6 +39,8 @@ class Injected:
     Attributes:
         is_on: whether it delays anything; the epoch before shows what there is without it.
         delay_s: each time; longer than some steps, so that nothing can hide most of it.
+        elsewhere_s: what is delayed so far where this object is not asked.
+        turned_on: tells that place how long a delay is.
     """
 
     def __init__(self) -> None:
@@ -45,13 +48,21 @@ class Injected:
         self._under_way: dict[int, float] = {}  # by thread, when it began
         self._lock = threading.Lock()
         self.is_on, self.delay_s = False, DELAY_S
+        self.elsewhere_s: Callable[[], float] = lambda: 0.0
+        self.turned_on: Callable[[float], Any] = lambda delay_s: None
+
+    def turn_on(self) -> None:
+        """From now on, it delays."""
+        self.is_on = True
+        self.turned_on(self.delay_s)
 
     @property
     def seconds(self) -> float:
         """So far, with what is under way."""
         with self._lock:
             now_s = time.perf_counter()
-            return self._done_s + sum(now_s - began_s for began_s in self._under_way.values())
+            under_way_s = sum(now_s - began_s for began_s in self._under_way.values())
+            return self._done_s + under_way_s + self.elsewhere_s()
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -257,21 +268,16 @@ class SlowFiles(keras.utils.PyDataset):
 
 
 def slow_disk(injected: Injected) -> tf.data.Dataset:
-    """Records of a file that gives a batch in each `DELAY_S`: a pipe that is written so slowly."""
-    folder = Path(os.environ["MEASURE_FOLDER"])
-    path = folder / "records"
-    os.mkfifo(path)
+    """Records of a file, each read at once, from a disk that waits before each: `slow_disk.c`."""
+    path = Path(os.environ["MEASURE_FOLDER"]) / "records"
     batch = tf.io.serialize_tensor(np.ones((ROWS, WIDTH), "float32")).numpy()
-    size = len(batch)
-
-    def write() -> None:  # not closed between epochs: who reads might not have come to the end
-        with path.open("wb", buffering=0) as file:
-            while True:
-                injected.sleep()
-                file.write(batch)
-
-    threading.Thread(target=write, daemon=True).start()
-    records = tf.data.FixedLengthRecordDataset(str(path), size, buffer_size=1)
+    path.write_bytes(batch * STEPS)
+    disk = ctypes.CDLL(None)
+    disk.slow_disk_slept_s.restype = ctypes.c_double
+    disk.slow_disk.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    injected.elsewhere_s = disk.slow_disk_slept_s
+    injected.turned_on = lambda delay_s: disk.slow_disk(str(path).encode(), delay_s)
+    records = tf.data.FixedLengthRecordDataset(str(path), len(batch), buffer_size=len(batch))
 
     def parsed(record: tf.Tensor) -> tuple:
         x = tf.ensure_shape(tf.io.parse_tensor(record, tf.float32), [ROWS, WIDTH])
@@ -295,9 +301,8 @@ def slow_filter(injected: Injected) -> tf.data.Dataset:
 
 def slow_interleave(injected: Injected) -> tf.data.Dataset:
     """Sources that are read one after the other, each slow."""
-    return tf.data.Dataset.range(1).interleave(
-        lambda _: slow_map(injected), cycle_length=1, num_parallel_calls=None
-    )
+    one = tf.data.Dataset.range(1)
+    return nothing_ahead(one.interleave(lambda _: slow_map(injected), cycle_length=1))
 
 
 # ---- callbacks -----------------------------------------------------------------------------------
@@ -570,13 +575,7 @@ FAULTS: dict[str, Fault] = {
         seconds=beside_the_step,
     ),
     "PyDataset": Fault(("input: generator", "input"), "input", SlowFiles, seconds=beside_the_step),
-    "disk": Fault(
-        ("input: files",),
-        "input",
-        slow_disk,
-        options={"steps_per_epoch": STEPS},
-        seconds=beside_the_step,
-    ),
+    "disk": Fault(("input: files",), "input", slow_disk),
     "filter": Fault(("input: filter",), "input", slow_filter),
     "interleave": Fault(("input: map", "input: files"), "input", slow_interleave),
     "callback sleeps at the end": Fault(
@@ -795,7 +794,7 @@ def _measured(
             if epoch == EPOCHS - 1:
                 if not fault.is_always_on:
                     injected.delay_s = max(DELAY_S, 4 * measure.records[-1].step.median)
-                injected.is_on = True
+                injected.turn_on()
             marks.append(injected.seconds)
 
     class Reads(keras.callbacks.Callback):

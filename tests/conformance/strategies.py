@@ -445,7 +445,13 @@ STRATEGIES = [
         "data_pipeline_2x2",
         lambda: _pipelines(2, 2),
         num_replicas=4,
-        few=(*FEW, "inputs.every_batch_of_one_row", "nested.gan", "nested.trainer"),
+        few=(
+            *FEW,
+            "callbacks.measure",
+            "inputs.every_batch_of_one_row",
+            "nested.gan",
+            "nested.trainer",
+        ),
         exempt=_OF_STAGES,
     ),
     Row(
@@ -459,7 +465,12 @@ STRATEGIES = [
         "data_shard_2x2",
         lambda: _hybrid({"data": 2, "shard": 2}, shard=library().Sharding(min_size=1)),
         num_replicas=4,
-        few=(*FEW, "optimizers.ema_overwrite", "optimizers.adam_on_an_embedding"),
+        few=(
+            *FEW,
+            "callbacks.measure",
+            "optimizers.ema_overwrite",
+            "optimizers.adam_on_an_embedding",
+        ),
         exempt=_OF_PARTS,
     ),
     Row(

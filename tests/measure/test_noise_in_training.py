@@ -9,6 +9,7 @@ import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
 from tfparallel.callbacks import Measure
 from tfparallel.measure.noise_scale import estimate, local_square
+from tfparallel.replicas import noise_probe
 
 CPUS = ["CPU:0", "CPU:1", "CPU:2"]
 STRATEGIES = {
@@ -130,6 +131,13 @@ def test_one_device_has_none(capsys):
     model.fit(*tiny_data(12), batch_size=4, verbose=0, callbacks=[measure])
     assert "noise" not in measure.records[0].details
     assert "noise" not in capsys.readouterr().out
+
+
+def test_squares_of_halves_do_not_overflow():
+    """300 squared is more than a float16 holds; two gradients, one of which has rows only."""
+    dense = tf.constant([300.0, -400.0], tf.float16)
+    sparse = tf.IndexedSlices(tf.constant([[2.0, 1.0]]), tf.constant([1]), tf.constant([3, 2]))
+    assert float(noise_probe._squared_norm([dense, sparse])) == 250_005.0
 
 
 def test_bad_numbers_of_steps():

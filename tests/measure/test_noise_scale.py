@@ -12,6 +12,7 @@ from tfparallel.measure.noise_scale import (
     NoiseScale,
     efficiency,
     estimate,
+    forecast_steps,
     local_square,
     noise_rows,
     suggest,
@@ -134,3 +135,32 @@ def test_a_suggestion():
     assert suggest(256.4, 64) == (256, 4.0, 2.0)
     assert suggest(math.inf, 64) is None
     assert suggest(0.0, 64) is None
+
+
+def steps_of_a_quadratic(scale, batch_size, factor=1e-6):
+    """Until E|w|^2 / 2 has fallen by `factor`, at the learning rate at which it falls fastest.
+
+    The gradient is w, its noise in a batch of b rows has the square `scale |w|^2 / b`: a step of
+    rate e leaves (1 - e)^2 + e^2 scale / b of E|w|^2.
+    """
+    rates = np.linspace(0, 1, 200_001)[1:]
+    left = ((1 - rates) ** 2 + rates**2 * scale / batch_size).min()
+    return math.log(factor) / math.log(left)
+
+
+@pytest.mark.parametrize("batch_size", [4, 16, 64])
+def test_the_forecast_is_that_of_a_quadratic_whose_learning_rates_are_the_best(batch_size):
+    """Where steps are short: the equation is of their first order."""
+    scale, measured = 4000, 8
+    stretches = [(steps_of_a_quadratic(scale, measured), scale)]
+    forecast = forecast_steps(stretches, measured, batch_size)
+    assert forecast == pytest.approx(steps_of_a_quadratic(scale, batch_size), rel=0.01)
+
+
+def test_the_forecast_follows_a_noise_scale_that_grows():
+    """First none at all, then nothing else: as many steps, and as many rows."""
+    assert forecast_steps([(100, 0.0)], 32, 8) == 100
+    assert forecast_steps([(100, math.inf)], 32, 8) == 400
+    assert forecast_steps([(100, 0.0), (50, 96), (20, math.inf)], 32, 96) == pytest.approx(
+        100 + 50 * 2 / 4 + 20 / 3
+    )

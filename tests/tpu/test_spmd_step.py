@@ -150,7 +150,10 @@ def test_a_training_is_measured(strategy):
     data = tf.data.Dataset.from_tensor_slices(tiny_data(16)).batch(8, drop_remainder=True)
     model.fit(data, epochs=2, verbose=0, callbacks=[measure])
     assert (measure.total.steps, measure.total.rows) == (4, 32)
-    assert sum(measure.total.seconds.values()) == pytest.approx(measure.total.wall_s, rel=5e-3)
+    for record in [*measure.records, measure.total]:
+        assert sum(record.seconds.values()) == pytest.approx(record.wall_s, rel=5e-3)
+        assert record.rows_per_s == pytest.approx(record.rows / record.wall_s)
+    assert [record.rows for record in measure.records] == [16, 16]
 
 
 class ByRow(OwnLoss):

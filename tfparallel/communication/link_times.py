@@ -41,3 +41,6 @@ class LinkTimes(NamedTuple):
             self.bytes_sent + other.bytes_sent,
             self.hidden_s + other.hidden_s,
         )
+
+
+NO_LINKS = LinkTimes()

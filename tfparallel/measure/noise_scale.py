@@ -18,7 +18,7 @@ A.1, for two batch sizes; Qiao et al., "Pollux", OSDI 2021, for the efficiency.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -132,6 +132,35 @@ def efficiency(scale_rows: float, reference: float, batch_size: float) -> float:
     if math.isinf(scale_rows):
         return 1.0
     return (scale_rows + reference) / (scale_rows + batch_size)
+
+
+def forecast_steps(
+    stretches: Iterable[tuple[float, float]], batch_size: float, other_size: float
+) -> float:
+    """How many steps batches of `other_size` rows need for what those of `batch_size` have done.
+
+    A step of b rows comes as far as `1 / (1 + scale / b)` steps without noise (equation 2.7), each
+    at the learning rate that suits it best. So a stretch of n steps, in which the noise scale was
+    s, is one of `n (1 + s / other_size) / (1 + s / batch_size)` others. Summed over stretches, as
+    the noise scale grows while a training goes on; of one stretch, it is the paper's
+    `S_min (1 + s / b)`, where S_min is known from one batch size.
+
+    Args:
+        stretches: of a training: how many steps, and the noise scale in rows.
+        batch_size: of that training.
+        other_size: rows of other batches.
+
+    Source: McCandlish et al., arXiv 1812.06162, equations 2.7 and 2.11, and 5.1 for their integral.
+    """
+    return sum(
+        steps * _steps_for_progress(scale, other_size) / _steps_for_progress(scale, batch_size)
+        for steps, scale in stretches
+    )
+
+
+def _steps_for_progress(scale_rows: float, batch_size: float) -> float:
+    """Steps in the place of one without noise; of nothing but noise, as many as rows ask for."""
+    return 1 / batch_size if math.isinf(scale_rows) else 1 + scale_rows / batch_size
 
 
 class Suggestion(NamedTuple):

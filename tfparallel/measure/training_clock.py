@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.link_times import NO_LINKS, LinkTimes
 from tfparallel.measure.record import StepTimes, step_times
 from tfparallel.measure.shares import Spent
 
@@ -166,12 +166,14 @@ class TrainingClock:
         self._step = None
         took_s = self._now() - step.started_s
         python_s = max(0.0, self._python_now() - step.python_s - step.callbacks_python_s)
-        links = self._sources.links().since(step.links)
+        now = self._sources.links()
+        links = NO_LINKS if now == step.links else now.since(step.links)
         traces = self._sources.traces() - step.traces
         spent.steps_s += took_s
-        spent.linked_s += links.stalled_s
-        spent.waited_s += links.waited_s
-        self.epoch.links = self.epoch.links.plus(links)
+        if links is not NO_LINKS:
+            spent.linked_s += links.stalled_s
+            spent.waited_s += links.waited_s
+            self.epoch.links = self.epoch.links.plus(links)
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
             self.epoch.traces += max(1, traces)
             self.epoch.traced_s.append(took_s)

@@ -93,8 +93,11 @@ def replica_number() -> int:
 
 
 def _squared_norm(gradients: Sequence[object]) -> tf.Tensor:
-    squares = [
-        tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(each))), tf.float64)
-        for each in gradients
-    ]
-    return tf.add_n(squares) if squares else tf.constant(0.0, tf.float64)
+    halves = [tf.nn.l2_loss(_wide(tf.convert_to_tensor(each))) for each in gradients]
+    wide = [2 * tf.cast(half, tf.float64) for half in halves]
+    return tf.add_n(wide) if wide else tf.constant(0.0, tf.float64)
+
+
+def _wide(gradient: tf.Tensor) -> tf.Tensor:
+    """Squares of halves would overflow."""
+    return gradient if gradient.dtype == tf.float64 else tf.cast(gradient, tf.float32)

