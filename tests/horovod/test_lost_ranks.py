@@ -30,20 +30,37 @@ ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
     ],
 )
 def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):
-    program = [sys.executable, "-m", "tests.horovod.killed", str(victim), str(int(number))]
+    assert_named_by_survivors(tmp_path, 3, victim, [victim, int(number)], told)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "rank 3 (on host"),
+        (signal.SIGSTOP, "does not run: it has been silent for"),
+    ],
+)
+def test_a_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(tmp_path, number, told):
+    assert_named_by_survivors(tmp_path, 4, 3, [3, int(number), 2], told)
+
+
+def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
+    program = [sys.executable, "-m", "tests.horovod.killed", *map(str, arguments)]
     ranks = [
         subprocess.Popen(
             program,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(tmp_path / f"{rank}.log").open("w"),
+            stdout=(folder / f"{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
         )
-        for rank, environment in enumerate(horovod_environments(3))
+        for rank, environment in enumerate(horovod_environments(num_ranks))
     ]
     try:
-        for rank in {0, 1, 2} - {victim}:
+        for rank in set(range(num_ranks)) - {victim}:
             assert ranks[rank].wait(ENDS_IN_S) != 0
-            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            log = (folder / f"{rank}.log").read_text(errors="replace")
             assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
     finally:
         for process in ranks:
