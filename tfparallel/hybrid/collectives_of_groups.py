@@ -43,6 +43,7 @@ def ring_among(
         [extended._task_names[rank] for rank in group.ranks],
         SMALL_BYTES,
         timeouts.silent_s,
+        group.ranks,
     )
     assert extended._ring_all_reduce is not None
     reduction = RingAllReduce(
