@@ -35,20 +35,31 @@ def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [
-        (signal.SIGKILL, "rank 3 (on host"),
-        (signal.SIGSTOP, "does not run: it has been silent for"),
-    ],
-)
-def test_a_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(tmp_path, number, told):
-    assert_named_by_survivors(tmp_path, 4, 3, [3, int(number), 2], told)
+def test_a_stopped_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(tmp_path):
+    told = "does not run: it has been silent for"
+    assert_named_by_survivors(tmp_path, 4, 3, [3, int(signal.SIGSTOP), 2], told)
 
 
-def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path):
+    """To take its process sets apart Horovod asks the dead, and aborts: nobody can name it."""
+    arguments = [3, int(signal.SIGKILL), 2]
+    ranks = started(tmp_path, 4, arguments)
+    try:
+        for rank in range(3):
+            assert ranks[rank].wait(ENDS_IN_S) == -signal.SIGABRT
+            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            assert "Horovod background loop uncaught exception" in log, log[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def started(folder, num_ranks, arguments):
     program = [sys.executable, "-m", "tests.horovod.killed", *map(str, arguments)]
-    ranks = [
+    return [
         subprocess.Popen(
             program,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
@@ -57,6 +68,10 @@ def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
         )
         for rank, environment in enumerate(horovod_environments(num_ranks))
     ]
+
+
+def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
+    ranks = started(folder, num_ranks, arguments)
     try:
         for rank in set(range(num_ranks)) - {victim}:
             assert ranks[rank].wait(ENDS_IN_S) != 0
