@@ -1,6 +1,7 @@
 """A rank that is killed or stopped is named by all others, also where it is rank 0."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,8 +58,24 @@ def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path)
             process.wait()
 
 
-def started(folder, num_ranks, arguments):
-    program = [sys.executable, "-m", "tests.horovod.killed", *map(str, arguments)]
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tmp_path):
+    """With the first rank that ends Horovod ends for all."""
+    ranks = started(tmp_path, 4, [], "late_copy")
+    try:
+        statuses = [process.wait(ENDS_IN_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"{rank}.log").read_text(errors="replace") for rank in range(4)]
+    assert statuses == [0] * 4, logs
+    assert len({re.search(r"weights: \S+", log)[0] for log in logs}) == 1
+
+
+def started(folder, num_ranks, arguments, module="killed"):
+    program = [sys.executable, "-m", f"tests.horovod.{module}", *map(str, arguments)]
     return [
         subprocess.Popen(
             program,

@@ -63,6 +63,14 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         """Of a process set, in one order with those of all ranks, and counted with them."""
         return HorovodCollectives(process_set, self._host_device, self._collectives.order)
 
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As the base's; outside of steps no copy has been read before all have."""
+        wholes = super()._host_gather_parts(parts)
+        if self._across is not None and tf.executing_eagerly():
+            # With the first rank that ends Horovod ends for all: they read their last together.
+            self._collectives.all_reduce(tf.zeros([1]))
+        return wholes
+
     def _is_held_alike(self, variable: object) -> bool:
         """Whether a rank has the same of `variable` as the others."""
         return not isinstance(variable, ShardedVariable)
