@@ -15,6 +15,7 @@ from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.neighbours import PeerLostError
+from tfparallel.communication.ring import Ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
@@ -35,6 +36,7 @@ from tfparallel.data_parallel.worker_collectives import (
 from tfparallel.internals import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
+    CollectiveKeys,
     PerReplica,
     ReduceOp,
     ResourceVariable,
@@ -224,6 +226,27 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._host_cross_device_ops = RingAllReduce(
                 devices=[self._worker_device], group_size=self._num_workers, **common
             )
+
+    def _all_reduce_through(self, ring: Ring, size: int) -> RingAllReduce:
+        """That of `size` workers of all, which have opened a ring of their own."""
+        assert self._ring_all_reduce is not None
+        return RingAllReduce(
+            ring=ring,
+            order=self._ring_all_reduce.order,  # one of all rings: no two wait for each other
+            devices=[self._worker_device],
+            group_size=size,
+            device=self._host_device,
+            options=self._communication_options,
+            collective_keys=self._collective_keys,
+        )
+
+    def _operations_among(self, key: int, ranks: Sequence[int]) -> CollectiveAllReduce:
+        """TensorFlow's, between the hosts of some workers, which know one another by a key."""
+        keys = CollectiveKeys(self._collective_key_base + key)
+        options = options_of_hosts(self._communication_options)
+        operations = CollectiveAllReduce([self._host_device], len(ranks), options, keys)
+        self._watch_collectives(operations, ranks)
+        return operations
 
     @property
     def _gathers_by_collectives(self) -> bool:

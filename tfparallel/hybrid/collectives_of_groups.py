@@ -1,15 +1,12 @@
 """Collectives of some of the workers of `TF_CONFIG`, beside those that all of them have."""
 
 from tfparallel.communication.alpha_beta import SMALL_BYTES
-from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.communication.stock_collectives import StockCollectives
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
-from tfparallel.data_parallel.worker_collectives import options_of_hosts
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
-from tfparallel.internals import CollectiveAllReduce, CollectiveKeys
 
 _FIRST_KEY = 1000  # of groups, within those of a strategy; all workers together have the first
 
@@ -45,16 +42,7 @@ def ring_among(
         timeouts.silent_s,
         group.ranks,
     )
-    assert extended._ring_all_reduce is not None
-    reduction = RingAllReduce(
-        ring=ring,
-        order=extended._ring_all_reduce.order,  # one of all rings: no two wait for each other
-        devices=[extended._worker_device],
-        group_size=size,
-        device=extended._host_device,
-        options=extended._communication_options,
-        collective_keys=extended._collective_keys,
-    )
+    reduction = extended._all_reduce_through(ring, size)
     return RingCollectives(reduction, extended._host_device, size, index)
 
 
@@ -65,9 +53,6 @@ def stock_among(extended: MultiWorkerExtended, group: WorkerGroup) -> StockColle
         extended: of all workers.
         group: this worker's.
     """
-    device, options = extended._host_device, options_of_hosts(extended._communication_options)
-    keys = CollectiveKeys(extended._collective_key_base + _FIRST_KEY + group.number)
-    operations = CollectiveAllReduce([device], len(group.ranks), options, keys)
-    extended._watch_collectives(operations, group.ranks)
-    index = group.ranks.index(extended._id_in_cluster)
-    return StockCollectives(operations, device, len(group.ranks), index)
+    operations = extended._operations_among(_FIRST_KEY + group.number, group.ranks)
+    index, size = group.ranks.index(extended._id_in_cluster), len(group.ranks)
+    return StockCollectives(operations, extended._host_device, size, index)
