@@ -50,6 +50,7 @@ def connect_all(
     host="127.0.0.1",
     small_bytes: int | None = AMONG_PARTNERS,
     answer_s: float = 30.0,
+    names=(),
 ) -> list[Ring]:
     board = Board(num_workers)
 
@@ -64,6 +65,7 @@ def connect_all(
             tasks=TASKS,
             small_bytes=small_bytes,
             answer_s=answer_s,
+            names=names,
         )
 
     return on_all(num_workers, connect)

@@ -1,6 +1,7 @@
 """The ring sums what all workers hold, and says who is gone."""
 
 import contextlib
+import re
 import socket
 import threading
 
@@ -156,6 +157,16 @@ def test_a_worker_that_ends_is_named_by_its_neighbours():
     expected = r"Rank 1 \(/job:worker/task:0\) has ended.*Rank 0 is speaking"  # rank 0 is a chief
     with pytest.raises(PeerLostError, match=expected):
         rings[0].all_reduce(np.ones(3))
+
+
+def test_a_ring_of_some_workers_names_their_ranks_among_all():
+    rings = connect_all(2, timeout_s=0.2, names=(3, 5))
+    with pytest.raises(PeerLostError, match="Rank 5.* silent for 0.2 s.*Rank 3 is speaking"):
+        rings[0].all_reduce(np.ones(3))
+    rings = connect_all(2, names=(3, 5))
+    errors = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3 + rank)))
+    message = r"rank (3|5) is in .*, rank (3|5) in .*Rank (3|5) is speaking"
+    assert all(re.search(message, str(error)) for error in errors), errors
 
 
 def test_a_worker_that_ends_ends_all():

@@ -658,6 +658,25 @@ STRATEGIES = [
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
+        "sharded_hybrid_collectives_workers_4",  # as the one before
+        lambda: library().ShardedStrategy(min_size=1, replicas=2, transport="collectives"),
+        num_replicas=4,
+        num_workers=4,
+        devices_per_worker=1,
+        few=("nested.transfer_learning",),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
+        "sharded_hybrid_horovod_4",  # as the one before
+        lambda: library().ShardedStrategy(min_size=1, replicas=2),
+        num_replicas=4,
+        num_workers=4,
+        devices_per_worker=1,
+        environments=horovod_environments,
+        few=("nested.transfer_learning",),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    Row(
         "sharded_horovod_2",
         lambda: library().ShardedStrategy(min_size=1),
         num_replicas=2,
@@ -792,6 +811,8 @@ ROWS_OF = {
         "sharded_collectives_workers_2",
         "sharded_hybrid_workers_2x2",
         "sharded_hybrid_workers_4",
+        "sharded_hybrid_collectives_workers_4",
+        "sharded_hybrid_horovod_4",
         "sharded_horovod_2",
         "sharded_hybrid_2x2",
     ],

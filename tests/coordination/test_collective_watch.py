@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.coordination.collective_watch import CollectiveWatch
+from tfparallel.coordination.collective_watch import CollectiveWatch, Count
 
 LIMIT_S = 0.8
 
@@ -35,7 +35,9 @@ class Rank:
     def __init__(self, store, rank, counts, num_ranks=3, limit_s=LIMIT_S):
         self.counts, self.text, self.ended = counts, "", threading.Event()
         agreement = Agreement(store, "test", rank, num_ranks)
-        self.watch = CollectiveWatch(agreement, lambda: list(self.counts), limit_s, self._end)
+        self.watch = CollectiveWatch(
+            agreement, lambda: [Count(*each) for each in self.counts], limit_s, self._end
+        )
 
     def _end(self, text):
         self.text = text
@@ -65,6 +67,25 @@ def test_who_waits_names_those_that_have_not_come(start):
             "Expected rank 1 (host1:1) to come to a collective within 0.8 s. Received: nothing. "
             f"A longer stall_s allows for longer. (rank {rank} is speaking.)"
         )
+
+
+def test_who_waits_in_a_group_names_those_of_it_that_have_not_come(start):
+    """Of two copies, ranks 0, 1 and 2, 3: rank 3 comes to nothing, and rank 2 waits for it."""
+
+    def counts(rank, of_copy, of_part):
+        copy, part = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        return [(4, 4), (*of_copy, copy), (*of_part, part)]
+
+    ranks = [
+        start(0, counts(0, (8, 8), (5, 4)), num_ranks=4),
+        start(1, counts(1, (8, 8), (5, 4)), num_ranks=4),
+        start(2, counts(2, (8, 7), (4, 4)), num_ranks=4),
+    ]
+    start(3, counts(3, (7, 7), (4, 4)), num_ranks=4)
+    for each, missing in zip(ranks, (2, 3, 3), strict=True):
+        assert each.ended.wait(20)
+        named = f"Expected rank {missing} (host{missing}:1), or one that it waits for, to come to"
+        assert each.text.startswith(named), each.text
 
 
 def test_where_all_have_come_it_is_the_transport(start):

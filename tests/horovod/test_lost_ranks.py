@@ -1,6 +1,7 @@
 """A rank that is killed or stopped is named by all others, also where it is rank 0."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,20 +31,68 @@ ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
     ],
 )
 def test_the_survivors_of_three_name_the_dead(tmp_path, victim, number, told):
-    program = [sys.executable, "-m", "tests.horovod.killed", str(victim), str(int(number))]
-    ranks = [
+    assert_named_by_survivors(tmp_path, 3, victim, [victim, int(number)], told)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_stopped_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(tmp_path):
+    told = "does not run: it has been silent for"
+    assert_named_by_survivors(tmp_path, 4, 3, [3, int(signal.SIGSTOP), 2], told)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path):
+    """To take its process sets apart Horovod asks the dead, and aborts: nobody can name it."""
+    arguments = [3, int(signal.SIGKILL), 2]
+    ranks = started(tmp_path, 4, arguments)
+    try:
+        for rank in range(3):
+            assert ranks[rank].wait(ENDS_IN_S) == -signal.SIGABRT
+            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            assert "Horovod background loop uncaught exception" in log, log[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tmp_path):
+    """With the first rank that ends Horovod ends for all."""
+    ranks = started(tmp_path, 4, [], "late_copy")
+    try:
+        statuses = [process.wait(ENDS_IN_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"{rank}.log").read_text(errors="replace") for rank in range(4)]
+    assert statuses == [0] * 4, logs
+    assert len({re.search(r"weights: \S+", log)[0] for log in logs}) == 1
+
+
+def started(folder, num_ranks, arguments, module="killed"):
+    program = [sys.executable, "-m", f"tests.horovod.{module}", *map(str, arguments)]
+    return [
         subprocess.Popen(
             program,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(tmp_path / f"{rank}.log").open("w"),
+            stdout=(folder / f"{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
         )
-        for rank, environment in enumerate(horovod_environments(3))
+        for rank, environment in enumerate(horovod_environments(num_ranks))
     ]
+
+
+def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
+    ranks = started(folder, num_ranks, arguments)
     try:
-        for rank in {0, 1, 2} - {victim}:
+        for rank in set(range(num_ranks)) - {victim}:
             assert ranks[rank].wait(ENDS_IN_S) != 0
-            log = (tmp_path / f"{rank}.log").read_text(errors="replace")
+            log = (folder / f"{rank}.log").read_text(errors="replace")
             assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
     finally:
         for process in ranks:

@@ -33,6 +33,10 @@ STRATEGIES = {
     "sharded collectives": lambda: tfparallel.ShardedStrategy(
         min_size=1, transport="collectives", timeouts=timeouts
     ),
+    "copies": lambda: tfparallel.ShardedStrategy(min_size=1, replicas=2, timeouts=timeouts),
+    "copies collectives": lambda: tfparallel.ShardedStrategy(
+        min_size=1, replicas=2, transport="collectives", timeouts=timeouts
+    ),
 }
 strategy = STRATEGIES[os.environ.get("TEST_STRATEGY", "workers")]()
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

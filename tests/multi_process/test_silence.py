@@ -114,6 +114,38 @@ def test_a_worker_that_answers_and_never_comes_to_tensorflows_collective_is_name
     assert "DeadlineExceededError" in job.log(0), "what waits has not failed by the watch"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["copies", "copies collectives"])
+def test_a_stopped_worker_that_shares_a_copy_is_named_by_the_workers_of_all_copies(job, strategy):
+    environments = cluster_environments(4)
+    for rank, environment in enumerate(environments):
+        job.start(rank, {**environment, "TEST_STRATEGY": strategy})
+    job.wait_until_all_train()
+    job.processes[3].send_signal(signal.SIGSTOP)
+    for rank in (0, 1, 2):
+        assert job.status(rank) != 0
+        named = f"rank 3 ({address_of(environments[0], 3)})"
+        assert named in job.log(rank), job.log(rank)
+        assert f"Rank {rank} is speaking" in job.log(rank)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_a_worker_that_never_comes_to_a_collective_of_its_copy_is_named(job):
+    environments = cluster_environments(4)
+    variables = {"TEST_STALL_S": "6", "TEST_STAYS_AWAY": "3"}
+    for rank, environment in enumerate(environments):
+        job.start(rank, {**environment, "TEST_STRATEGY": "copies collectives", **variables})
+    job.wait_until_all_train()
+    assert job.status(2) != 0
+    where = f"rank 3 (/job:worker/task:3 at {address_of(environments[0], 3)})"
+    told = f"Expected {where}, or one that it waits for, to come to a collective within 6 s"
+    assert told in job.log(2), job.log(2)
+    for rank in (0, 1):  # each waits for one that waits for rank 3
+        assert job.status(rank) != 0
+
+
 @pytest.mark.timeout(240)
 def test_a_worker_whose_network_is_cut_is_named(job, tmp_path):
     with two_hosts() as hosts:

@@ -4,6 +4,7 @@ For a request, `{"options": of ShardedStrategy}`, this trains. One for each proc
 strategy would take the keys of the first one's collectives.
 """
 
+import os
 import statistics
 
 import keras
@@ -17,6 +18,10 @@ WIDTH, NUM_LAYERS, STEPS = 128, 6, 3
 
 
 def train(options: dict) -> dict:
+    if "STARTS_HOROVOD" in os.environ:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
     strategy = tfparallel.ShardedStrategy(**options)
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -40,8 +45,8 @@ def train(options: dict) -> dict:
 def _rings(extended) -> list:
     """The ring of all workers, and where there are several copies that of a copy and the other."""
     own = [extended._ring_all_reduce]
-    if extended._copies_ring is not None:
-        own += [extended._parts_ring, extended._copies_ring]
+    if extended._across is not None:
+        own += [extended._in_copy._reduction, extended._across._reduction]
     return [each._ring for each in own]
 
 

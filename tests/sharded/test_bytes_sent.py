@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.multi_process.pool import WorkerPool, cluster_environments
+from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
 
 CASES = {
     "optimizer": ({"shard": "optimizer"}, 1.0),
@@ -14,11 +14,14 @@ CASES = {
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
-def trained(num_workers: int, options: dict) -> list[dict]:
+def trained(num_workers: int, options: dict, environment: dict | None = None) -> list[dict]:
     """What each of fresh workers tells of a training."""
-    pool = WorkerPool(
-        ["-m", "tests.sharded.counted_worker"], lambda: cluster_environments(num_workers)
-    )
+    of = horovod_environments if options.get("transport") == "horovod" else cluster_environments
+
+    def environments() -> list[dict[str, str]]:
+        return [{**own, **(environment or {})} for own in of(num_workers)]
+
+    pool = WorkerPool(["-m", "tests.sharded.counted_worker"], environments)
     try:
         return pool.ask({"options": options}, timeout_s=250)
     finally:

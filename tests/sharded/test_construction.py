@@ -47,12 +47,6 @@ def test_devices_are_not_chosen_in_a_job(environment, of, monkeypatch):
         tfparallel.ShardedStrategy(["CPU:0"])
 
 
-def test_ranks_of_horovod_share_one_copy(monkeypatch):
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    with pytest.raises(ValueError, match=r"`replicas` is 1. Received: 2.*HorovodStrategy\(inner"):
-        tfparallel.ShardedStrategy(replicas=2)
-
-
 def test_neighbours_share_a_copy():
     """Of four devices in two copies each stores a half."""
     strategy = tfparallel.ShardedStrategy([f"CPU:{i}" for i in range(4)], replicas=2, min_size=1)

@@ -1,4 +1,4 @@
-"""Copies that workers cannot share are refused on each rank, before anything is built."""
+"""Copies that workers or ranks cannot share are refused on each, before anything is built."""
 
 import pytest
 
@@ -8,18 +8,15 @@ from tests.sharded.test_bytes_sent import trained
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "options", "message"),
-    [
-        (2, {"replicas": 3}, r"2 workers must be a multiple.*Received: 3 `replicas`. \(Rank 1"),
-        (
-            4,
-            {"replicas": 2, "transport": "collectives"},
-            r"shared through the ring.*Received: 2 `replicas` of 4 workers without it. \(Rank 3",
-        ),
-    ],
-    ids=["no divisor", "without the ring"],
-)
-def test_what_cannot_be_shared_is_refused(num_workers, options, message):
+@pytest.mark.parametrize("transport", ["ring", "collectives", "horovod"])
+def test_what_cannot_be_shared_is_refused(transport):
+    message = r"2 workers must be a multiple.*Received: 3 `replicas`. \(Rank 1"
+    options = {"replicas": 3, "transport": transport}
     with pytest.raises(WorkerFailure, match=f"(?s){message}"):
-        trained(num_workers, options)
+        trained(2, options)
+
+
+def test_copies_that_come_after_horovod_has_started_are_refused():
+    message = r"a running Horovod without one of ranks \[0, 1\].*before hvd.init.*\(Rank 3"
+    with pytest.raises(WorkerFailure, match=f"(?s){message}"):
+        trained(4, {"replicas": 2, "transport": "horovod"}, {"STARTS_HOROVOD": "1"})

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -43,6 +43,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "hvd",
+    "process_sets",
     "reduce_scatter",
     "run_elastic",
     "start",
@@ -57,12 +58,19 @@ _SUMMED_AS = {
     tf.uint64: tf.int64,
 }
 _SCATTERED_AS = {**_SUMMED_AS, tf.int8: tf.int32, tf.uint8: tf.int32}
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by horovodrun, Open MPI, MPICH
+_process_sets: dict[tuple[int, ...], Any] = {}  # that Horovod has started with, by their ranks
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
 
 
-def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
+def start(
+    hierarchical: bool,
+    bucket_bytes: int,
+    limit_s: float | None,
+    groups: Callable[[int], Iterable[Sequence[int]]] | None = None,
+) -> None:
     """Starts Horovod in this process, unless it runs already.
 
     Args:
@@ -71,6 +79,8 @@ def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
             finds it by itself. By default, it makes one reduction of all buckets that are ready:
             their tensors are copied in and out, and no weight is updated before the last arrives.
         limit_s: how long to wait for all ranks to start; None waits for ever.
+        groups: gives, of how many ranks there are, those of `process_sets` that will be asked for:
+            Horovod makes them when it starts.
 
     Raises:
         WaitedTooLong: naming the ranks that have not started.
@@ -88,9 +98,50 @@ def start(hierarchical: bool, bucket_bytes: int, limit_s: float | None) -> None:
         threshold = min(bucket_bytes, _HOROVODS_FUSION_BYTES)
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(threshold))
     with waiting_for_others():  # it returns when all ranks have come
-        if not hvd.is_initialized():
-            meet_ranks(os.environ, limit_s)
+        if hvd.is_initialized():
+            return
+        meet_ranks(os.environ, limit_s)
+        _start_with(groups)
+
+
+def _start_with(groups: Callable[[int], Iterable[Sequence[int]]] | None) -> None:
+    _process_sets.clear()  # those of an earlier start are gone
+    size = next((os.environ[name] for name in _SIZES if name in os.environ), None)
+    if groups is None:
         hvd.init()
+    elif size is None:  # dear: all ranks meet, again and again, to see whether there is a new one
+        hvd.init(process_sets="dynamic")
+    else:
+        sets = [hvd.ProcessSet(list(ranks)) for ranks in groups(int(size))]
+        hvd.init(process_sets=sets)
+        _process_sets.update({tuple(each.ranks): each for each in sets})
+
+
+def process_sets(groups: Iterable[Sequence[int]]) -> list[Any]:
+    """Horovod's process sets of groups of ranks; all ranks ask for all groups, in one order.
+
+    Raises:
+        ValueError: if Horovod runs already, without them.
+    """
+    return [_process_set(list(ranks)) for ranks in groups]
+
+
+def _process_set(ranks: list[int]) -> Any:
+    known = _process_sets.get(tuple(ranks))
+    if known is None:
+        known = _process_sets[tuple(ranks)] = _added(ranks)
+    return known
+
+
+def _added(ranks: list[int]) -> Any:
+    try:
+        return hvd.add_process_set(ranks)
+    except ValueError as error:
+        raise ValueError(
+            "Horovod makes the groups of ranks that meet by themselves when it starts. Received: a "
+            f"running Horovod without one of ranks {ranks}. Create the strategy before hvd.init(), "
+            f"or set HOROVOD_DYNAMIC_PROCESS_SETS=1 before. (Rank {hvd.rank()} is speaking.)"
+        ) from error
 
 
 def all_reduce_sum(
@@ -226,15 +277,18 @@ class HorovodCollectives:
     Args:
         process_set: the ranks.
         device: a CPU of this rank.
+        order: of other collectives of this rank, to be in one order with them; None: of its own.
     """
 
-    def __init__(self, process_set: Any, device: str):
+    def __init__(self, process_set: Any, device: str, order: ResourceVariable | None = None):
         self.size, self.index = process_set.size(), process_set.rank()
         self._process_set, self._device = process_set, device
         self._waits_for_last = True
-        with tf.init_scope():
-            # Not `tf.Variable`: under a strategy's scope it would be replicated.
-            self.order = ResourceVariable(0.0)
+        if order is None:
+            with tf.init_scope():
+                # Not `tf.Variable`: under a strategy's scope it would be replicated.
+                order = ResourceVariable(0.0)
+        self.order = order
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_reduce`."""

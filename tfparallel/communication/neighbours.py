@@ -65,6 +65,8 @@ class Neighbours:
         machine: what it runs on.
         partners: connected stream sockets, by rank, to those of `doubling.all_reduce_exchanges`,
             which `close` closes, too; none if nothing is small.
+        names: the rank of each position among all workers, for messages, where a ring is of some of
+            them.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Neighbours:
         tasks: Sequence[str] = (),
         machine: Machine = THIS_MACHINE,
         partners: Mapping[int, socket.socket] | None = None,
+        names: Sequence[int] = (),
     ):
         self.machine = machine
         self.rank, self.num_workers, self._tasks = rank, num_workers, tasks
+        self.names = tuple(names) or tuple(range(num_workers))
         self._next, self._previous = (rank + 1) % num_workers, (rank - 1) % num_workers
         self._from_previous = from_previous
         self._timeout_s, self._liveness = timeout_s, liveness
@@ -169,8 +173,9 @@ class Neighbours:
 
     def _mismatch(self, rank: int, theirs: tuple[int, bytes, int, bytes]) -> Exception:
         return CollectiveMismatchError(
-            f"All workers must run the same steps on the same model. Received: rank {rank} is in "
-            f"{_describe(theirs)}, rank {self.rank} in {_describe(self._ours)}. (Rank {self.rank} "
+            f"All workers must run the same steps on the same model. Received: rank "
+            f"{self.names[rank]} is in {_describe(theirs)}, rank {self.names[self.rank]} in "
+            f"{_describe(self._ours)}. (Rank {self.names[self.rank]} "
             "is speaking.)"
         )
 
@@ -204,7 +209,8 @@ class Neighbours:
 
     def _described(self, rank: int) -> str:
         """A rank as messages name it: "Rank 1 (/job:worker/task:0)"."""
-        return f"Rank {rank} ({self._tasks[rank]})" if self._tasks else f"Rank {rank}"
+        named = f"Rank {self.names[rank]}"
+        return f"{named} ({self._tasks[rank]})" if self._tasks else named
 
     def receive(self, array: np.ndarray) -> None:
         """Fills `array` with what the previous rank sends."""
@@ -247,13 +253,14 @@ class Neighbours:
                 "or cut off"
             )
         if self._wait is None:
-            speaker, option = f"rank {self.rank}", "A longer stall_s"
+            speaker, option = f"rank {self.names[self.rank]}", "A longer stall_s"
             self._wait = Wait(speaker, self._what, self._timeout_s, self.machine.now_s(), option)
         try:
-            look(self._wait, f"rank {neighbour}, or one that it waits for,", self.machine)
+            whom = f"rank {self.names[neighbour]}, or one that it waits for,"
+            look(self._wait, whom, self.machine)
         except WaitedTooLong as error:
             raise _Silent(
-                f"Rank {neighbour}, or one that it waits for, is stuck: silent for "
+                f"Rank {self.names[neighbour]}, or one that it waits for, is stuck: silent for "
                 f"{self._timeout_s:g} s, though all workers answer"
             ) from error
 
@@ -282,7 +289,9 @@ class Neighbours:
             what = str(error)
         elif absent:  # the neighbour may have ended because of another
             what = f"{', '.join(absent)} has ended, its own log says why: {error}"
-        return PeerLostError(f"{what}, in a collective. (Rank {self.rank} is speaking.)")
+        return PeerLostError(
+            f"{what}, in a collective. (Rank {self.names[self.rank]} is speaking.)"
+        )
 
 
 def _called(method: weakref.WeakMethod, rank: int) -> None:

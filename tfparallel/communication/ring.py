@@ -157,7 +157,7 @@ class Ring:
         if not array.shape or array.shape[0] != self._num_workers:
             raise ValueError(
                 f"reduce_scatter needs a row for each of {self._num_workers} workers. Received: "
-                f"shape {array.shape}. (Rank {self._rank} is speaking.)"
+                f"shape {array.shape}. (Rank {self._neighbours.names[self._rank]} is speaking.)"
             )
         rows = np.ascontiguousarray(array).reshape(self._num_workers, -1)
         length = SEGMENT_BYTES // rows.itemsize

@@ -33,6 +33,7 @@ def connect_ring(
     tasks: Sequence[str] = (),
     small_bytes: int | None = None,
     answer_s: float = 60.0,
+    names: Sequence[int] = (),
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
 
@@ -42,7 +43,7 @@ def connect_ring(
         rank, num_workers: this worker's position, and how many there are.
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
-        timeout_s, liveness, tasks: see `Neighbours`.
+        timeout_s, liveness, tasks, names: see `Neighbours`.
         small_bytes: see `Ring`. If None, two workers measure their link for up to about 0.2 s,
             longer only where single messages take longer. More of them would add in another order
             each time they start, and a resumed training would not have the same bits: they take
@@ -77,7 +78,7 @@ def connect_ring(
         raise ConnectionError("; ".join(problems))
     ends = to_next[0], connections.pop(_PREVIOUS)
     neighbours = Neighbours(
-        rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections
+        rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections, names=names
     )
     ring = Ring(neighbours, SMALL_BYTES if small_bytes is None else small_bytes)
     if small_bytes is None and num_workers == 2:

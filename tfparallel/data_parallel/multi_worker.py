@@ -9,13 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.collectives import Collectives
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.communication.neighbours import PeerLostError
+from tfparallel.communication.ring import Ring
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
@@ -36,6 +36,7 @@ from tfparallel.data_parallel.worker_collectives import (
 from tfparallel.internals import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
+    CollectiveKeys,
     PerReplica,
     ReduceOp,
     ResourceVariable,
@@ -95,21 +96,26 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._agree_on_collectives(addresses)
             self._task_names = [f"/job:{job}/task:{i}" for job, i in tasks]
             self._open_ring(stall_s, timeouts.silent_s)
+        self._watched = WatchedCollectives(self._agreement, stall_s, self._host_device)
+        weakref.finalize(self, self._watched.stop)
         for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
-            for launcher in launchers_of(cross_device_ops):
-                draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
-        if self._num_workers > 1:
-            self._watch_collectives(stall_s)
+            self._watch_collectives(cross_device_ops)
         self._is_in_loop = False
         transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
         self._compress_gradients(compressor, transport)
 
-    def _watch_collectives(self, stall_s: float | None) -> None:
-        """Of the first device here, for all: a collective begins when all devices have come."""
-        watched = WatchedCollectives(self._agreement, stall_s, self._host_device)
-        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
-            count_collectives(launchers_of(cross_device_ops)[0], watched.counter())
-        weakref.finalize(self, watched.stop)
+    def _watch_collectives(
+        self, operations: CollectiveAllReduce, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Those of `ranks`, None for all workers; of the first device here, for all.
+
+        A collective begins when all devices have come.
+        """
+        launchers = launchers_of(operations)
+        for launcher in launchers:
+            draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
+        if self._num_workers > 1:
+            count_collectives(launchers[0], self._watched.counter(ranks))
 
     def _agree_on_collectives(self, addresses: list[str]) -> None:
         """NCCL between GPUs; what is of hosts, which the same workers reduce, on CPUs alone."""
@@ -221,42 +227,26 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 devices=[self._worker_device], group_size=self._num_workers, **common
             )
 
-    def _ring_among(self, ranks: Sequence[int], of: str, timeouts: WorkerTimeouts) -> RingAllReduce:
-        """A ring of this worker and others; all workers open theirs together, each its own.
-
-        Args:
-            ranks: of them, in their order.
-            of: what they have in common, as announced.
-
-        Raises:
-            OSError: if one could not reach another.
-        """
-
-        def exchange(what: str, value: object) -> list:
-            told = self._agreement.exchange(f"{what} of {of}", value)
-            return [told[rank] for rank in ranks]
-
-        ring = connect_ring(
-            ranks.index(self._id_in_cluster),
-            len(ranks),
-            self._own_host,
-            exchange,
-            timeouts.stall_s,
-            self._watch,
-            [self._task_names[rank] for rank in ranks],
-            SMALL_BYTES,
-            timeouts.silent_s,
-        )
+    def _all_reduce_through(self, ring: Ring, size: int) -> RingAllReduce:
+        """That of `size` workers of all, which have opened a ring of their own."""
         assert self._ring_all_reduce is not None
         return RingAllReduce(
             ring=ring,
             order=self._ring_all_reduce.order,  # one of all rings: no two wait for each other
             devices=[self._worker_device],
-            group_size=len(ranks),
+            group_size=size,
             device=self._host_device,
             options=self._communication_options,
             collective_keys=self._collective_keys,
         )
+
+    def _operations_among(self, key: int, ranks: Sequence[int]) -> CollectiveAllReduce:
+        """TensorFlow's, between the hosts of some workers, which know one another by a key."""
+        keys = CollectiveKeys(self._collective_key_base + key)
+        options = options_of_hosts(self._communication_options)
+        operations = CollectiveAllReduce([self._host_device], len(ranks), options, keys)
+        self._watch_collectives(operations, ranks)
+        return operations
 
     @property
     def _gathers_by_collectives(self) -> bool:

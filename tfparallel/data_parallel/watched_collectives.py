@@ -1,11 +1,11 @@
 """Counts TensorFlow's collectives as they begin and end, for the watch that ends what waits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.coordination.collective_watch import CollectiveWatch
+from tfparallel.coordination.collective_watch import CollectiveWatch, Count
 from tfparallel.internals import ResourceVariable
 from tfparallel.internals.eager import end_collectives
 
@@ -21,15 +21,19 @@ class WatchedCollectives:
 
     def __init__(self, agreement: Agreement, limit_s: float | None, device: str):
         self._agreement, self._limit_s, self._device = agreement, limit_s, device
-        self._numbers: list[tuple[ResourceVariable, ResourceVariable]] = []
+        self._numbers: list[tuple[ResourceVariable, ResourceVariable, tuple[int, ...] | None]] = []
         self._watch: CollectiveWatch | None = None
 
-    def counter(self) -> Callable:
-        """A function `(launch, tensor, ...)` that counts what it launches, one after the other."""
+    def counter(self, ranks: Sequence[int] | None = None) -> Callable:
+        """A function `(launch, tensor, ...)` that counts what it launches, one after the other.
+
+        Args:
+            ranks: that take part in it; None for all. All workers ask for counters in one order.
+        """
         with tf.init_scope(), tf.device(self._device):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             begun, ended = (ResourceVariable(0, dtype=tf.int64) for _ in range(2))
-        self._numbers.append((begun, ended))
+        self._numbers.append((begun, ended, None if ranks is None else tuple(ranks)))
 
         def counted(
             launch: Callable, tensor: tf.Tensor, *args: object, **kwargs: object
@@ -56,7 +60,7 @@ class WatchedCollectives:
             numbers = self._numbers
             self._watch = CollectiveWatch(
                 self._agreement,
-                lambda: [(int(begun.numpy()), int(ended.numpy())) for begun, ended in numbers],
+                lambda: [Count(int(b.numpy()), int(e.numpy()), ranks) for b, e, ranks in numbers],
                 self._limit_s,
                 _end,
             )

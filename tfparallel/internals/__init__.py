@@ -30,6 +30,7 @@ from tfparallel.internals.datasets import (
 from tfparallel.internals.distribute import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
+    CollectiveKeys,
     DistributedValues,
     DistributedVariable,
     Mirrored,
@@ -108,6 +109,7 @@ __all__ = [
     "BaseOptimizer",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
+    "CollectiveKeys",
     "DistributedValues",
     "DistributedVariable",
     "FuncGraph",

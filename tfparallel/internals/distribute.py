@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_ops,
+    cross_device_utils,
     device_util,
     distribute_lib,
     distribute_utils,
@@ -34,6 +35,7 @@ MirroredExtended = mirrored_strategy.MirroredExtended
 CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 TPUExtended = tpu_strategy.TPUExtended
 CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
+CollectiveKeys = cross_device_utils.CollectiveKeys  # which groups of devices are told apart by
 ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
 DistributedValues = values.DistributedValues
 DistributedVariable = values.DistributedVariable
@@ -47,6 +49,7 @@ ReplicaContext = distribute_lib.ReplicaContext
 __all__ = [
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
+    "CollectiveKeys",
     "DistributedValues",
     "DistributedVariable",
     "Mirrored",

@@ -53,6 +53,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "CollectiveAllReduce",
         "ReductionToOneDevice",
     ),
+    "tensorflow.python.distribute.cross_device_utils": ("CollectiveKeys",),
     "tensorflow.python.distribute.device_util": ("canonicalize",),
     "tensorflow.python.distribute.distribute_lib": ("ReplicaContext", "get_replica_context"),
     "tensorflow.python.distribute.distribute_utils": (

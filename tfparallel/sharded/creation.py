@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.replicas.device_names import hosts_of
+from tfparallel.replicas.drawn_values import Drawn, drawn_value, form_of
 from tfparallel.sharded.copies import SharesCopies
-from tfparallel.sharded.drawn_parts import Drawn, drawn_value, form_of
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.sharded_variables import (
@@ -54,7 +54,7 @@ class CreatesParts(SharesCopies):
             with tf.init_scope():
                 drawn = drawn_value(initial_value)
             if drawn is not None:
-                agreed = self._begun_alike(_announcing(drawn, kwargs))["initial_value"]
+                agreed = self._begun_alike(drawn.announced(kwargs))["initial_value"]
                 self._new_value = drawn.agreed(agreed)
                 return {**kwargs, "initial_value": agreed}
         kwargs = self._begun_alike(kwargs)
@@ -115,16 +115,10 @@ class CreatesParts(SharesCopies):
     def _agree_on_new(self, device: str, kwargs: Mapping[str, Any]) -> None:
         """Replaces `_new_value` by rank 0's."""
         new = self._new_value
-        given = _announcing(new, kwargs) if isinstance(new, Drawn) else kwargs
+        given = new.announced(kwargs) if isinstance(new, Drawn) else kwargs
         agreed = self._agreed_initial_value(0, device, [], given)
         value = tf.convert_to_tensor(agreed() if callable(agreed) else agreed)
         self._new_value = new.agreed(value) if isinstance(new, Drawn) else value
-
-
-def _announcing(drawn: Drawn, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a creator gets, of the few numbers that workers agree on in the place of the value."""
-    name = f"{kwargs.get('name')} {drawn.dtype.name}{drawn.shape.as_list()} of a {drawn.kind} draw"
-    return {**kwargs, "initial_value": drawn.numbers, "name": name, "dtype": drawn.numbers.dtype}
 
 
 def _evaluated(value: Any, dtype: Any) -> tf.Tensor:

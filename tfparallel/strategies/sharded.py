@@ -55,9 +55,9 @@ class ShardedStrategy(KerasStrategy):
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
         replicas: how many copies there are of what is in parts: of the devices of one process,
-            neighbours share a copy; so do workers that are neighbours in `TF_CONFIG`. Parts are
-            gathered within a copy, and gradients summed across copies (hybrid sharding): with a
-            copy for each host, only these sums leave a host.
+            neighbours share a copy; so do workers that are neighbours in `TF_CONFIG`, and ranks
+            of Horovod. Parts are gathered within a copy, and gradients summed across copies (hybrid
+            sharding): with a copy for each host, only these sums leave a host.
         transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
@@ -140,14 +140,9 @@ def _extended(
         raise ValueError(f"`transport` must be one of {TRANSPORTS}. Received: {transport!r}.")
     if transport == "horovod" or (transport == "auto" and is_started_by_horovodrun()):
         _check_takes_all(devices, "the ranks of Horovod")
-        if replicas != 1:
-            raise ValueError(
-                "Ranks of Horovod have one device each, and share one copy: `replicas` is 1. "
-                f"Received: {replicas}. Take HorovodStrategy(inner=lambda: ShardedStrategy())."
-            )
         from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended  # Horovod's
 
-        return RanksShardedExtended(strategy, sharding, timeouts)
+        return RanksShardedExtended(strategy, sharding, replicas, timeouts)
     cluster = read_tf_config()
     if cluster is not None:
         _check_takes_all(devices, "the workers of TF_CONFIG")

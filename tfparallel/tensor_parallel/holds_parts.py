@@ -26,13 +26,14 @@ from tfparallel.internals.keras_state import (
     shape_of_new,
     variable_under_creation,
 )
+from tfparallel.replicas.drawn_values import Drawn, drawn_value
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.tensor_parallel.blocks import blocks_of
+from tfparallel.tensor_parallel.drawn_pieces import NewPieces
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts, for_optimizer
-from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.layer_rules import (
     hook_layer,
     name_layers_without_rule,
@@ -72,18 +73,26 @@ class HoldsParts(ReplicatedExtended):
         rows = self._rows(kwargs)
         if rows is None:
             return super()._create_variable(next_creator, **kwargs)
-        kwargs = self._begun_alike(kwargs)
-        value = kwargs["initial_value"]
-        value = value() if callable(value) else value
-        value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
-        kwargs["initial_value"] = value
         shards = self._shards_of(rows, kwargs.get("colocate_with"))
-        stored = rows.cut(shards)
-        self._thread.new = (rows, shards, cut_apart(value, stored))
+        value, kwargs = self._value_of_new(kwargs)
+        self._thread.new = (rows, shards, NewPieces(value, rows.cut(shards)))
         try:
             return super()._create_variable(next_creator, **kwargs)
         finally:
             self._thread.new = None
+
+    def _value_of_new(self, kwargs: dict) -> tuple[tf.Tensor | Drawn, dict]:
+        """What a variable begins with, and what its creator gets, of what workers agree on."""
+        with tf.init_scope():
+            drawn = drawn_value(kwargs["initial_value"])
+        if drawn is not None:
+            agreed = self._begun_alike(drawn.announced(kwargs))["initial_value"]
+            return drawn.agreed(agreed), {**kwargs, "initial_value": agreed}
+        kwargs = self._begun_alike(kwargs)
+        value = kwargs["initial_value"]
+        value = value() if callable(value) else value
+        value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
+        return value, {**kwargs, "initial_value": value}
 
     def _shards_of(self, rows: Rows, leader: Any) -> int:
         """How many replicas store a copy of the variable together that is created."""
@@ -151,7 +160,7 @@ class HoldsParts(ReplicatedExtended):
             self.layouts.add_slot(leader, keras_variable)
 
     @property
-    def _new(self) -> tuple[Rows, int, list] | None:
+    def _new(self) -> tuple[Rows, int, NewPieces] | None:
         return getattr(self._thread, "new", None)
 
     def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
@@ -177,8 +186,8 @@ class HoldsParts(ReplicatedExtended):
             return super()._get_variable_creator_initial_value(
                 replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
             )
-        *_, parts = self._new
-        return tf.raw_ops.DeepCopy(x=parts[replica_id % len(parts)])
+        *_, pieces = self._new
+        return pieces.piece(replica_id, device)
 
     # ---- how a step runs on replicas -------------------------------------------------------------
 

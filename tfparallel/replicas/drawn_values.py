@@ -57,14 +57,27 @@ class Drawn:
         """The same with the `numbers` that all workers have agreed on."""
         return dataclasses.replace(self, numbers=numbers)
 
+    def announced(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a creator gets, of the few numbers that workers agree on in the place of the value.
+
+        Args:
+            kwargs: what it gets of the value.
+        """
+        what = f"{self.dtype.name}{self.shape.as_list()} of a {self.kind} draw"
+        name, numbers = f"{kwargs.get('name')} {what}", self.numbers
+        return {**kwargs, "initial_value": numbers, "name": name, "dtype": numbers.dtype}
+
+    def numbers_from(self, begin: int, count: int) -> tf.Tensor:
+        """So many numbers of the flat value, from number `begin` on."""
+        scale, shift = (tf.cast(number, self.dtype) for number in tf.unstack(self.numbers[2:]))
+        seed = tf.cast(self.numbers[:2], tf.int32)
+        return _DRAWS[self.kind]([count], begin, seed, self.dtype) * scale + shift
+
     def padded_part(self, begin: int, end: int) -> tf.Tensor:
         """Numbers `begin` to `end` of the flat value, and zeros where it has ended."""
         inside = [min(place, self.shape.num_elements()) for place in (begin, end)]
         count = inside[1] - inside[0]
-        scale, shift = (tf.cast(number, self.dtype) for number in tf.unstack(self.numbers[2:]))
-        seed = tf.cast(self.numbers[:2], tf.int32)
-        drawn = _DRAWS[self.kind]([count], inside[0], seed, self.dtype) * scale + shift
-        return tf.pad(drawn, [[0, end - begin - count]])
+        return tf.pad(self.numbers_from(inside[0], count), [[0, end - begin - count]])
 
 
 def drawn_value(initial_value: Any) -> Drawn | None:
