@@ -6,9 +6,8 @@ from typing import Any
 
 import keras
 
-from tfparallel.coordination.cluster import is_started_by_horovodrun, read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
-from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
+from tfparallel.hybrid.processes_of_job import processes_of_job
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
 from tfparallel.replicas.reporting_scope import ReportingScope
@@ -17,8 +16,6 @@ from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
-
-TRANSPORTS = ("auto", "ring", "collectives", "horovod")
 
 
 class ShardedStrategy(KerasStrategy):
@@ -134,31 +131,12 @@ def _extended(
     replicas: int,
     transport: str,
     timeouts: WorkerTimeouts | None,
-) -> Any:
+) -> ShardedExtended:
     """What decides for the strategy, by what the processes of the job meet over."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"`transport` must be one of {TRANSPORTS}. Received: {transport!r}.")
-    if transport == "horovod" or (transport == "auto" and is_started_by_horovodrun()):
-        _check_takes_all(devices, "the ranks of Horovod")
-        if replicas != 1:
-            raise ValueError(
-                "Ranks of Horovod have one device each, and share one copy: `replicas` is 1. "
-                f"Received: {replicas}. Take HorovodStrategy(inner=lambda: ShardedStrategy())."
-            )
-        from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended  # Horovod's
-
-        return RanksShardedExtended(strategy, sharding, timeouts)
-    cluster = read_tf_config()
-    if cluster is not None:
-        _check_takes_all(devices, "the workers of TF_CONFIG")
-        uses_ring = transport != "collectives"
-        resolver = cluster.cluster_resolver()
-        return WorkersShardedExtended(strategy, resolver, sharding, uses_ring, replicas, timeouts)
-    if transport != "auto":
-        raise ValueError(
-            f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "
-            "Start the script with `tfparallel launch`, or leave `transport` out."
-        )
+    job = processes_of_job(transport, timeouts)
+    if job is not None:
+        _check_takes_all(devices, job.name)
+        return job.sharded(strategy, sharding, replicas)
     return LocalShardedExtended(strategy, devices_of_process(devices), sharding, replicas)
 
 
