@@ -15,6 +15,7 @@ from tests.hybrid.meshes import PAIRS, hybrid
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, MemoryPolicy, PipelineOptions, PipelineStrategy, Sharding
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
+from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.replicas.inner import inside_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "combining.md").read_text()
@@ -104,6 +105,14 @@ REFUSED = {
         lambda: HybridStrategy(
             cpu_mesh_of(data=2, pipeline=2), pipeline=PipelineOptions(4, num_stages=2)
         ),
+    ],
+    'an axis "pipeline" or "model" over processes': [
+        lambda axis=axis: laid_over_processes({axis: 4}, 2, 2, has_parts=False)
+        for axis in ("pipeline", "model")
+    ],
+    '"shard" over processes': [
+        lambda axis=axis: laid_over_processes({"shard": 2, axis: 2}, 2, 2, has_parts=False)
+        for axis in ("pipeline", "model")
     ],
     '`layout_map="auto"`': [
         lambda: HybridStrategy(cpu_mesh_of(shard=2, model=2), layout_map="auto"),

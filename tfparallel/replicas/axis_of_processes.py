@@ -62,6 +62,9 @@ class AxisOfProcesses(Protocol):
     def _check_outside_of_replicas(self, name: str) -> None:
         """Refuses to differentiate variable `name` outside of `run`."""
 
+    def _names_lost_ranks(self) -> AbstractContextManager[None] | None:
+        """Within it, errors name a process that has ended; None where nobody would be known."""
+
     def _in_multi_worker_mode(self) -> bool:
         """Whether what `run` returns is this worker's only."""
 

@@ -50,6 +50,17 @@ def all_devices_here() -> list[str]:
     return [device.name for device in devices_here("GPU") or devices_here("CPU")]
 
 
+def count_devices_of_process(sharing: int = 1) -> int:
+    """How many devices this process will have, GPUs or else CPUs, before TensorFlow has started.
+
+    Args:
+        sharing: how many processes of this host divide its GPUs evenly.
+    """
+    gpus, cpus = tf.config.get_visible_devices("GPU"), tf.config.list_physical_devices("CPU")
+    logical = [len(tf.config.get_logical_device_configuration(x) or [x]) for x in gpus or cpus[:1]]
+    return max(sum(logical) // sharing, 1) if gpus else sum(logical)
+
+
 def hosts_of(devices: Iterable[str]) -> list[str]:
     """The CPU of each device's process."""
     return [device_util.canonicalize("/device:CPU:0", device) for device in devices]

@@ -2,13 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
 
+from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.hybrid.mesh_over_processes import laid_over_processes
+from tfparallel.hybrid.processes_of_job import ProcessesOfJob, processes_of_job
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.mesh import AXES, Mesh, mesh_of
@@ -22,7 +26,9 @@ from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_devices
 from tfparallel.replicas.device_names import all_devices_here
+from tfparallel.replicas.inner import inside_of, made
 from tfparallel.replicas.interface import KerasExtended
+from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.options import Sharding
@@ -37,7 +43,7 @@ from tfparallel.tensor_parallel.mesh_groups import MeshGroups
 
 
 class HybridStrategy(KerasStrategy):
-    """Trains on a mesh of the devices of one process, as one device would.
+    """Trains on a mesh of devices, of one process or of several, as one device would.
 
     ```python
     strategy = tfparallel.HybridStrategy(
@@ -50,8 +56,12 @@ class HybridStrategy(KerasStrategy):
     divided; along "shard" too, and each device there has a part of the state; along "pipeline"
     layers are divided, and along "model" matrices. A mesh of one axis is what the strategy of that
     axis does: data `MirroredStrategy`, shard `ShardedStrategy`, pipeline `PipelineStrategy`, model
-    `TensorParallelStrategy`. For several processes give it to `HorovodStrategy` or
-    `MultiWorkerMirroredStrategy` as `inner`.
+    `TensorParallelStrategy`.
+
+    With `transport` the mesh has the devices of all processes of a job, rank after rank: the axes
+    that are named first go over processes, "data" with whatever is inside of one, or "shard" alone
+    or behind "data". Without it the mesh is of this process, which may be `inner` of a
+    `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
 
     All axes go together: layers of a stage are computed in parts on its devices, and what a device
     would have of the state is in pieces along "shard".
@@ -75,18 +85,29 @@ class HybridStrategy(KerasStrategy):
             that draw are refused.
         prefetch_batches: how many batches are read and copied to the devices before their steps
             begin, on a mesh of "data" and "shard". None: 2 on GPUs, else 0.
+        transport: what is between the processes of a job whose devices the mesh has: "ring",
+            "collectives" or "horovod", or "auto", as `ShardedStrategy` takes them. None: the
+            devices are those of this process.
+        timeouts: how long processes wait for one another; those of Horovod for `start_s` and
+            `stall_s` of it (300 s without it).
 
     Raises:
+        ClusterConfigError: with `transport`, listing all that is wrong with `TF_CONFIG`.
+        ImportError: if Horovod is not installed where it is asked for.
+        WaitedTooLong: naming the processes that have not started.
         NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, for options of an axis that the mesh does not have, for
             those of `Sharding` that mean nothing on it, for a layout that is to be found beside
-            shards, for `memory` beside a pipeline's own `rematerialize`, and for the options'
-            `num_stages` where other axes than the pipeline have places.
+            shards, for `memory` beside a pipeline's own `rematerialize`, for the options'
+            `num_stages` where other axes than the pipeline have places, and for axes over processes
+            that have to be inside of one.
     """
 
+    inner: "HybridStrategy | None" = None  # of each process, where rows alone go over processes
+    _names_lost: Callable[[], AbstractContextManager | None] | None = None
     _groups_of_options: ClassVar[Mapping[str, type]] = {
         "pipeline": PipelineOptions,
         "shard": Sharding,
@@ -103,11 +124,39 @@ class HybridStrategy(KerasStrategy):
         memory: MemoryPolicy | None = None,
         seed_by: str = "replica",
         prefetch_batches: int | None = None,
+        transport: str | None = None,
+        timeouts: WorkerTimeouts | None = None,
     ):
+        check_choice("seed_by", seed_by, ("replica", "row"))
+        options = {
+            "shard": shard,
+            "pipeline": pipeline,
+            "layout_map": layout_map,
+            "memory": memory,
+            "seed_by": seed_by,
+        }
+        job = None if transport is None else processes_of_job(transport, timeouts)
+        kept: Callable | None = None
+        if job is not None and job.num_processes > 1:
+            extended = self._over_processes(job, mesh, options)
+        else:
+            extended, kept = self._in_this_process(mesh, **options)
+        if self.inner is None or prefetch_batches is not None:
+            extended._read_ahead(prefetch_batches)
+        super().__init__(extended, kept)
+
+    def _in_this_process(
+        self,
+        mesh: object,
+        shard: Sharding | None,
+        pipeline: PipelineOptions | None,
+        layout_map: object,
+        memory: MemoryPolicy | None,
+        seed_by: str,
+    ) -> tuple[KerasExtended, Callable | None]:
         self._mesh = _mesh(mesh)
         shard = _sharding(self._mesh, shard)
         _check_options(self._mesh, shard, pipeline, layout_map)
-        check_choice("seed_by", seed_by, ("replica", "row"))
         pipeline = (pipeline or PipelineOptions()).keeping(memory)
         extended = self._new_extended(shard, pipeline, layout_map)
         kept = None
@@ -117,8 +166,38 @@ class HybridStrategy(KerasStrategy):
             extended._memory, kept = memory or MemoryPolicy(), None
         if seed_by == "row":
             extended._draw_by_row()
-        extended._read_ahead(prefetch_batches)
-        super().__init__(extended, kept)
+        return extended, kept
+
+    def _over_processes(
+        self, job: ProcessesOfJob, mesh: object, options: dict[str, Any]
+    ) -> KerasExtended:
+        """The `extended` on a mesh of the devices of several processes."""
+        if not isinstance(mesh, Mapping) or not mesh:
+            raise TypeError(
+                "Over processes a mesh is the size of each axis by its name, the outermost first, "
+                f"such as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
+            )
+        has_parts = options["shard"] is not None
+        laid = laid_over_processes(mesh, job.num_processes, job.devices_each, has_parts)
+        self._mesh = laid.mesh
+        shard = _sharding(self._mesh, options["shard"])
+        _check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
+        if laid.inner is None and shard is not None:
+            extended = job.sharded(self, shard, laid.num_copies)
+            extended._memory = options["memory"] or MemoryPolicy()
+            if options["seed_by"] == "row":
+                extended._draw_by_row()
+            self._names_lost = extended._names_lost_ranks
+            return extended
+        workers = job.around(self)
+        self._names_lost = workers._names_lost_ranks
+        self.inner = made(lambda: HybridStrategy(laid.inner, **options))
+        return inside_of(self, self.inner, workers)
+
+    def scope(self) -> AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; errors in it name a rank of Horovod that has ended."""
+        names = None if self._names_lost is None else self._names_lost()
+        return super().scope() if names is None else ReportingScope(super().scope(), names)
 
     @staticmethod
     def _kept_in_step(extended: KerasExtended, memory: MemoryPolicy) -> Callable:
@@ -127,7 +206,7 @@ class HybridStrategy(KerasStrategy):
         return memory.during
 
     def _new_extended(
-        self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: Any
+        self, shard: Sharding | None, pipeline: PipelineOptions, layout_map: object
     ) -> Any:
         mesh = self._mesh
         places = mesh.devices.reshape(-1, *mesh.devices.shape[2:])  # data and shard as one axis
@@ -227,7 +306,7 @@ class HybridStrategy(KerasStrategy):
         return self.extended
 
 
-def _mesh(mesh: Any) -> Mesh:
+def _mesh(mesh: object) -> Mesh:
     if isinstance(mesh, keras.distribution.DeviceMesh):
         sizes, names = list(mesh.shape), list(mesh.axis_names)
         devices: Sequence = [_full_name(name) for name in np.asarray(mesh.devices).flatten()]

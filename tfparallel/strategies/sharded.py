@@ -6,9 +6,8 @@ from typing import Any
 
 import keras
 
-from tfparallel.coordination.cluster import is_started_by_horovodrun, read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
-from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
+from tfparallel.hybrid.processes_of_job import processes_of_job
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
 from tfparallel.replicas.reporting_scope import ReportingScope
@@ -17,8 +16,6 @@ from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
-
-TRANSPORTS = ("auto", "ring", "collectives", "horovod")
 
 
 class ShardedStrategy(KerasStrategy):
@@ -55,9 +52,9 @@ class ShardedStrategy(KerasStrategy):
             `tfparallel.MemoryPolicy`; None keeps all but those of layers made in a
             `keras.RematScope`. A layer that is computed again is a unit with all layers in it.
         replicas: how many copies there are of what is in parts: of the devices of one process,
-            neighbours share a copy; so do workers that are neighbours in `TF_CONFIG`, and ranks
-            of Horovod. Parts are gathered within a copy, and gradients summed across copies (hybrid
-            sharding): with a copy for each host, only these sums leave a host.
+            neighbours share a copy; so do workers that are neighbours in `TF_CONFIG`. Parts are
+            gathered within a copy, and gradients summed across copies (hybrid sharding): with a
+            copy for each host, only these sums leave a host.
         transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
@@ -134,26 +131,12 @@ def _extended(
     replicas: int,
     transport: str,
     timeouts: WorkerTimeouts | None,
-) -> Any:
+) -> ShardedExtended:
     """What decides for the strategy, by what the processes of the job meet over."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"`transport` must be one of {TRANSPORTS}. Received: {transport!r}.")
-    if transport == "horovod" or (transport == "auto" and is_started_by_horovodrun()):
-        _check_takes_all(devices, "the ranks of Horovod")
-        from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended  # Horovod's
-
-        return RanksShardedExtended(strategy, sharding, replicas, timeouts)
-    cluster = read_tf_config()
-    if cluster is not None:
-        _check_takes_all(devices, "the workers of TF_CONFIG")
-        uses_ring = transport != "collectives"
-        resolver = cluster.cluster_resolver()
-        return WorkersShardedExtended(strategy, resolver, sharding, uses_ring, replicas, timeouts)
-    if transport != "auto":
-        raise ValueError(
-            f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "
-            "Start the script with `tfparallel launch`, or leave `transport` out."
-        )
+    job = processes_of_job(transport, timeouts)
+    if job is not None:
+        _check_takes_all(devices, job.name)
+        return job.sharded(strategy, sharding, replicas)
     return LocalShardedExtended(strategy, devices_of_process(devices), sharding, replicas)
 
 
