@@ -57,9 +57,9 @@ class Seen(keras.metrics.Metric):
         return tf.reduce_max(self.counts) - tf.reduce_min(self.counts)
 
 
-def make_cluster(num_workers: int = 2, num_ps: int = 2) -> ServerProcesses:
+def make_cluster(num_workers: int = 2, num_ps: int = 2, **variables: str) -> ServerProcesses:
     """Starts the servers of this process's chief."""
-    servers = ServerProcesses(num_workers, num_ps, Spawner(SERVERS, by_fork=True))
+    servers = ServerProcesses(num_workers, num_ps, Spawner(SERVERS, by_fork=True), **variables)
     os.environ.update(servers.environment("chief", 0))
     _alive.append(servers)  # they die with the last reference to their spawner
     return servers
@@ -114,12 +114,53 @@ def counters_and_staleness() -> dict:
     make_cluster(3, 2)
     functions = FunctionsOfTasks()
     with functions.watched():
-        results = {**_counters(), "largest": _largest_staleness(), "drawn": _masks_and_rates()}
+        results = {**_counters(), "largest": _largest_staleness(), "drawn": _masks_and_rates(3)}
     return {**results, "calls": functions.calls, "at_once": sorted(functions.at_once)}
 
 
-def _counters() -> dict:
-    """Ten trainings over three kinds of data."""
+@case
+def workers_of_two_devices() -> dict:
+    """Counters, and what they run at a time."""
+    make_cluster(TFPARALLEL_LOGICAL_CPUS="2")
+    functions = FunctionsOfTasks()
+    with functions.watched():
+        results = _counters(3)
+    return {
+        **results,
+        "devices": sorted(functions.devices),
+        "at_once": sorted(functions.at_once),
+        "beside_first": sorted(functions.beside_first),
+    }
+
+
+@case
+def worker_of_two_devices_is_lost() -> dict:
+    """Killed, and started again; and what its devices draw."""
+    servers = make_cluster(TFPARALLEL_LOGICAL_CPUS="2")
+    drawn = _masks_and_rates(4)
+    strategy = tfparallel.ParameterServerStrategy()
+    model, (x, y) = make_model(strategy), data()
+    pool = strategy.extended._pool
+
+    def kill():
+        servers.kill("worker", 1)
+        threading.Timer(0.5, lambda: servers.start("worker", 1)).start()
+
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[At(5, kill)])
+    epochs, before = 2, list(pool.steps_of_lane)
+    deadline_s = time.monotonic() + 40
+    while time.monotonic() < deadline_s:  # until both of its devices have taken a step again
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        epochs += 1
+        if all(now > then for now, then in zip(pool.steps_of_lane, before, strict=True)):
+            break
+    taken = [now - then for now, then in zip(pool.steps_of_lane, before, strict=True)]
+    is_counted = int(model.optimizer.iterations.numpy()) == epochs * steps()
+    return {"drawn": drawn, "taken": taken, "is_counted": is_counted, "seen": seen(model)}
+
+
+def _counters(runs: int = 10) -> dict:
+    """Trainings over three kinds of data, in turn."""
     strategy = tfparallel.ParameterServerStrategy()
     model, (x, y) = make_model(strategy), data()
     shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS).batch(BATCH)
@@ -136,7 +177,7 @@ def _counters() -> dict:
         lambda: model.fit(generator, verbose=0),
     ]
     results = []
-    for run in range(10):
+    for run in range(runs):
         sources[run % 3]()
         iterations = int(model.optimizer.iterations.numpy())
         loss_count = float(model.metrics[0].count.numpy())
@@ -144,7 +185,7 @@ def _counters() -> dict:
     pool = strategy.extended._pool
     return {
         "results": results,
-        "steps_of_worker": pool.steps_of_worker,
+        "steps_of_worker": pool.steps_of_lane,
         "kinds": sorted(
             recipe.__qualname__.split(".")[0] for recipe, _ in model.train_function._steps
         ),
@@ -153,12 +194,22 @@ def _counters() -> dict:
 
 
 class FunctionsOfTasks:
-    """Which tasks were asked to run two functions at a time (see the note in `remote_step.py`)."""
+    """Which tasks were asked to run functions at a time (see the note in `remote_step.py`).
+
+    Attributes:
+        calls: how many, by task.
+        devices: that functions were called on.
+        at_once: tasks that ran two at a time.
+        beside_first: those of them where both call other tasks, and one had not run there before.
+    """
 
     def __init__(self) -> None:
         self.calls: collections.Counter = collections.Counter()
+        self.devices: set[str] = set()
         self.at_once: set[str] = set()
-        self._under_way: set[str] = set()
+        self.beside_first: set[str] = set()
+        self._under_way: dict[str, list[tuple]] = collections.defaultdict(list)
+        self._has_run: set[tuple] = set()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -172,22 +223,35 @@ class FunctionsOfTasks:
                 return call(function, *args, **kwargs)
             spec = tf.DeviceSpec.from_string(context.context().device_name or "/job:chief")
             task = f"{spec.job} {spec.task or 0}"
+            device = f"{task} {spec.device_type or 'CPU'}:{spec.device_index or 0}"
             with self._lock:
+                is_first = (id(function), device) not in self._has_run
+                this = _calls_others(function), is_first
+                others = self._under_way[task]
                 self.calls[task] += 1
-                if task in self._under_way:
+                self.devices.add(device)
+                if others:
                     self.at_once.add(task)
-                self._under_way.add(task)
+                if any(calls and (is_first or first) for calls, first in others) and this[0]:
+                    self.beside_first.add(task)
+                others.append(this)
             try:
                 return call(function, *args, **kwargs)
             finally:
                 with self._lock:
-                    self._under_way.discard(task)
+                    others.remove(this)
+                    self._has_run.add((id(function), device))
 
         function_class._call_flat = watched_call
         try:
             yield
         finally:
             function_class._call_flat = call
+
+
+def _calls_others(function) -> bool:
+    """Whether a function that a worker runs calls parameter servers."""
+    return any("/job:ps" in handle.device for handle, _ in function.graph.captures)
 
 
 def _largest_staleness() -> dict:
@@ -229,9 +293,9 @@ class Masks(keras.metrics.Metric):
         return tf.reduce_mean(self.masks)
 
 
-def _masks_and_rates() -> dict:
+def _masks_and_rates(num_lanes: int) -> dict:
     """Which worker drew each batch's mask, from which count; and what a schedule's rates add to."""
-    rows, (num_workers, num_steps) = 28 * BATCH, (3, 28)
+    rows, num_steps = 28 * BATCH, 28
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=10, decay_rate=0.5)
     strategy = tfparallel.ParameterServerStrategy()
     with strategy.scope():
@@ -242,7 +306,7 @@ def _masks_and_rates() -> dict:
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     drawn_from = {
         _mask(worker, count).tobytes(): (worker, count)
-        for worker in range(num_workers)
+        for worker in range(num_lanes)
         for count in range(num_steps)
     }
     masks = metric.masks.numpy().reshape(num_steps, BATCH, 16)
@@ -270,7 +334,7 @@ def _fit(strategy, callbacks, epochs: int = 2, **options) -> dict:
         "iterations": iterations,
         "expected": epochs * steps(),
         "seen": seen(model),
-        "steps_of_worker": list(strategy.extended._pool.steps_of_worker),
+        "steps_of_worker": list(strategy.extended._pool.steps_of_lane),
     }
 
 
@@ -289,7 +353,7 @@ def worker_is_lost() -> dict:
             "iterations": int(model.optimizer.iterations.numpy()) - before,
             "expected": epochs * steps(),
             "seen": seen(model),
-            "steps_of_worker": list(strategy.extended._pool.steps_of_worker),
+            "steps_of_worker": list(strategy.extended._pool.steps_of_lane),
         }
 
     def kill():

@@ -4,12 +4,14 @@ import os
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.pipeline.remote_stages import StageCluster
 
 
 def serve() -> None:
     """Serves until the chief is done."""
+    open_logical_cpus()
     chief_s = float(os.environ.get("TEST_CHIEF_S", "20"))
     start_s = float(os.environ.get("TEST_START_S", "600"))
     config = read_tf_config()

@@ -150,19 +150,19 @@ MUTANTS = [
         "a step that was given to another worker is not applied twice (aa35fb9)",
         "servers",
         "parameter_server/worker_pool.py",
-        "            if not self._owns(worker, step, attempt):\n                return",
-        "            if not self._owns(worker, step, attempt):\n                pass",
+        "            if not self._owns(lane, step, attempt):\n                return",
+        "            if not self._owns(lane, step, attempt):\n                pass",
     ),
     Mutant(
         "nobody sees an update that is applied and still under way (af2bd3a)",
         "servers",
         "parameter_server/worker_pool.py",
         "                if is_applied:\n"
-        "                    self._note_applied(worker, step, outputs)\n"
+        "                    self._note_applied(lane, step, outputs)\n"
         "                self._changed.notify_all()\n",
         "                self._changed.notify_all()\n"
         "        with self._changed:\n"
-        "            self._note_applied(worker, step, outputs)\n",
+        "            self._note_applied(lane, step, outputs)\n",
     ),
     Mutant(
         "who waits for workers in a later training waits anew (af2bd3a)",

@@ -22,6 +22,7 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.parameter_server import recovery as recovery_module
 from tfparallel.parameter_server.recovery import Recovery, ServerLost, WorkerLost
 from tfparallel.parameter_server.repeated_steps import RepeatedSteps
+from tfparallel.parameter_server.worker_lanes import Lane, lanes_of_workers
 from tfparallel.parameter_server.worker_pool import WorkerPool
 
 TIMEOUTS = Timeouts(worker_s=20.0, all_workers_s=15.0, ps_s=8.0)
@@ -50,6 +51,7 @@ class _Cluster:
 
     chief_device, ps_devices = "chief", ("ps 0",)
     faults: FaultInjector
+    recovery: Recovery  # of asynchronous training
 
     def __init__(self, world: World, num_workers: int, num_ps: int):
         self.world, self.network = world, Network(world)
@@ -169,15 +171,31 @@ class _AsyncStep:
 
     has_effects = True
 
-    def __init__(self, cluster: _Cluster, bound: int | None):
-        self._cluster, self._bound = cluster, bound
+    def __init__(self, cluster: _Cluster, lanes: tuple[Lane, ...], bound: int | None):
+        self._cluster, self._lanes, self._bound = cluster, lanes, bound
+        self._has_run: set[tuple] = set()  # calls, of a lane since its worker was let in last
+        self._running: list[tuple] = []  # workers, and whether a call is a first one
         self.applied: list[int] = []
         self.kept: list[int] = []
         self._is_applying = False
 
-    def compute(self, worker: int, device: str, batch: int) -> tuple:
-        read_at = len(self.applied)
-        self._cluster.call(self._cluster.tasks["worker"][worker], _work_s(self._cluster.world))
+    def call(self, lane: int, batch: int) -> int:
+        return lane
+
+    def compute(self, lane: int, device: str, batch: int) -> tuple:
+        read_at, worker = len(self.applied), self._lanes[lane].worker
+        call = (lane, self._cluster.recovery.num_losses)
+        running = (worker, call not in self._has_run)
+        others = [is_first for other, is_first in self._running if other == worker]
+        if others and (running[1] or any(others)):
+            self._cluster.world.fail(Violation(f"worker {worker} runs a first call and another"))
+        self._running.append(running)
+        try:
+            address = self._cluster.tasks["worker"][worker]
+            self._cluster.call(address, _work_s(self._cluster.world))
+            self._has_run.add(call)
+        finally:
+            self._running.remove(running)
         return batch, [batch, read_at], [batch]
 
     def fetch(self, device: str, outputs: int) -> int:
@@ -206,18 +224,20 @@ class _AsyncStep:
 
 def _asynchronously(world: World, cluster: _Cluster, chief: Process) -> None:
     bound = (None, 0, 1, 3)[world.choices.below(4)]
-    devices = tuple(f"worker {i}" for i in range(cluster.num_workers))
+    devices = [[f"CPU:{i}" for i in range(1 + world.choices.below(3))]] * cluster.num_workers
+    lanes = lanes_of_workers(devices)
+    cluster.recovery = Recovery(cluster, TIMEOUTS)  # type: ignore[arg-type]
     executor = SimpleNamespace(wait=world.request, clear_error=lambda: None)
     pool = WorkerPool(
         cluster,  # type: ignore[arg-type]
-        devices,
+        lanes,
         bound,
         TIMEOUTS,
         chief.machine,
-        Recovery(cluster, TIMEOUTS),  # type: ignore[arg-type]
+        cluster.recovery,
         lambda: executor,
     )
-    remote, num_steps = _AsyncStep(cluster, bound), 4 + world.choices.below(9)
+    remote, num_steps = _AsyncStep(cluster, lanes, bound), 4 + world.choices.below(9)
 
     def train_on(batches: range) -> None:
         steps = []

@@ -63,10 +63,13 @@ def serve(
     """
     speaker = f"{task_type} {task_index}"
     reading_end = _open_mailbox()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    cpus = tf.config.get_logical_device_configuration(cpu) or [None]  # a server asks for itself
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": len(cpus)})
     # `join` would never return; the server lives as long as this process.
     server = start_at_own_port(
         lambda: tf.distribute.Server(
-            cluster, job_name=task_type, task_index=task_index, protocol=protocol
+            cluster, task_type, task_index, protocol=protocol, config=config
         ),
         cluster.task_address(task_type, task_index),
         speaker,

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,7 @@ from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.worker_data import ArraysOnWorkers, DatasetOnWorkers
+from tfparallel.parameter_server.worker_lanes import lanes_of_workers
 from tfparallel.parameter_server.worker_pool import WorkerPool
 from tfparallel.parameter_server.worker_state import WorkerStates
 from tfparallel.replicas.local_copies import first_copy
@@ -44,7 +45,7 @@ from tfparallel.replicas.seed_hooks import global_generator_under
 
 
 class AsyncParameterServerExtended(ParameterServerExtended):
-    """One replica, which is whichever worker takes the step."""
+    """One replica, which is whichever device of a worker takes the step."""
 
     _partitioned_class = AsyncPartitionedVariable
 
@@ -58,14 +59,12 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         compressor: Compressor | None,
     ):
         super().__init__(container_strategy, cluster, partitioner)
-        devices = tuple(worker[0] for worker in cluster.worker_devices())
-        if (warning := idle_devices(cluster.worker_devices())) is not None:
-            tf.get_logger().warning(warning)
-        self._pool = WorkerPool(cluster, devices, max_staleness, timeouts)
+        self._lanes = lanes_of_workers(cluster.worker_devices())
+        self._pool = WorkerPool(cluster, self._lanes, max_staleness, timeouts)
         # The others train on: only what waits for the silent one shall fail.
         addresses = task_names(cluster.tasks, "ps", "worker")
         watch_once(addresses, timeouts.ps_s, always, cuts_all=False)
-        self._worker = threading.local()
+        self._lane = threading.local()
         self._states = WorkerStates(self._pool.generation)
         self._handed_in = GradientsHandedIn(compressor, self._states) if compressor else None
         # At the end of each epoch Keras waits for all tasks, also for one that is gone or stopped.
@@ -93,27 +92,27 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         strategy = self._container_strategy()
-        worker = getattr(self._worker, "number", None)
-        device = self._devices[0] if worker is None else None  # the pool places its steps itself
+        lane = getattr(self._lane, "number", None)
+        device = self._devices[0] if lane is None else None  # the pool places its steps itself
 
         global_generator_under(strategy)  # a step that draws from it first could not create it
-        with tf.device(device), WorkerContext(strategy, 0 if worker is None else worker):
+        with tf.device(device), LaneContext(strategy, 0 if lane is None else lane):
             return fn(*args, **kwargs)
 
     def _make_step(self, step_function: Callable, arguments: BatchArguments) -> RemoteStep:
         """`step_function` as a worker and the servers run it, for arguments like these."""
         strategy = self._container_strategy()
 
-        def run(tensors: object, worker: tf.Tensor) -> Any:
-            self._worker.number = worker
+        def run(tensors: object, lane: tf.Tensor) -> Any:
+            self._lane.number = lane
             try:
                 return strategy.run(step_function, (arguments.recipe(tensors),))
             finally:
-                self._worker.number = None
+                self._lane.number = None
 
         @contextlib.contextmanager
         def scope() -> Iterator[None]:
-            with strategy.scope(), WorkerContext(strategy, 0):
+            with strategy.scope(), LaneContext(strategy, 0):
                 yield
 
         return RemoteStep(run, arguments.specs, scope, self._states)
@@ -174,16 +173,16 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         """What workers remember of a built optimizer's gradients; None where none is compressed."""
         if self._handed_in is None:
             return None
-        addresses = self._cluster.tasks["worker"]
+        addresses = [self._cluster.tasks["worker"][lane.worker] for lane in self._lanes]
         return self._handed_in.memory_of(
-            optimizer, len(addresses), lambda worker: is_answering(addresses[worker])
+            optimizer, len(addresses), lambda lane: is_answering(addresses[lane])
         )
 
     # ---- how a batch is split --------------------------------------------------------------------
 
     @property
     def _divides_data(self) -> bool:
-        return len(self._cluster.worker_devices()) > 1
+        return len(self._lanes) > 1
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
         own_executor()
@@ -206,7 +205,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             self._source(dataset, call),
             call.num_batches,
             model.predict_function.submit if call.method == "predict" else None,
-            2 * self._cluster.num_workers,
+            2 * len(self._lanes),
         )
 
     def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
@@ -220,39 +219,20 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         return FedByChief(dataset)
 
 
-def idle_devices(of_workers: Sequence[Sequence[str]]) -> str | None:
-    """What is said where workers have more devices than they use; None where they do not.
-
-    A worker computes one step at a time (see "one function at a time" in `remote_step.py`).
-
-    Args:
-        of_workers: the devices of each worker.
-    """
-    counts = {worker: len(each) for worker, each in enumerate(of_workers) if len(each) > 1}
-    if not counts:
-        return None
-    told = ", ".join(f"worker {worker} has {count}" for worker, count in counts.items())
-    return (
-        'Under mode="async" a worker computes on its first device: TensorFlow\'s servers crash '
-        f"where one runs two functions at a time. Received: {told}. Start a worker for each GPU "
-        '(`tfparallel launch` gives each its own), or take mode="sync", which uses all.'
-    )
-
-
-class WorkerContext(ReplicaContext):
-    """The only replica of an asynchronous step; draws random numbers of the worker's own.
+class LaneContext(ReplicaContext):
+    """The only replica of an asynchronous step; draws random numbers of the lane's own.
 
     Args:
         strategy: whose replica it is.
-        worker: the number of the worker that computes, an int or a scalar int32 tensor.
+        lane: the number of the lane that computes, an int or a scalar int32 tensor.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, worker: Any):
+    def __init__(self, strategy: tf.distribute.Strategy, lane: Any):
         super().__init__(strategy, 0)
-        self._worker_number = worker
+        self._lane_number = lane
         self.graph = tf.compat.v1.get_default_graph()  # in which the step is traced
 
     @property
     def replica_id_in_sync_group(self) -> object:
-        """The worker's number: seeds differ by it."""
-        return tf.convert_to_tensor(self._worker_number)
+        """The lane's number: seeds differ by it."""
+        return tf.convert_to_tensor(self._lane_number)

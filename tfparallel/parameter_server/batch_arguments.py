@@ -19,7 +19,10 @@ import tensorflow as tf
 
 @dataclass(frozen=True)
 class Host:
-    """A worker that takes a step: its CPU or GPU, where data goes, and its replicas' numbers."""
+    """A worker that takes a step: its CPU or GPU, where data goes, and its replicas' numbers.
+
+    Asynchronous workers count by their devices: each takes steps of its own (`worker_lanes.py`).
+    """
 
     worker: int
     device: str

@@ -206,8 +206,16 @@ class Recovery:
             f"Received: nothing from {silent}. {START_AGAIN}"
         )
 
-    def await_worker(self, worker: int) -> None:
+    @property
+    def num_losses(self) -> int:
+        """How often workers may have been lost, all together."""
+        return sum(self.generations)
+
+    def await_worker(self, worker: int, generation: int) -> None:
         """Waits until `worker` answers and makes its devices known again.
+
+        What has been done already since that `generation` is not done again: each device of a
+        worker misses it.
 
         Nobody else waits with it: the others train on. `WorkerPool` gives up where all are lost.
         """
@@ -217,7 +225,9 @@ class Recovery:
                 time.sleep(_POLL_S)
             try:
                 with self._updating:
-                    self.generations[worker] += 1
+                    if self.generations[worker] != generation:
+                        return
+                    self.generations[worker] = generation = generation + 1
                     context.context().update_server_def(context.get_server_def())
                 return
             except tf.errors.OpError:

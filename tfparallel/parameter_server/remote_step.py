@@ -6,19 +6,22 @@ apply     on the parameter servers: effects -> changes; no worker takes part
 
 A worker that dies in the first has changed nothing; in the second it is not needed any more.
 
-Note: one function at a time
-----------------------------
+Note: one first call at a time
+------------------------------
 A function that spans tasks is run by one of them, which calls the others. That task keeps what it
 knows of every such function in a `std::vector`, and reads an element of it without a lock while it
 makes a call (`EagerClusterFunctionLibraryRuntime::Run`). If another function is then run there for
 the first time, the vector grows, the element is freed memory, and the call names a device of random
-bytes: "InternalError: Unable to parse request", or worse. So no task may run two functions at once:
-a worker runs those of its own thread, and the first parameter server those that apply updates, of
-which there is one at a time.
+bytes: "InternalError: Unable to parse request", or worse. So a first call runs alone on its task.
+On a worker `CallsOfWorkers` sees to that, among the threads of its devices; on the first parameter
+server all calls are those that apply updates, of which there is one at a time. A call is a first
+one on each device that it runs on, and for each set of devices that its arguments are on:
+TensorFlow keeps what it has made of a function by these.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,7 +34,7 @@ class RemoteStep:
     """A step function, traced for arguments of one structure.
 
     Args:
-        run: called while tracing, with the arguments and the worker's number (a scalar int32
+        run: called while tracing, with the arguments and the lane's number (a scalar int32
             tensor); gives the outputs.
         specs: nest of `TypeSpec` of the arguments.
         scope: makes the context in which effects are carried out.
@@ -74,6 +77,7 @@ class RemoteStep:
             tf.TensorSpec((), tf.int32), *_flatten(specs)
         )
         self._traced, self._states = traced, states
+        self._number = next(_numbers)
         values = self._compute.structured_outputs[2]
         self.has_effects = bool(values)
         self.bytes_handed_in = sum((v.shape.num_elements() or 0) * v.dtype.size for v in values)
@@ -81,22 +85,27 @@ class RemoteStep:
             value_specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
             self._apply = tf.function(apply, autograph=False).get_concrete_function(*value_specs)
 
-    def compute(self, worker: int, device: str, arguments: object) -> tuple[Any, list, list]:
-        """Runs the worker's part there.
+    def call(self, lane: int, arguments: object) -> Hashable:
+        """What TensorFlow knows a call of `compute` by, once it has run."""
+        tensors = [*_flatten(arguments), *self._states.tensors_of(lane)]
+        return self._number, lane, *(tensor.backing_device for tensor in tensors)
+
+    def compute(self, lane: int, device: str, arguments: object) -> tuple[Any, list, list]:
+        """Runs the worker's part on the device of a lane.
 
         Returns:
             Remote tensors: outputs on the worker (to fetch), effects on parameter servers, and
             what the worker remembers if the step counts (`keep`).
         """
         # Made here: making a tensor elsewhere holds Python's lock, for ever if a task is stopped.
-        number = tf.constant(worker)
-        with self._states.of_worker(worker, device), tf.device(device):
+        number = tf.constant(lane)
+        with self._states.of_worker(lane, device), tf.device(device):
             *outputs, effects, kept = self._compute(number, *_flatten(arguments))
         return outputs, effects, kept
 
-    def keep(self, worker: int, kept: list) -> None:
-        """The step counts: `worker` remembers what `compute` gave."""
-        self._states.keep(worker, [slot for slot, _ in self._traced["recorder"].kept], kept)
+    def keep(self, lane: int, kept: list) -> None:
+        """The step counts: `lane` remembers what `compute` gave."""
+        self._states.keep(lane, [slot for slot, _ in self._traced["recorder"].kept], kept)
 
     def apply(self, device: str, effects: list) -> None:
         """Makes the changes; `device` is that of a parameter server, `effects` are there."""
@@ -111,6 +120,9 @@ class RemoteStep:
             others = iter([tf.identity(tensor) for tensor in rest])
             flat = [next(scalars if p else others) for p in self._traced["packed"]]
         return tf.nest.pack_sequence_as(self._traced["outputs"], flat, expand_composites=True)
+
+
+_numbers = itertools.count()
 
 
 def _flatten(nest: object) -> list:

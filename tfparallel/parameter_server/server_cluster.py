@@ -74,13 +74,14 @@ class ParameterServerCluster:
         return tuple(self.device("ps", i) for i in range(self.num_ps))
 
     def worker_devices(self) -> tuple[tuple[str, ...], ...]:
-        """What each worker computes on: its GPUs, or its CPU; once connected."""
-        gpus = [device.name for device in tf.config.list_logical_devices("GPU")]
-        workers = []
-        for i in range(self.num_workers):
-            own = tuple(g for g in gpus if g.startswith(f"/job:worker/replica:0/task:{i}/"))
-            workers.append(own or (self.device("worker", i),))
-        return tuple(workers)
+        """What each worker computes on: its GPUs, or its CPUs; once connected."""
+
+        def devices(worker: int, kind: str) -> tuple[str, ...]:
+            task = f"/job:worker/replica:0/task:{worker}/"
+            names = [device.name for device in tf.config.list_logical_devices(kind)]
+            return tuple(name for name in names if name.startswith(task))
+
+        return tuple(devices(i, "GPU") or devices(i, "CPU") for i in range(self.num_workers))
 
     def describe(self, task_type: str, index: int) -> str:
         """A task as messages name it: "worker 1 (10.0.0.2:2222)"."""

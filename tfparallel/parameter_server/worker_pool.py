@@ -1,17 +1,19 @@
-"""The chief's threads, one for each worker: each takes the next step from one queue.
+"""The chief's threads, one for each device of a worker: each takes the next step from one queue.
 
-A slow worker takes fewer steps and delays nobody. What a step computes is applied by the parameter
-servers, one step at a time (`effects.py`), so the order of updates is the order of arrival.
+A slow device takes fewer steps and delays nobody (each is a lane: `worker_lanes.py`). What a step
+computes is applied by the parameter servers, one step at a time (`effects.py`), so the order of
+updates is the order of arrival.
 
-    submit --> queue --> thread of worker 0: compute on worker 0 --+
-                    \\-> thread of worker 1: compute on worker 1 --+--> apply, one at a time
+    submit --> queue --> thread of lane 0: compute on its device --+
+                    \\-> thread of lane 1: compute on its device --+--> apply, one at a time
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,8 @@ from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.staleness import StalenessBound
+from tfparallel.parameter_server.worker_lanes import CallsOfWorkers, Lane
+from tfparallel.replicas.device_names import short_names
 
 
 @dataclass
@@ -39,7 +43,7 @@ class QueuedStep:
         number: in the order of submission.
         is_done: outputs or an error are there.
         outputs: what the step gave, on the chief.
-        worker: who computed it.
+        lane: who computed it.
     """
 
     remote: RemoteStep
@@ -47,7 +51,7 @@ class QueuedStep:
     number: int
     is_done: bool = False
     outputs: Any = None
-    worker: int | None = None
+    lane: int | None = None
     attempt: int = 0
 
 
@@ -56,7 +60,7 @@ class WorkerPool:
 
     Args:
         cluster: connected.
-        devices: what each worker computes on.
+        lanes: what computes, a step at a time each.
         max_staleness: see `StalenessBound`.
         timeouts: when a worker or a server counts as lost.
         machine: what the chief runs on.
@@ -67,44 +71,45 @@ class WorkerPool:
     def __init__(
         self,
         cluster: ParameterServerCluster,
-        devices: tuple[str, ...],
+        lanes: tuple[Lane, ...],
         max_staleness: int | None,
         timeouts: Timeouts,
         machine: Machine = THIS_MACHINE,
         recovery: Recovery | None = None,
         executor: Callable[[], Any] = own_executor,
     ):
-        self._cluster, self._devices, self._timeouts = cluster, devices, timeouts
+        self._cluster, self._lanes, self._timeouts = cluster, lanes, timeouts
         self._machine, self._executor = machine, executor
         self._recovery = Recovery(cluster, timeouts) if recovery is None else recovery
         self._changed = machine.changes()  # guards everything below
         self._queue: collections.deque[QueuedStep] = collections.deque()
         self._under_way: dict[
             int, tuple[QueuedStep, Wait]
-        ] = {}  # by worker, with the chief's wait for it
+        ] = {}  # by lane, with the chief's wait for it
         self._staleness = StalenessBound(max_staleness)
+        self._calls = CallsOfWorkers(cluster.num_workers)
         self._numbers = itertools.count()
         self._error: BaseException | None = None
-        self._lost: set[int] = set()  # workers that are gone, or hold on to a step for too long
+        self._lost: set[int] = set()  # lanes that are gone, or hold on to a step for too long
         self._is_applying = False
-        self.steps_of_worker = [0] * len(devices)
+        self.steps_of_lane = [0] * len(lanes)
         self._threads: list[Running] = []
 
-    def generation(self, worker: int) -> int:
-        """How often `worker` has been lost, with all that it kept."""
-        return self._recovery.generations[worker]
+    def generation(self, lane: int) -> int:
+        """How often a lane's worker has been lost, with all that it kept."""
+        return self._recovery.generations[self._lanes[lane].worker]
 
     # ---- for the chief's own thread --------------------------------------------------------------
 
     def submit(self, remote: RemoteStep, arguments: BatchArguments) -> QueuedStep:
-        """Queues a step; waits while two steps for each worker are queued already.
+        """Queues a step; waits while a step for each lane is queued already.
 
         Raises:
             Exception: what an earlier step raised.
         """
         self._start()
         with self._changed:
-            self._wait_until(lambda: len(self._queue) < len(self._devices))
+            self._wait_until(lambda: len(self._queue) < len(self._lanes))
             step = QueuedStep(remote, arguments, next(self._numbers))
             self._queue.append(step)
             self._changed.notify_all()
@@ -146,55 +151,57 @@ class WorkerPool:
     def _start(self) -> None:
         if self._threads:
             return
-        for worker in range(len(self._devices)):
-            work, name = functools.partial(self._work, worker), f"tfparallel worker {worker}"
+        for lane in range(len(self._lanes)):
+            work, name = functools.partial(self._work, lane), f"tfparallel lane {lane}"
             self._threads.append(self._machine.start(work, name))
         self._threads.append(self._machine.start(self._watch, "tfparallel pool"))
 
-    # ---- for the thread of a worker --------------------------------------------------------------
+    # ---- for the thread of a lane ----------------------------------------------------------------
 
-    def _work(self, worker: int) -> None:
+    def _work(self, lane: int) -> None:
         executor = self._executor()
         while True:
-            step = self._take(worker)
+            step = self._take(lane)
+            generation = self.generation(lane)
             try:
-                self._run(worker, step, executor)
-                self._is_back(worker)
+                self._run(lane, step, executor)
+                self._is_back(lane)
             except TaskLost as lost:
                 executor.clear_error()
-                self._give_back(worker, step)
-                self._await_worker(worker, lost)
+                self._give_back(lane, step)
+                self._await_worker(lane, lost, generation)
             except BaseException as error:
                 executor.clear_error()
-                self._fail(worker, step, error)
-                self._is_back(worker)
+                self._fail(lane, step, error)
+                self._is_back(lane)
 
-    def _take(self, worker: int) -> QueuedStep:
+    def _take(self, lane: int) -> QueuedStep:
         with self._changed:
             while not (self._queue and self._staleness.may_start()):
                 self._changed.wait()
             step = self._queue.popleft()
-            step.worker = worker
+            step.lane = lane
             step.attempt += 1
             self._staleness.start(step.number)
-            self._under_way[worker] = (step, self._wait_for(step))
+            self._under_way[lane] = (step, self._wait_for(step))
             self._changed.notify_all()
             return step
 
-    def _run(self, worker: int, step: QueuedStep, executor: Any) -> None:
-        attempt, device = step.attempt, self._devices[worker]
-        with self._recovery.of_worker(worker):
-            arguments = step.arguments.tensors(Hosts.of_one(worker, device))
-            outputs, effects, kept = step.remote.compute(worker, device, arguments)
-            outputs = step.remote.fetch(self._cluster.chief_device, outputs)
-            executor.wait()
+    def _run(self, lane: int, step: QueuedStep, executor: Any) -> None:
+        attempt, device = step.attempt, self._lanes[lane].device
+        with self._recovery.of_worker(self._lanes[lane].worker):
+            arguments = step.arguments.tensors(Hosts.of_one(lane, device))
+            with self._turn(lane, step, step.remote.call(lane, arguments)):
+                outputs, effects, kept = step.remote.compute(lane, device, arguments)
+                outputs = step.remote.fetch(self._cluster.chief_device, outputs)
+                executor.wait()
         with self._changed:
-            while self._owns(worker, step, attempt) and not (
+            while self._owns(lane, step, attempt) and not (
                 not self._is_applying and self._staleness.may_apply(step.number)
             ):
                 self._changed.wait()
-            if not self._owns(worker, step, attempt):
-                return  # it was given to another worker while this one was silent
+            if not self._owns(lane, step, attempt):
+                return  # it was given to another lane while this one was silent
             self._is_applying = True
         is_applied = False
         try:
@@ -202,70 +209,89 @@ class WorkerPool:
                 with self._recovery.of_servers():
                     step.remote.apply(self._cluster.ps_devices[0], effects)
                     executor.wait()
-                step.remote.keep(worker, kept)
+                step.remote.keep(lane, kept)
             is_applied = True
         finally:
             with self._changed:  # at once: nobody may see it applied and still under way
                 self._is_applying = False
                 if is_applied:
-                    self._note_applied(worker, step, outputs)
+                    self._note_applied(lane, step, outputs)
                 self._changed.notify_all()
 
-    def _note_applied(self, worker: int, step: QueuedStep, outputs: object) -> None:
+    def _note_applied(self, lane: int, step: QueuedStep, outputs: object) -> None:
         step.outputs = outputs
         if step.remote.has_effects:
             self._staleness.apply(step.number)
         else:
             self._staleness.forget(step.number)
-        self.steps_of_worker[worker] += 1
-        self._end(worker, step)
+        self.steps_of_lane[lane] += 1
+        self._end(lane, step)
 
-    def _owns(self, worker: int, step: QueuedStep, attempt: int) -> bool:
-        """Whether `step` is still this worker's to finish."""
-        under_way = self._under_way.get(worker)
+    @contextlib.contextmanager
+    def _turn(self, lane: int, step: QueuedStep, call: Hashable) -> Iterator[None]:
+        """Around a call: waits until its worker may run it."""
+        attempt, has_run = step.attempt, False
+        with self._changed:
+            turn = self._calls.ask(self._lanes[lane].worker, call, self._recovery.num_losses)
+            while not self._calls.may_begin(turn):
+                self._changed.wait()
+            self._calls.begin(turn)
+            if self._owns(lane, step, attempt):  # what it waited for was not its own
+                self._under_way[lane] = (step, self._wait_for(step))
+        try:
+            yield
+            has_run = True
+        finally:
+            with self._changed:
+                self._calls.end(turn, has_run)
+                self._changed.notify_all()
+
+    def _owns(self, lane: int, step: QueuedStep, attempt: int) -> bool:
+        """Whether `step` is still this lane's to finish."""
+        under_way = self._under_way.get(lane)
         return under_way is not None and under_way[0] is step and step.attempt == attempt
 
-    def _end(self, worker: int, step: QueuedStep) -> None:
-        self._under_way.pop(worker, None)  # the watch may have given all up meanwhile
+    def _end(self, lane: int, step: QueuedStep) -> None:
+        self._under_way.pop(lane, None)  # the watch may have given all up meanwhile
         step.is_done = True
         self._changed.notify_all()
 
-    def _give_back(self, worker: int, step: QueuedStep) -> None:
+    def _give_back(self, lane: int, step: QueuedStep) -> None:
         """`step` left no trace: someone else takes it next."""
         with self._changed:
-            under_way = self._under_way.get(worker)
+            under_way = self._under_way.get(lane)
             if under_way is not None and under_way[0] is step:
-                del self._under_way[worker]
+                del self._under_way[lane]
                 self._staleness.forget(step.number)
                 self._queue.appendleft(step)
             self._changed.notify_all()
 
-    def _fail(self, worker: int, step: QueuedStep, error: BaseException) -> None:
+    def _fail(self, lane: int, step: QueuedStep, error: BaseException) -> None:
         with self._changed:
-            if worker in self._under_way and self._under_way[worker][0] is step:
+            if lane in self._under_way and self._under_way[lane][0] is step:
                 self._staleness.forget(step.number)
-                self._end(worker, step)
+                self._end(lane, step)
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
 
-    def _await_worker(self, worker: int, lost: TaskLost) -> None:
-        name = self._cluster.describe("worker", worker)
+    def _await_worker(self, lane: int, lost: TaskLost, generation: int) -> None:
+        name = self._name(lane)
         tf.get_logger().warning("%s is lost (%s); its step goes to another.", name, lost.reason)
         with self._changed:
-            self._lost.add(worker)
-        self._recovery.await_worker(worker)
+            self._lost.add(lane)
+        self._recovery.await_worker(self._lanes[lane].worker, generation)
         tf.get_logger().warning("%s is back.", name)
-        self._is_back(worker)
+        self._is_back(lane)
 
-    def _is_back(self, worker: int) -> None:
+    def _is_back(self, lane: int) -> None:
         with self._changed:
-            self._lost.discard(worker)
+            self._lost.discard(lane)
 
     # ---- the watch -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Takes steps from workers that are silent, and gives up where nobody is left."""
+        """Takes steps from lanes that are silent, and gives up where nobody is left."""
         for_anyone: Wait | None = None
         while True:
             self._machine.sleep(0.5)
@@ -274,7 +300,7 @@ class WorkerPool:
             silent = self._recovery.silent_servers(self._timeouts.ps_s) if is_working else ""
             with self._changed:
                 self._take_from_slow()
-                are_all_lost = is_working and len(self._lost) == len(self._devices)
+                are_all_lost = is_working and len(self._lost) == len(self._lanes)
                 for_anyone = (for_anyone or self._wait_for_anyone()) if are_all_lost else None
                 error = self._hopeless(for_anyone, silent)
                 if error is not None and self._error is None and (self._queue or self._under_way):
@@ -292,15 +318,15 @@ class WorkerPool:
         return Wait("chief", "come back", limit_s, self._machine.now_s(), option)
 
     def _take_from_slow(self) -> None:
-        for worker, (step, wait) in list(self._under_way.items()):
-            if step.worker != worker or self._is_applying or worker in self._lost:
+        for lane, (step, wait) in list(self._under_way.items()):
+            if step.lane != lane or self._is_applying or lane in self._lost:
                 continue
             try:
-                look(wait, self._cluster.describe("worker", worker), self._machine)
+                look(wait, self._name(lane), self._machine)
             except TimeoutError as error:
                 tf.get_logger().warning("%s Its step goes to another.", error)
-                del self._under_way[worker]
-                self._lost.add(worker)
+                del self._under_way[lane]
+                self._lost.add(lane)
                 self._staleness.forget(step.number)
                 self._queue.appendleft(step)
                 self._changed.notify_all()
@@ -316,4 +342,11 @@ class WorkerPool:
         return None
 
     def _describe_lost(self) -> str:
-        return ", ".join(self._cluster.describe("worker", worker) for worker in sorted(self._lost))
+        return ", ".join(self._name(lane) for lane in sorted(self._lost))
+
+    def _name(self, lane: int) -> str:
+        """A lane as messages name it: by its worker, and by its device where that has several."""
+        worker, device = self._lanes[lane].worker, self._lanes[lane].device
+        of_worker = [each for each in self._lanes if each.worker == worker]
+        name = self._cluster.describe("worker", worker)
+        return name if len(of_worker) == 1 else f"{name} {short_names([device])[0]}"

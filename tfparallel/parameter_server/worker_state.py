@@ -2,7 +2,8 @@
 
 A step gets them as arguments and returns new ones, which take their place when the step's update
 has been applied. So a step that is given to another worker has changed nothing here either. A
-worker that was lost starts with nothing.
+worker that was lost starts with nothing. Each device of a worker counts as one
+here (`worker_lanes.py`).
 """
 
 import contextlib
@@ -76,6 +77,10 @@ class WorkerStates:
             values.update({slot.key: t for slot, t in zip(slots, tensors, strict=True)})
             for key in [key for key in values if key[0]() is None]:
                 del values[key]
+
+    def tensors_of(self, worker: int) -> list[tf.Tensor]:
+        """All that a worker remembers now."""
+        return list(self._values_of(worker).values())
 
     def of_owner(self, owner: object) -> dict[int, dict[str, Any]]:
         """What workers remember of `owner`: by worker and name, on the workers or the chief."""

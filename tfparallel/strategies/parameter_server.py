@@ -35,8 +35,9 @@ class ParameterServerStrategy(KerasStrategy):
         variable_partitioner: a `tf.distribute.experimental.partitioners.Partitioner`, or any
             function of shape and dtype that gives the number of parts along each dim; None keeps
             every variable in one piece.
-        mode: "async": each worker trains on batches of its own and hands its update in when it is
-            done. "sync": all workers share each batch, which equals training on one device.
+        mode: "async": each device of a worker trains on batches of its own and hands its update in
+            when it is done. "sync": all workers share each batch, which equals training on one
+            device.
         max_staleness: "async" only. How many updates may be applied between the moment that a
             worker reads the weights and the moment that its own update is applied; None sets no
             bound.
