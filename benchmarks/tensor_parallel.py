@@ -7,8 +7,8 @@
 ours over TensorFlow's gRPC. "here" is ours on two logical devices of one process, "alone" and
 "torch alone" are the same model on one device, of one thread, bound to one CPU (TensorFlow runs
 the products of a backward pass side by side where it finds another). Contestants take turns, each
-round in fresh processes. Prints median milliseconds of a call, and the median over rounds of each ratio:
-below 1 the first one is faster.
+round in fresh processes. Prints median milliseconds of a call, and the median over rounds of each
+ratio: below 1 the first one is faster.
 """
 
 import argparse

@@ -117,7 +117,7 @@ def _start_with(groups: Callable[[int], Iterable[Sequence[int]]] | None) -> None
         _process_sets.update({tuple(each.ranks): each for each in sets})
 
 
-def process_sets(groups: Iterable[Sequence[int]]) -> list[Any]:
+def process_sets(groups: Iterable[Sequence[int]]) -> list[object]:
     """Horovod's process sets of groups of ranks; all ranks ask for all groups, in one order.
 
     Raises:
@@ -126,14 +126,14 @@ def process_sets(groups: Iterable[Sequence[int]]) -> list[Any]:
     return [_process_set(list(ranks)) for ranks in groups]
 
 
-def _process_set(ranks: list[int]) -> Any:
+def _process_set(ranks: list[int]) -> object:
     known = _process_sets.get(tuple(ranks))
     if known is None:
         known = _process_sets[tuple(ranks)] = _added(ranks)
     return known
 
 
-def _added(ranks: list[int]) -> Any:
+def _added(ranks: list[int]) -> object:
     try:
         return hvd.add_process_set(ranks)
     except ValueError as error:

@@ -18,8 +18,6 @@ from tfparallel.hybrid.meets_in_copies import MeetsInCopies
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.sharded_variables import ShardedVariable
 
-_STALL_TIMEOUT_S = 300.0  # as `HorovodStrategy`'s default
-
 
 class RanksShardedExtended(MeetsInCopies, HorovodExtended):
     """Shards on all ranks, one device each.
@@ -28,7 +26,7 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         container_strategy: the strategy.
         sharding: what is in parts.
         num_copies: by which the ranks are divided, neighbours sharing one.
-        timeouts: of which `start_s` and `stall_s` count; None: `HorovodStrategy`'s defaults.
+        timeouts: of which `start_s` and `stall_s` count.
 
     Raises:
         ValueError: if the ranks cannot be divided so, or Horovod runs already without process sets
@@ -39,13 +37,12 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         self,
         container_strategy: tf.distribute.Strategy,
         sharding: Sharding,
-        num_copies: int = 1,
-        timeouts: WorkerTimeouts | None = None,
+        num_copies: int,
+        timeouts: WorkerTimeouts,
     ):
         def groups(num_ranks: int) -> list[Sequence[int]]:
             return [group.ranks for group in all_groups(num_ranks, num_copies)]
 
-        timeouts = timeouts or WorkerTimeouts(stall_s=_STALL_TIMEOUT_S)
         start(False, SENT_BUCKET_BYTES, timeouts.start_s, groups if num_copies > 1 else None)
         check_copies(num_copies, hvd.size(), hvd.rank())
         sets = process_sets(groups(hvd.size()))
