@@ -5,7 +5,12 @@ import functools
 import pytest
 
 import tfparallel
-from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
+from tests.multi_process.pool import (
+    WorkerFailure,
+    WorkerPool,
+    cluster_environments,
+    horovod_environments,
+)
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 
 WORKER = ["-m", "tests.hybrid.worker_of_mesh"]
@@ -72,6 +77,15 @@ def test_four_processes_share_two_copies(workers):
 def test_ranks_of_horovod_train_as_one_device(workers, devices, sizes):
     pytest.importorskip("horovod.tensorflow")
     workers(2, devices, horovod_environments).ask({"sizes": sizes}, timeout_s=570)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_copies_on_a_mesh_of_ranks_of_horovod_are_refused(workers):
+    """Horovod, which tells how many ranks there are, has started without their process sets."""
+    pytest.importorskip("horovod.tensorflow")
+    with pytest.raises(WorkerFailure, match=r"Received: 2 copies, .*ShardedStrategy\(replicas=2"):
+        workers(4, 1, horovod_environments).ask({"sizes": {"data": 2, "shard": 2}}, timeout_s=570)
 
 
 # ---- which axes go over processes ----------------------------------------------------------------

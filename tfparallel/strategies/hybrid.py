@@ -1,7 +1,7 @@
 """Hybrid parallel: a mesh of devices whose axes divide rows, state, layers and matrices."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -11,11 +11,11 @@ import numpy as np
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.hybrid.mesh_options import check_options, mesh_here, sharding_on
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import ProcessesOfJob, processes_of_job
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.measure.lanes import DrawnStep
-from tfparallel.mesh import AXES, Mesh, mesh_of
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
 from tfparallel.pipeline.pipeline_options import PipelineOptions
@@ -24,8 +24,6 @@ from tfparallel.pipeline.replicated import chosen_later
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices
-from tfparallel.replicas.device_names import all_devices_here
 from tfparallel.replicas.inner import inside_of, made
 from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.reporting_scope import ReportingScope
@@ -154,9 +152,9 @@ class HybridStrategy(KerasStrategy):
         memory: MemoryPolicy | None,
         seed_by: str,
     ) -> tuple[KerasExtended, Callable | None]:
-        self._mesh = _mesh(mesh)
-        shard = _sharding(self._mesh, shard)
-        _check_options(self._mesh, shard, pipeline, layout_map)
+        self._mesh = mesh_here(mesh)
+        shard = sharding_on(self._mesh, shard)
+        check_options(self._mesh, shard, pipeline, layout_map)
         pipeline = (pipeline or PipelineOptions()).keeping(memory)
         extended = self._new_extended(shard, pipeline, layout_map)
         kept = None
@@ -180,8 +178,8 @@ class HybridStrategy(KerasStrategy):
         has_parts = options["shard"] is not None
         laid = laid_over_processes(mesh, job.num_processes, job.devices_each, has_parts)
         self._mesh = laid.mesh
-        shard = _sharding(self._mesh, options["shard"])
-        _check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
+        shard = sharding_on(self._mesh, options["shard"])
+        check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
         if laid.inner is None and shard is not None:
             extended = job.sharded(self, shard, laid.num_copies)
             extended._memory = options["memory"] or MemoryPolicy()
@@ -304,102 +302,3 @@ class HybridStrategy(KerasStrategy):
         if axis not in self._mesh.names:
             raise ValueError(f"Expected a mesh with an axis {axis!r}. Received: {self._mesh}.")
         return self.extended
-
-
-def _mesh(mesh: object) -> Mesh:
-    if isinstance(mesh, keras.distribution.DeviceMesh):
-        sizes, names = list(mesh.shape), list(mesh.axis_names)
-        devices: Sequence = [_full_name(name) for name in np.asarray(mesh.devices).flatten()]
-    elif isinstance(mesh, Mapping) and mesh:
-        sizes, names = list(mesh.values()), list(mesh)
-        devices = all_devices_here()
-    else:
-        raise TypeError(
-            "Expected a keras.distribution.DeviceMesh, or the size of each axis by its name, such "
-            f"as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
-        )
-    return mesh_of(sizes, names, check_devices(devices, "devices of the mesh") or [])
-
-
-def _check_layout_map(mesh: Mesh, layout_map: Any) -> None:
-    """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
-    if isinstance(layout_map, str) and layout_map == "auto":
-        return
-    if not isinstance(layout_map, keras.distribution.LayoutMap):
-        raise TypeError(
-            "Expected `layout_map`, 'auto' or a keras.distribution.LayoutMap. Received: "
-            f"{layout_map!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
-        )
-    own = layout_map.device_mesh
-    if own is None:
-        return
-    sizes = dict(zip(own.axis_names, own.shape, strict=True))
-    expected = {name: mesh.size(axis) for axis, name in mesh.names.items()}
-    if sizes != expected:
-        received = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
-            f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
-        )
-
-
-def _full_name(name: Any) -> str:
-    return str(name).upper() if "/" not in str(name) else str(name)
-
-
-def _sharding(mesh: Mesh, shard: Sharding | None) -> Sharding | None:
-    """What is in parts: an axis of shards has its default."""
-    return Sharding() if shard is None and "shard" in mesh.names else shard
-
-
-def _check_options(
-    mesh: Mesh, shard: Sharding | None, pipeline: PipelineOptions | None, layout_map: Any
-) -> None:
-    for axis, option, name in (
-        ("pipeline", pipeline, "pipeline"),
-        ("model", layout_map, "layout_map"),
-    ):
-        if option is not None and axis not in mesh.names:
-            raise ValueError(
-                f"`{name}` needs an axis {axis!r} of the mesh. Received: a mesh of {mesh}. Axes "
-                f"are called {', '.join(AXES)}."
-            )
-    if "model" in mesh.names and layout_map is None:
-        raise ValueError(
-            "An axis of the model needs `layout_map`, a keras.distribution.LayoutMap. Received: "
-            f"none, for a mesh of {mesh}."
-        )
-    if shard is not None and not {"data", "shard"} & {*mesh.names}:
-        raise ValueError(
-            "`shard` needs an axis 'shard' or 'data', along which state is in parts. Received: a "
-            f"mesh of {mesh}."
-        )
-    if layout_map is not None:
-        _check_layout_map(mesh, layout_map)
-    if shard is not None and isinstance(layout_map, str):
-        raise ValueError(
-            "Pieces along an axis of shards are cut when a weight is made, and 'auto' finds parts "
-            f"when its model is used. Received: both, on a mesh of {mesh}. Take a LayoutMap, or "
-            "leave `shard` out."
-        )
-    if shard is not None and {"pipeline", "model"} & {*mesh.names}:
-        _check_sharding_of_places(mesh, shard)
-
-
-def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
-    """Refuses what means nothing where a stage or a group of devices gathers what it computes."""
-    if shard.host is not None:
-        raise NotImplementedError(
-            "Beside a pipeline or an axis of the model, weights and slots are on devices. "
-            f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
-        )
-    defaults = Sharding(shard.shard, shard.min_size)
-    names = [field.name for field in dataclasses.fields(shard)]
-    given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
-    if given:
-        values = ", ".join(f"{name}={getattr(shard, name)!r}" for name in given)
-        raise ValueError(
-            "Beside a pipeline or an axis of the model a weight is gathered where it is computed "
-            "with, and freed behind it: there are no units to gather ahead or to keep. Received: "
-            f"Sharding({values}), on a mesh of {mesh}. Leave that out."
-        )
