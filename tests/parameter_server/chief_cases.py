@@ -134,6 +134,33 @@ def workers_of_two_devices() -> dict:
 
 
 @case
+def workers_of_two_devices_in_sync() -> dict:
+    """All of their devices share each batch, the last of which is smaller: equal to one device."""
+    make_cluster(TFPARALLEL_LOGICAL_CPUS="2")
+    strategy = tfparallel.ParameterServerStrategy(mode="sync")
+    x, y = data()
+
+    def trained(scope) -> tuple[dict, list[np.ndarray]]:
+        keras.utils.set_random_seed(1)
+        with scope:
+            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+        fitted = model.fit(x, y / ROWS, batch_size=BATCH + 1, shuffle=False, epochs=2, verbose=0)
+        return fitted.history, model.get_weights()
+
+    (history, weights), (received, own) = (
+        trained(contextlib.nullcontext()),
+        trained(strategy.scope()),
+    )
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "weights": _difference(weights, own),
+        "loss": _difference([np.array(history["loss"])], [np.array(received["loss"])]),
+    }
+
+
+@case
 def worker_of_two_devices_is_lost() -> dict:
     """Killed, and started again; and what its devices draw."""
     servers = make_cluster(TFPARALLEL_LOGICAL_CPUS="2")

@@ -73,6 +73,12 @@ def test_workers_of_two_devices_take_steps_on_both_and_count_each_once(run_case)
     assert result["at_once"] == ["worker 0", "worker 1"]
 
 
+def test_synchronous_workers_of_two_devices_are_four_replicas(run_case):
+    result = run_case("workers_of_two_devices_in_sync")
+    assert result["replicas"] == 4
+    assert result["weights"] < 1e-6 and result["loss"] < 1e-6, result
+
+
 @pytest.mark.long
 def test_both_devices_of_a_worker_that_was_lost_take_steps_again(run_case):
     """And each draws masks of its own."""
