@@ -25,7 +25,7 @@ class Reading:
     def __init__(self, dataset, checks=True):
         strategy = tf.distribute.get_strategy()
         self.epochs = TFEpochIterator(x=dataset, distribute_strategy=strategy)
-        self.call = FitCall(None, None, self.epochs, NUM_PASSES)
+        self.call = FitCall(None, None, self.epochs, NUM_PASSES, None)
         self.position = InputPosition(self.epochs, checks=checks)
 
     def rest_of_pass(self, most=None, after_batch=lambda number: None):

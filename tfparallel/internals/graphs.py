@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -30,9 +29,10 @@ from tensorflow.python.framework.func_graph import FuncGraph
 # The gradient of one graph built in another; what is known of a variable behind its handle.
 from tensorflow.python.ops import gradients_util, handle_data_util
 
+from tfparallel.internals.running_call import RunningCall
+
 __all__ = [
     "FuncGraph",
-    "FunctionCall",
     "RemoteFunction",
     "add_function",
     "call_that_traces",
@@ -123,43 +123,21 @@ def captures_through(graph: FuncGraph, hook: Callable) -> Iterator[None]:
         del graph.capture
 
 
-class FunctionCall:
-    """The call of a `tf.function` that a thread is in: traced, optimised, and run.
+def call_that_traces() -> RunningCall | None:
+    """The outermost call of a `tf.function` that this thread is in; None if there is none.
 
-    TensorFlow tells nobody when such a call ends, so the thread's stack is looked at. A call is
-    known by the dictionary of its keywords, which is its own: a frame would keep alive all that was
-    passed, and its number is another's as soon as it has gone.
+    It is traced, optimised, and run.
     """
-
-    def __init__(self, thread: int, keywords: dict):
-        self._thread, self._keywords = thread, keywords
-
-    def is_running(self) -> bool:
-        """Whether it has not ended; asked from whatever thread."""
-        frame = sys._current_frames().get(self._thread)
-        return any(keywords is self._keywords for keywords in _keywords_of_calls(frame))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FunctionCall) and other._keywords is self._keywords
-
-    __hash__ = None  # type: ignore[assignment]  # nobody needs it
-
-
-def call_that_traces() -> FunctionCall | None:
-    """The outermost call of a `tf.function` that this thread is in; None if there is none."""
-    calls = list(_keywords_of_calls(sys._getframe(1)))
-    return FunctionCall(threading.get_ident(), calls[-1]) if calls else None
+    outermost: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back
+    return None if outermost is None else RunningCall(outermost)
 
 
 _CALL = inspect.unwrap(polymorphic_function.Function.__call__).__code__
-
-
-def _keywords_of_calls(frame: FrameType | None) -> Iterator[dict]:
-    """Of the calls of `tf.function`s in a stack, the innermost first."""
-    while frame is not None:
-        if frame.f_code is _CALL:
-            yield frame.f_locals["kwds"]
-        frame = frame.f_back
 
 
 def run_independently(graph: FuncGraph, operations: Iterable) -> None:

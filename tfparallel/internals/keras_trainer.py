@@ -24,6 +24,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager.polymorphic_function import tf_method_target
 
 from tfparallel.internals.hooks import hook_once, shadowed, wrapped
+from tfparallel.internals.running_call import RunningCall
 
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 
@@ -236,6 +237,20 @@ def fit_that_tells(model: keras.Model) -> Fit | None:
 
     Keras tells callbacks neither where their data come from nor of one another.
     """
+    callbacks, frame = _frame_of_fit(model)
+    if frame is None:
+        return None
+    return Fit(callbacks, frame.f_locals["epoch_iterator"], frame.f_locals["epochs"])
+
+
+def running_fit(model: keras.Model) -> RunningCall | None:
+    """The call of `model.fit` that this thread is in; None if there is none."""
+    _, frame = _frame_of_fit(model)
+    return None if frame is None else RunningCall(frame)
+
+
+def _frame_of_fit(model: keras.Model) -> tuple[Any, FrameType | None]:
+    """Of the innermost call of `model.fit`, with the `CallbackList` that it is telling."""
     callback_list = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -243,10 +258,9 @@ def fit_that_tells(model: keras.Model) -> Fit | None:
         if isinstance(caller, keras.callbacks.CallbackList):
             callback_list = caller
         elif caller is model and "epoch_iterator" in frame.f_locals:
-            own = frame.f_locals
-            return Fit(callback_list, own["epoch_iterator"], own["epochs"])
+            break
         frame = frame.f_back
-    return None
+    return callback_list, frame
 
 
 def is_fit_under(frame: FrameType | None, epoch_iterator: object) -> bool:
@@ -256,14 +270,6 @@ def is_fit_under(frame: FrameType | None, epoch_iterator: object) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def is_fit_running(iterator: object) -> bool:
-    """Whether the call of `fit` with this iterator has not ended, in whatever thread it runs.
-
-    The argument has another name than in `fit`, as this frame is among those that are looked at.
-    """
-    return any(is_fit_under(frame, iterator) for frame in list(sys._current_frames().values()))
 
 
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:

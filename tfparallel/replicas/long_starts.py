@@ -20,7 +20,8 @@ import tensorflow as tf
 from tfparallel.coordination.patience import SAY_AFTER_S
 from tfparallel.coordination.waiting import REAL, Clock
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.graphs import FunctionCall, call_that_traces
+from tfparallel.internals.graphs import call_that_traces
+from tfparallel.internals.running_call import RunningCall
 
 
 class LongStart:
@@ -82,7 +83,7 @@ class _CallUnderWay:
     """A call that is under way, and the thread that looks at it."""
 
     start: LongStart
-    call: FunctionCall | None  # None where Keras builds a model from shapes: nothing runs
+    call: RunningCall | None  # None where Keras builds a model from shapes: nothing runs
     tracing: int = 1  # how many calls of `run` are being traced
     has_failed: bool = False
 

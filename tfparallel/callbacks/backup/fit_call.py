@@ -21,13 +21,14 @@ from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
 from tfparallel.internals.keras_trainer import (
     dataset_of_iterator,
     fit_that_tells,
-    is_fit_running,
     is_fit_under,
+    running_fit,
     set_first_epoch,
     set_steps_seen,
     steps_of_epoch,
     strategy_of,
 )
+from tfparallel.internals.running_call import RunningCall
 from tfparallel.replicas.model_hooks import batch_of_specs
 from tfparallel.replicas.model_optimizers import hidden_optimizers_of, optimizers_of
 from tfparallel.replicas.step_build import build
@@ -41,10 +42,19 @@ class FitCall:
         callbacks: the `CallbackList` of the call, the default callbacks included.
         epoch_iterator: Keras's iterator over the batches of one epoch after the other.
         epochs: where it ends.
+        running: tells whether it has ended; None where nothing runs.
     """
 
-    def __init__(self, model: keras.Model, callbacks: Any, epoch_iterator: Any, epochs: int):
+    def __init__(
+        self,
+        model: keras.Model,
+        callbacks: Any,
+        epoch_iterator: Any,
+        epochs: int,
+        running: RunningCall | None,
+    ):
         self.model = model
+        self._running = running
         self.callbacks = callbacks
         self.epoch_iterator = epoch_iterator
         self.epochs = epochs
@@ -60,7 +70,7 @@ class FitCall:
         """
         fit = fit_that_tells(callback.model)
         if fit is not None:
-            return cls(callback.model, *fit)
+            return cls(callback.model, *fit, running_fit(callback.model))
         raise BackupError(
             "BackupAndRestore is a callback of Model.fit, whose input it continues. Received: a "
             "training that is not Keras's fit. Use tf.train.CheckpointManager in a loop of your "
@@ -79,7 +89,7 @@ class FitCall:
 
     def runs(self) -> bool:
         """Whether this call of `fit` has not ended."""
-        return is_fit_running(self.epoch_iterator)
+        return self._running is not None and self._running.is_running()
 
     def told_last(self, callback: keras.callbacks.Callback) -> bool:
         """Whether `callback` is the last of the list; if not, it is now, and is told once more.
