@@ -46,7 +46,7 @@ def test_an_epoch():
     epoch = clock.end_epoch()
     assert epoch.spent.wall_s == 10
     assert epoch.spent.steps_s == 8
-    assert epoch.spent.tracing_s == 4
+    assert epoch.spent.tracing_s == 5 - (1 - 0.125)
     assert epoch.spent.python_s == 0.75
     assert epoch.spent.input_s == 1.5
     assert epoch.spent.linked_s == 0.375
@@ -70,6 +70,20 @@ def test_tracing_is_what_a_step_takes_longer_than_others():
     clock.end_step()
     assert clock.so_far().tracing_s == 8 + 4
     assert clock.end_epoch().spent.tracing_s == 8 + 4
+
+
+def test_waiting_within_a_step_that_traces_is_not_tracing():
+    """Else the two are more than the step, and nothing is left for what others wait for."""
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=9, python=1, waited=3, spent=2, traces=1)
+    hands.step(clock)
+    hands.step(clock)
+    spent = clock.end_epoch().spent
+    assert (spent.input_s, spent.linked_s, spent.tracing_s) == (3, 2, 9 - 3 - 2 - 1)
+    hands.step(clock, waited=0.5)
+    hands.step(clock, seconds=9, python=1, waited=0.5, traces=1)
+    assert clock.end_epoch().spent.tracing_s == 9 - 0.5 - 1
 
 
 def test_the_slowest_step_says_why():

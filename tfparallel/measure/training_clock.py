@@ -56,8 +56,9 @@ class Epoch:
         spent: sums of seconds.
         times_s: of steps that traced nothing.
         traced_s: of those that did.
-        own_s: as `times_s`, without callbacks.
-        traced: of those that traced: the same, and what the main thread computed.
+        own_s: as `times_s`, without callbacks and waiting for collectives.
+        traced: of those that traced: the same, without waiting for data as well, and what the main
+            thread computed.
         rows: None where that is not known.
         links: what collectives did within the steps.
         traces: how many.
@@ -122,7 +123,6 @@ class TrainingClock:
         self._depth = 0  # of callbacks: one that calls another is counted once
         self._validating_s: float | None = None
         self._usual_s = 0.0
-        self._last_wait_s = sources.waited_s()
         self.epoch = self._new_epoch(now())
 
     def end_epoch(self) -> Epoch:
@@ -150,7 +150,8 @@ class TrainingClock:
         )
 
     def _new_epoch(self, now: float) -> Epoch:
-        return Epoch(now, self._sources.waited_s(), self._sources.rows())
+        self._last_wait_s, self._steps_since_asked = self._sources.waited_s(), 0
+        return Epoch(now, self._last_wait_s, self._sources.rows())
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -168,6 +169,8 @@ class TrainingClock:
         python_s = max(0.0, self._python_now() - step.python_s - step.callbacks_python_s)
         now = self._sources.links()
         links = NO_LINKS if now == step.links else now.since(step.links)
+        own_s = took_s - step.callbacks_s - links.stalled_s
+        self._steps_since_asked += 1
         traces = self._sources.traces() - step.traces
         spent.steps_s += took_s
         if links is not NO_LINKS:
@@ -177,11 +180,12 @@ class TrainingClock:
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
             self.epoch.traces += max(1, traces)
             self.epoch.traced_s.append(took_s)
-            self.epoch.traced.append((took_s - step.callbacks_s, python_s))
+            waited_s, num_steps = self._waited_since_last_asked()
+            self.epoch.traced.append((own_s - waited_s / num_steps, python_s))
             self._usual_s = self._usual_s or took_s
             return
         self.epoch.times_s.append(took_s)
-        self.epoch.own_s.append(took_s - step.callbacks_s)
+        self.epoch.own_s.append(own_s)
         if self._sources.splits_python:
             spent.python_s += python_s
         self._look_up(step, took_s, python_s, links)
@@ -194,17 +198,21 @@ class TrainingClock:
         longest_s, self.epoch.longest_s = self.epoch.longest_s, max(took_s, self.epoch.longest_s)
         if took_s < longest_s or took_s < _UNUSUAL * self._usual_s:
             return
-        waited_s = self._sources.waited_s()
         causes = {
-            "input": waited_s - self._last_wait_s,
+            "input": self._waited_since_last_asked()[0],
             "callbacks": step.callbacks_s,
             "communication": links.stalled_s - links.waited_s,
             "waiting for another rank": links.waited_s,
             "Python": python_s,
         }
-        self._last_wait_s = waited_s
         largest = max(causes, key=causes.__getitem__)
         self.epoch.because = largest if causes[largest] > took_s / 4 else "compute"
+
+    def _waited_since_last_asked(self) -> tuple[float, int]:
+        """For data, and in how many steps."""
+        before_s, num_steps = self._last_wait_s, self._steps_since_asked
+        self._last_wait_s, self._steps_since_asked = self._sources.waited_s(), 0
+        return max(0.0, self._last_wait_s - before_s), num_steps
 
     def forget_step(self) -> None:
         """A step that was begun was none: it was left out, or the data had ended."""
@@ -233,6 +241,7 @@ class TrainingClock:
     def restart_counting(self) -> None:
         """The counters of rows and waiting are there, and stand at zero."""
         self.epoch.waited_s, self.epoch.first_row = self._sources.waited_s(), self._sources.rows()
+        self._last_wait_s, self._steps_since_asked = self.epoch.waited_s, 0
 
     @contextlib.contextmanager
     def in_callback(self, name: str) -> Iterator[None]:
