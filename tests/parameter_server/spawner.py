@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -27,12 +30,14 @@ class Child:
     def __init__(self, spawner: "Spawner", pid: int):
         self._spawner, self.pid = spawner, pid
         self._status: int | None = None
+        self._lock = threading.Lock()  # the status is told once
 
     def poll(self) -> int | None:
         """The exit status, -9 if it was killed, None while it runs."""
-        if self._status is None:
-            self._status = self._spawner.ask({"poll": self.pid})
-        return self._status
+        with self._lock:
+            if self._status is None:
+                self._status = self._spawner.ask({"poll": self.pid})
+            return self._status
 
     def wait(self, timeout_s: float = 30.0) -> int | None:
         """Waits for the end; None if it still runs after `timeout_s`."""
@@ -85,6 +90,27 @@ class Spawner:
         request = {"spawn": function, "environment": dict(environment), "log": str(log)}
         return Child(self, self.ask(request))
 
+    def spawn_module(
+        self,
+        module: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: int,
+        stdout: int,
+    ) -> Child:
+        """What `python -m module *arguments` is, in a new process.
+
+        Args:
+            module, arguments: it runs as `__main__`, with these in `sys.argv`.
+            environment: all of its variables.
+            log: what it prints to its error output.
+            stdin, stdout: ends of pipes of this process, which can close them then.
+        """
+        ends = [f"/proc/{os.getpid()}/fd/{number}" for number in (stdin, stdout)]
+        request = {"spawn": module, "arguments": arguments, "pipes": ends}
+        return Child(self, self.ask({**request, "environment": dict(environment), "log": str(log)}))
+
     def ask(self, request: dict) -> int | None:
         """One request, one answer."""
         with self._lock:
@@ -104,24 +130,34 @@ def _serve_requests(connection: socket.socket) -> None:
             done, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if done else None
         else:
+            flags = (os.O_RDONLY, os.O_WRONLY)
+            pipes = [os.open(*of) for of in zip(request.get("pipes", ()), flags)]
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                _call(request)
+                _call(request, pipes)
+            for end in pipes:
+                os.close(end)
         connection.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
-def _call(request: dict) -> None:
+def _call(request: dict, pipes: list[int]) -> None:
     die_with_parent()
     status = 1
     try:
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(request["environment"])
+        for standard, end in enumerate(pipes):  # input and output
+            os.dup2(end, standard)
+            os.close(end)
         module, _, function = request["spawn"].partition(":")
-        getattr(importlib.import_module(module), function)()
+        if function:
+            os.environ.update(request["environment"])
+            getattr(importlib.import_module(module), function)()
+        else:
+            _run_as_main(module, request["arguments"], request["environment"])
         atexit._run_exitfuncs()  # a chief tells its servers that it is done
         status = 0
     except SystemExit as exit_:
@@ -132,6 +168,15 @@ def _call(request: dict) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _run_as_main(module: str, arguments: list[str], environment: dict[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    np.random.seed()  # no two processes draw alike, which Python's own generator sees to by itself
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
