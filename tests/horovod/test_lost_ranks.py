@@ -1,16 +1,14 @@
 """A rank that is killed or stopped is named by all others, also where it is rank 0."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
-from tests.multi_process.pool import REPOSITORY, horovod_environments
+from tests.multi_process.forking import forked
+from tests.multi_process.pool import horovod_environments
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
@@ -62,7 +60,7 @@ def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path)
 @pytest.mark.timeout(240)
 def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tmp_path):
     """With the first rank that ends Horovod ends for all."""
-    ranks = started(tmp_path, 4, [], "late_copy")
+    ranks = started(tmp_path, 4, [], "horovod.late_copy")
     try:
         statuses = [process.wait(ENDS_IN_S) for process in ranks]
     finally:
@@ -74,15 +72,10 @@ def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tm
     assert len({re.search(r"weights: \S+", log)[0] for log in logs}) == 1
 
 
-def started(folder, num_ranks, arguments, module="killed"):
-    program = [sys.executable, "-m", f"tests.horovod.{module}", *map(str, arguments)]
+def started(folder, num_ranks, arguments, module="horovod.killed"):
+    texts = [str(argument) for argument in arguments]
     return [
-        subprocess.Popen(
-            program,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(folder / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        forked(f"tests.{module}", texts, environment, folder / f"{rank}.log")
         for rank, environment in enumerate(horovod_environments(num_ranks))
     ]
 
@@ -91,7 +84,7 @@ def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
     ranks = started(folder, num_ranks, arguments)
     try:
         for rank in set(range(num_ranks)) - {victim}:
-            assert ranks[rank].wait(ENDS_IN_S) != 0
+            assert ranks[rank].wait(ENDS_IN_S) not in (0, None)
             log = (folder / f"{rank}.log").read_text(errors="replace")
             assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
     finally:
@@ -102,19 +95,10 @@ def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
 
 @pytest.mark.timeout(240)
 def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
-    program = [sys.executable, "-m", "tests.multi_process.wrong_worker", "2", "bit"]
-    ranks = [
-        subprocess.Popen(
-            program,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(tmp_path / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, environment in enumerate(horovod_environments(3))
-    ]
+    ranks = started(tmp_path, 3, ["2", "bit"], "multi_process.wrong_worker")
     try:
         for rank, process in enumerate(ranks):
-            assert process.wait(ENDS_IN_S) != 0
+            assert process.wait(ENDS_IN_S) not in (0, None)
             log = (tmp_path / f"{rank}.log").read_text(errors="replace")
             # One that has not compared yet when the first ends finds Horovod ended.
             told = ["other weights in rank 2, in step 8", "has ended, its own log says why"]

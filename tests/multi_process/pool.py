@@ -1,7 +1,6 @@
 """Processes that stay up for many requests, so that TensorFlow starts once and not per test."""
 
 import contextlib
-import functools
 import json
 import os
 import queue
@@ -14,7 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.parameter_server.spawner import Child, Spawner
+from tests.multi_process.forking import forked
+from tests.parameter_server.spawner import Child
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
@@ -150,12 +150,6 @@ class WorkerPool:
         self.replies(START_TIMEOUT_S)
 
 
-@functools.cache
-def _spawner() -> Spawner:
-    """One for all pools: it ends with this process."""
-    return Spawner("tests.multi_process.preloaded")
-
-
 class _Worker:
     """One process: its pipes, its log file and a thread that reads its replies."""
 
@@ -163,7 +157,6 @@ class _Worker:
         self.rank = rank
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (it lives as long as the process)
         (stdin, requests), (replies, stdout) = os.pipe(), os.pipe()
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
         self._process = self._started(arguments, environment, stdin, stdout)
         os.close(stdin)
         os.close(stdout)
@@ -177,15 +170,14 @@ class _Worker:
     ) -> Child | subprocess.Popen:
         option, module, *rest = arguments
         if option == "-m":
-            log = Path(self._log.name)
-            return _spawner().spawn_module(module, rest, environment, log, stdin, stdout)
+            return forked(module, rest, environment, Path(self._log.name), (stdin, stdout))
         return subprocess.Popen(
             [sys.executable, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=self._log,
             cwd=REPOSITORY,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         )
 
     def send(self, request: dict) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,22 +93,22 @@ class Spawner:
     def spawn_module(
         self,
         module: str,
-        arguments: list[str],
+        arguments: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        stdin: int,
-        stdout: int,
+        pipes: Sequence[int] = (),
     ) -> Child:
-        """What `python -m module *arguments` is, in a new process.
+        """What `python -m module *arguments` is, from beginning to end, in a new process.
 
         Args:
             module, arguments: it runs as `__main__`, with these in `sys.argv`.
             environment: all of its variables.
-            log: what it prints to its error output.
-            stdin, stdout: ends of pipes of this process, which can close them then.
+            log: where what it prints goes.
+            pipes: ends of pipes of this process, to be its input and output instead; they can be
+                closed here then.
         """
-        ends = [f"/proc/{os.getpid()}/fd/{number}" for number in (stdin, stdout)]
-        request = {"spawn": module, "arguments": arguments, "pipes": ends}
+        ends = [f"/proc/{os.getpid()}/fd/{number}" for number in pipes]
+        request = {"spawn": module, "arguments": list(arguments), "pipes": ends}
         return Child(self, self.ask({**request, "environment": dict(environment), "log": str(log)}))
 
     def ask(self, request: dict) -> int | None:
@@ -123,7 +123,8 @@ class Spawner:
         self._socket.close()
 
 
-def _serve_requests(connection: socket.socket) -> None:
+def _serve_requests(connection: socket.socket) -> str:
+    """Serves until its parent ends; returns in a fork that is to run a module, with its name."""
     for line in connection.makefile():
         request = json.loads(line)
         if "poll" in request:
@@ -135,29 +136,45 @@ def _serve_requests(connection: socket.socket) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                _call(request, pipes)
+                if "arguments" in request:
+                    return _become(request, pipes)
+                _call(request)
             for end in pipes:
                 os.close(end)
         connection.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
-def _call(request: dict, pipes: list[int]) -> None:
+def _become(request: dict, pipes: list[int]) -> str:
+    """What tells a process from its parent, for `python -m`; returns the module."""
+    die_with_parent()
+    _print_to(request["log"])
+    for standard, end in enumerate(pipes):  # input and output
+        os.dup2(end, standard)
+        os.close(end)
+    for name in set(os.environ) - set(request["environment"]):
+        del os.environ[name]
+    os.environ.update(request["environment"])
+    np.random.seed()  # no two draw alike, which Python's own generator sees to by itself
+    sys.argv = [request["spawn"], *request["arguments"]]
+    return request["spawn"]
+
+
+def _print_to(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _call(request: dict) -> None:
     die_with_parent()
     status = 1
     try:
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        for standard, end in enumerate(pipes):  # input and output
-            os.dup2(end, standard)
-            os.close(end)
+        _print_to(request["log"])
+        os.environ.update(request["environment"])
         module, _, function = request["spawn"].partition(":")
-        if function:
-            os.environ.update(request["environment"])
-            getattr(importlib.import_module(module), function)()
-        else:
-            _run_as_main(module, request["arguments"], request["environment"])
+        getattr(importlib.import_module(module), function)()
         atexit._run_exitfuncs()  # a chief tells its servers that it is done
         status = 0
     except SystemExit as exit_:
@@ -168,15 +185,6 @@ def _call(request: dict, pipes: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _run_as_main(module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-    np.random.seed()  # no two processes draw alike, which Python's own generator sees to by itself
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -200,4 +208,5 @@ def die_with_parent() -> None:
 
 if __name__ == "__main__":
     importlib.import_module(sys.argv[2])
-    _serve_requests(socket.socket(fileno=int(sys.argv[1])))
+    module = _serve_requests(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
