@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tests.multi_process.forking import forked
-from tests.multi_process.pool import horovod_environments
+from tests.horovod.launching import forked_ranks
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
@@ -44,59 +43,35 @@ def test_a_stopped_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(t
 def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path):
     """To take its process sets apart Horovod asks the dead, and aborts: nobody can name it."""
     arguments = [3, int(signal.SIGKILL), 2]
-    ranks = started(tmp_path, 4, arguments)
-    try:
+    with forked_ranks(tmp_path, 4, "horovod.killed", *arguments) as ranks:
         for rank in range(3):
             assert ranks[rank].wait(ENDS_IN_S) == -signal.SIGABRT
             log = (tmp_path / f"{rank}.log").read_text(errors="replace")
             assert "Horovod background loop uncaught exception" in log, log[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tmp_path):
     """With the first rank that ends Horovod ends for all."""
-    ranks = started(tmp_path, 4, [], "horovod.late_copy")
-    try:
+    with forked_ranks(tmp_path, 4, "horovod.late_copy") as ranks:
         statuses = [process.wait(ENDS_IN_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     logs = [(tmp_path / f"{rank}.log").read_text(errors="replace") for rank in range(4)]
     assert statuses == [0] * 4, logs
     assert len({re.search(r"weights: \S+", log)[0] for log in logs}) == 1
 
 
-def started(folder, num_ranks, arguments, module="horovod.killed"):
-    texts = [str(argument) for argument in arguments]
-    return [
-        forked(f"tests.{module}", texts, environment, folder / f"{rank}.log")
-        for rank, environment in enumerate(horovod_environments(num_ranks))
-    ]
-
-
 def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
-    ranks = started(folder, num_ranks, arguments)
-    try:
+    with forked_ranks(folder, num_ranks, "horovod.killed", *arguments) as ranks:
         for rank in set(range(num_ranks)) - {victim}:
             assert ranks[rank].wait(ENDS_IN_S) not in (0, None)
             log = (folder / f"{rank}.log").read_text(errors="replace")
             assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.timeout(240)
 def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
-    ranks = started(tmp_path, 3, ["2", "bit"], "multi_process.wrong_worker")
-    try:
+    with forked_ranks(tmp_path, 3, "multi_process.wrong_worker", 2, "bit") as ranks:
         for rank, process in enumerate(ranks):
             assert process.wait(ENDS_IN_S) not in (0, None)
             log = (tmp_path / f"{rank}.log").read_text(errors="replace")
@@ -104,10 +79,6 @@ def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
             told = ["other weights in rank 2, in step 8", "has ended, its own log says why"]
             assert any(each in log for each in told), log[-3000:]
             assert "step 8\n" not in log
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize(("said", "expected_s"), [(None, 30.0), ("", 30.0), ("7", 7.0)])
