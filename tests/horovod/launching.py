@@ -1,12 +1,15 @@
 """Jobs of `horovodrun` on this machine."""
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.multi_process.pool import REPOSITORY
+from tests.multi_process.forking import forked
+from tests.multi_process.pool import REPOSITORY, horovod_environments
+from tests.parameter_server.spawner import Child
 
 
 def horovodrun(
@@ -14,6 +17,24 @@ def horovodrun(
 ) -> tuple[int, str]:
     """Exit status and output of `tests/horovod/MODULE.py ARGUMENTS` on ranks of this host."""
     return run_program(["-m", f"tests.horovod.{module}", *map(str, arguments)], num_ranks, options)
+
+
+@contextlib.contextmanager
+def forked_ranks(
+    folder: Path, num_ranks: int, module: str, *arguments: object
+) -> Iterator[list[Child]]:
+    """Ranks of `tests/MODULE.py`, each writing to `folder/<rank>.log`, without a launcher."""
+    texts = [str(argument) for argument in arguments]
+    ranks = [
+        forked(f"tests.{module}", texts, environment, folder / f"{rank}.log")
+        for rank, environment in enumerate(horovod_environments(num_ranks))
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def run_program(
