@@ -13,10 +13,19 @@ from tests.parameter_server.spawner import Child
 
 
 def horovodrun(
-    module: str, *arguments: object, num_ranks: int = 2, options: Sequence[str] = ()
+    module: str,
+    *arguments: object,
+    num_ranks: int = 2,
+    options: Sequence[str] = (),
+    within: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """Exit status and output of `tests/horovod/MODULE.py ARGUMENTS` on ranks of this host."""
-    return run_program(["-m", f"tests.horovod.{module}", *map(str, arguments)], num_ranks, options)
+    """Exit status and output of `tests/horovod/MODULE.py ARGUMENTS` on ranks of this host.
+
+    Args:
+        within: a command that runs the launcher, given as its last arguments.
+    """
+    program = ["-m", f"tests.horovod.{module}", *map(str, arguments)]
+    return run_program(program, num_ranks, options, within)
 
 
 @contextlib.contextmanager
@@ -38,7 +47,10 @@ def forked_ranks(
 
 
 def run_program(
-    arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
+    arguments: Sequence[str],
+    num_ranks: int,
+    options: Sequence[str] = (),
+    within: Sequence[str] = (),
 ) -> tuple[int, str]:
     """The same of Python with `arguments`."""
     launcher = Path(sys.executable).with_name("horovodrun")
@@ -48,7 +60,7 @@ def run_program(
     # Where a test of this process has started Horovod, its size of buckets is in the environment.
     variables = {k: v for k, v in os.environ.items() if k != "HOROVOD_FUSION_THRESHOLD"}
     finished = subprocess.run(
-        [launcher, *transport, "-np", str(num_ranks), *options, *program, *arguments],
+        [*within, launcher, *transport, "-np", str(num_ranks), *options, *program, *arguments],
         env=variables,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
