@@ -38,9 +38,17 @@ def test_cores_of_two_hosts_train_as_one_device(case):
 
 
 @pytest.mark.long
-def test_what_hosts_would_not_read_alike_is_refused():
-    error = of_two_hosts("of_python")["error"]
-    assert "Each of the 2 hosts of a TPU Pod" in error and "PyDataset" in error
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("of_python", "PyDataset"),
+        ("generated", "a generator or another function of Python"),
+        ("drawn", "RandomUniform without a seed"),
+    ],
+)
+def test_what_hosts_would_not_read_alike_is_refused(case, names):
+    error = of_two_hosts(case)["error"]
+    assert "Each of the 2 hosts of a TPU Pod" in error and names in error
 
 
 def test_each_host_keeps_the_rows_of_its_cores():
