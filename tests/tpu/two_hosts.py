@@ -60,8 +60,7 @@ def model() -> keras.Model:
 
 
 def arrays(rows: int) -> dict:
-    x, y = tiny_data(rows)
-    return {"x": x, "y": y, "batch_size": 6, "shuffle": True}
+    return {"data": tiny_data, "rows": rows, "batch_size": 6, "shuffle": True}
 
 
 def shuffled(rows: int) -> dict:
@@ -108,7 +107,8 @@ def main(case: str) -> dict:
     def training(scope):
         keras.utils.set_random_seed(SEED)  # before the data, whose shuffle has it, too
         given = globals()[case](17)
-        found = train(scope, build=model, optimizer=momentum_sgd, data=None, **given)
+        options = {"build": model, "optimizer": momentum_sgd, "data": None, **given}
+        found = train(scope, **options)
         x, y = tiny_data(11)
         found.extra = {
             "predicted": found.model.predict(x, batch_size=8, verbose=0),

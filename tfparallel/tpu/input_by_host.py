@@ -56,7 +56,9 @@ def distributed_by_host(
         rows = -(-size.rows // num_replicas)
         return batches.map(cut).rebatch(rows, drop_remainder=True).prefetch(each)
 
-    return strategy.distribute_datasets_from_function(of_host)
+    distributed = strategy.distribute_datasets_from_function(of_host)
+    distributed.read_dataset = dataset  # for backups, as that of what reads ahead
+    return distributed
 
 
 def _why_not_repeatable(dataset: tf.data.Dataset, call: TrainerCall) -> list[str]:
