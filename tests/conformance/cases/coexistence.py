@@ -26,6 +26,7 @@ _originals: dict[tuple[str, str, str], object] = {}
 
 def remember_originals() -> None:
     """Note every function and method of Keras and tf.distribute; called before tfparallel loads."""
+    assert "tfparallel" not in sys.modules, "Too late: it may have replaced some already."
     _originals.update(_functions_and_methods())
 
 
