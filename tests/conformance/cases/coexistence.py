@@ -30,6 +30,7 @@ def remember_originals() -> None:
     Again, it keeps what it has: a fork remembers what it was forked from has.
     """
     if not _originals:
+        assert "tfparallel" not in sys.modules, "Too late: it may have replaced some already."
         _originals.update(_functions_and_methods())
 
 
