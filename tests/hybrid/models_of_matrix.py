@@ -91,11 +91,15 @@ class InParts(layers.BatchNormalization):
 def normalized(parts=None, synchronized=False):
     """With BatchNorm.
 
+    Parts of one row are normalised to zeros, so that what goes on are the offsets: these begin
+    away from zero, or the layers behind would have gradients that are zero but for rounding.
+
     Args:
         parts: of a batch that are normalised each for itself, on one device; None for none.
         synchronized: by all rows on all devices.
     """
-    options = {"momentum": 0.8, "name": "norm"}
+    offsets = keras.initializers.RandomUniform(-0.5, 0.5, seed=1)
+    options = {"momentum": 0.8, "beta_initializer": offsets, "name": "norm"}
     x = keras.Input((6,))
     y = layers.Dense(8, use_bias=False, name="dense_0")(
         x
