@@ -112,7 +112,10 @@ def test_models_of_all_kinds_train_as_on_one_device(name):
 
 
 def above_rest(
-    memory: tfparallel.MemoryPolicy | None, build=lambda: blocks(6, 128), scope=None
+    memory: tfparallel.MemoryPolicy | None,
+    build=lambda: blocks(6, 128),
+    scope=None,
+    **compile_options,
 ) -> int:
     """Bytes that TensorFlow has in use in a step at most, above those before it.
 
@@ -121,7 +124,8 @@ def above_rest(
     """
     with scope or tfparallel.OneDeviceStrategy("CPU:0", memory=memory).scope():
         model = build()
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, **compile_options)
     x, y = data(2048, 128)
     model.train_on_batch(x, y)
     tf.config.experimental.reset_memory_stats("CPU:0")
@@ -132,6 +136,11 @@ def above_rest(
 
 def test_what_is_computed_again_is_not_kept():
     assert above_rest(tfparallel.MemoryPolicy({"block_*"})) <= 0.6 * above_rest(None)
+
+
+def test_xla_does_not_make_one_of_what_is_computed_twice():
+    kept = above_rest(None, jit_compile=True)
+    assert above_rest(tfparallel.MemoryPolicy({"block_*"}), jit_compile=True) <= 0.6 * kept
 
 
 def test_all_devices_of_a_group_compute_again():
