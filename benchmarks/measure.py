@@ -9,8 +9,8 @@ A training with a fault is right if the fault is named first and, where it is kn
 took, its category's share of the wall time differs by at most 3 points from that and what the epoch
 before, without the fault, has in that category; `measure_causes.py` says of each fault how it is
 known, or why not. Links need root, `ip` and `tc`, the slow disk a C compiler. The cost is that of
-a step with and without `Measure`, interleaved in one process: medians of pairs, for an MLP of 10 M
-parameters and a small CNN, also with the noise scale; weights are compared bit by bit.
+a step with and without `Measure`, by turns in one process (`measure_cost.py`), also with the noise
+scale; weights are compared bit by bit.
 """
 
 import argparse

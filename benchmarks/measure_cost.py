@@ -6,11 +6,11 @@ In one training, `Measure` is there in twelve steps and away in the next twelve:
 each other are compared, so that what the machine does else cancels out; the first two steps of a
 block are left out. Weights are compared with those of a training without.
 
-The noise scale changes the step's graph, so trainings with and without it are compared, one after
-the other. Squares of gradients are noted between two replicas, on two logical CPUs. The figure is a
-median over steps, which does not see every twentieth one: a training that notes squares in all of
-its steps, and one that does in the first alone, tell what a step costs that notes them and what the
-others cost; `noise_every=20` is a twentieth of the one and the rest of the other.
+Steps that note squares of gradients for the noise scale are functions of their own, so trainings
+with and without it are compared, one after the other, of two replicas on two logical CPUs. The
+figure is a median over steps, which does not see every hundredth one: a training that notes squares
+in all of its steps, and one that does in the first alone, tell what a step costs that notes them
+and what the others cost; `noise_every=100` is a hundredth of the one and the rest of the other.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-EVERY = 20  # the noise_every of which the cost is told
+EVERY = 100  # the noise_every of which the cost is told
 PAIRS, STEPS, BLOCK = 16, 48, 12
 WIDTH = 1800  # 10 M parameters in three layers
 

@@ -117,9 +117,9 @@ def test_fewer_rows_than_replicas():
 
 def test_weights_are_the_same_with_it():
     weights = []
-    for callbacks in ([], [Measure(verbose=0, noise_every=1)]):
+    for callbacks in ([], [Measure(verbose=0, noise_every=2)]):
         model = compiled(STRATEGIES["mirrored"](), optimizer="adam")
-        model.fit(*tiny_data(26), batch_size=13, epochs=2, verbose=0, callbacks=callbacks)
+        model.fit(*tiny_data(39), batch_size=13, epochs=2, verbose=0, callbacks=callbacks)
         weights.append(model.get_weights())
     for without, measured in zip(*weights, strict=True):
         np.testing.assert_array_equal(without, measured)
@@ -185,3 +185,37 @@ def test_a_quadratic_with_known_covariance(name):
     error = np.sqrt((along + 2 * squares / (groups - 1) / batch**2 * groups) / batches)
     assert abs(noise["squared_gradient"] - gradient @ gradient) < 4 * error
     assert error < 0.1 * gradient @ gradient
+
+
+def traces_of(model, noise_every, steps, **options):
+    """Which steps of a training have a function of their own, and how often one was traced."""
+    noting = []
+
+    class Watch(keras.callbacks.Callback):
+        """After `Measure`, which has chosen the function."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            noting.append(self.model.train_function is not self.usual)
+
+        def on_train_begin(self, logs=None):
+            self.usual = self.model.train_function
+
+    measure = Measure(verbose=0, noise_every=noise_every)
+    data = tiny_data(13 * steps)
+    callbacks = [measure, Watch()]
+    model.fit(*data, batch_size=13, verbose=0, callbacks=callbacks, **options)
+    traced = sum(record.details["traces"] for record in measure.records)
+    return noting, traced
+
+
+@pytest.mark.parametrize("name", ["mirrored", "microbatches"])
+def test_other_steps_are_those_of_a_training_without(name):
+    """Their function is the one that Keras has made; it is traced once, and so is the other."""
+    model = compiled(STRATEGIES[name]())
+    noting, traced = traces_of(model, noise_every=3, steps=7)
+    assert noting == [True, False, False, True, False, False, True]
+    assert traced == 2
+    usual = model.train_function
+    model.fit(*tiny_data(13), batch_size=13, verbose=0)
+    assert model.train_function is usual
+    assert traces_of(model, noise_every=10, steps=2) == ([True, False], 1)

@@ -3,7 +3,7 @@
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,28 +29,51 @@ _SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.Bac
 
 
 class Traces:
-    """How often steps were traced so far, also by functions that have been replaced since."""
+    """How often steps were traced so far, by all functions of a step that the model has had."""
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._function: Any = None
-        self._graphs, self._steps = graphs_of_step(None)
-        self._before = 0
+        self._by_function: weakref.WeakKeyDictionary[Any, _TracesOf] = weakref.WeakKeyDictionary()
+        self._last = _TracesOf([], [])
+        self._total = 0
 
     def __call__(self) -> int:
+        self._total += self._last.new()  # also where it has been replaced since it ran
         function = getattr(self._model, "train_function", None)
-        if function is not self._function:
-            self._before += self._of_graphs()
-            self._function = function
-            self._graphs, self._steps = graphs_of_step(function)
-        return self._before + self._of_graphs()
+        if function is not None:
+            known = self._by_function.get(function)
+            if known is None:
+                known = self._by_function[function] = _TracesOf(*graphs_of_step(function))
+            if known is not self._last:
+                self._last = known
+                self._total += known.new()
+        return self._total
 
-    def _of_graphs(self) -> int:
+
+class _TracesOf:
+    """Counts how often one function was traced.
+
+    Args:
+        graphs: of it.
+        steps: within it, traced as often where no graph is around them.
+    """
+
+    def __init__(
+        self,
+        graphs: Sequence[tf.types.experimental.PolymorphicFunction],
+        steps: Sequence[tf.types.experimental.PolymorphicFunction],
+    ):
+        self._graphs, self._steps = graphs, steps
+        self._count = 0
+
+    def new(self) -> int:
+        """Since the last call."""
         of_graphs, of_steps = (
             sum(graph.experimental_get_tracing_count() for graph in graphs)
             for graphs in (self._graphs, self._steps)
         )
-        return of_graphs or of_steps  # of steps that are traced in a graph, that counts
+        before, self._count = self._count, of_graphs or of_steps
+        return self._count - before
 
 
 class FitClock:

@@ -41,7 +41,8 @@ class Measure(keras.callbacks.Callback):
             efficiency are told; "measure": each process measures steps of a second model like it,
             on one device, before the training.
         noise_every: every so many steps, squares of the replicas' gradients are noted, from which
-            the noise scale and a batch size are told; None notes nothing. The step is traced anew.
+            the noise scale and a batch size are told; None notes nothing. It is traced once more
+            for that. Of `steps_per_execution` steps all do, in each so manyth execution.
             Nothing is told of one replica, under `ShardedStrategy` and parameter servers with
             mode="async".
         peak_flops_per_s: floating-point operations a second of all devices of the job together, of
@@ -118,8 +119,10 @@ class Measure(keras.callbacks.Callback):
         )
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        """A step is done."""
+        """A step is about to be done."""
         self._running.note_batch()
+        if self._noise is not None:
+            self._noise.begin_step()
 
     def on_test_begin(self, logs: object = None) -> None:
         """Validation begins."""

@@ -317,10 +317,11 @@ def graphs_of_step(train_function: object) -> tuple[list[Any], list[Any]]:
 
     Returns:
         Those that are called with an iterator, and those of one step within a wrapper, which
-        batches that come from Python are given to.
+        batches that come from Python are given to. What counts its traces as they do is one.
     """
     if not inspect.isfunction(train_function):
-        return [], []
+        counts = hasattr(train_function, "experimental_get_tracing_count")
+        return [train_function] if counts else [], []
     known = inspect.getclosurevars(train_function).nonlocals.values()
     graphs = [f for f in known if _is_graph(f)]
     steps = [inspect.unwrap(f, stop=_is_graph) for f in known if inspect.isfunction(f)]

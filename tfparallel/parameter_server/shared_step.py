@@ -51,6 +51,10 @@ class SharedStep:
             outputs = self._run(batch, getattr(iterator, "element_spec", None))
         return outputs
 
+    def experimental_get_tracing_count(self) -> int:
+        """As of a `tf.function`: how often the step was traced."""
+        return len(self._known)
+
     def _run(self, batch: Any, specs: Any = None) -> object:
         """Runs the step on a batch; `specs` are those of the dataset that it is from."""
         is_on_its_way = isinstance(batch, BatchArguments)

@@ -29,15 +29,14 @@ class MeasuredReplicas(tf.distribute.StrategyExtended):
 
     _noise_probe: NoiseProbe | None = None
 
-    def _probe_noise(self, every_steps: int | None) -> NoiseProbe | None:
-        """Notes squares of gradients in steps that are traced from now on; None: no more.
-
-        Returns:
-            None also where replicas do not hold gradients of their own.
-        """
+    def _new_noise_probe(self) -> NoiseProbe | None:
+        """For squares of the replicas' gradients; None where there is nothing to compare."""
         count = self._num_replicas_in_sync
-        self._noise_probe = NoiseProbe(count, every_steps) if every_steps and count > 1 else None
-        return self._noise_probe
+        return NoiseProbe(count) if count > 1 else None
+
+    def _note_noise(self, probe: NoiseProbe | None) -> None:
+        """Steps that are traced from now on note squares of gradients; None: no more."""
+        self._noise_probe = probe
 
     def _trace_step_anew(self, model: keras.Model) -> None:
         """Within `fit`: the next training step is traced as the strategy is now."""

@@ -30,8 +30,11 @@ class MeasuredTraining(Training, Protocol):
     def _link_journal(self) -> AbstractContextManager[LinkJournal]:
         """Within it, what that transport sends and receives is noted."""
 
-    def _probe_noise(self, every_steps: int | None) -> NoiseProbe | None:
-        """Notes squares of gradients in steps that are traced from now on; None: no more."""
+    def _new_noise_probe(self) -> NoiseProbe | None:
+        """For squares of the replicas' gradients; None where they cannot be compared."""
+
+    def _note_noise(self, probe: NoiseProbe | None) -> None:
+        """Steps that are traced from now on note squares of gradients; None: no more."""
 
     def _trace_step_anew(self, model: keras.Model) -> None:
         """Within `fit`: the next training step is traced as the strategy is now."""

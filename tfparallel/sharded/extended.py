@@ -133,9 +133,8 @@ class ShardedExtended(CreatesParts, PartUpdates):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _probe_noise(self, every_steps: int | None) -> None:
+    def _new_noise_probe(self) -> None:
         """None: a replica holds its part of the sums only."""
-        del every_steps
 
     def _reduce_gradients(self, gradients: list) -> list:
         """As the base's, of gradients of which some were reduced as soon as they were there."""

@@ -126,17 +126,22 @@ def measure(run: Run):
     return training.results()
 
 
+_NO_NOISE = ("sharded", "data_shard_2x2", "data_shard_optimizer", "async")  # in names of rows
+
+
 @claim(core=True)
 def noise_scale(run: Run):
     """Of replicas, ranks and microbatches alike: 13 rows cut by their number, as evenly as can be.
+
+    Of three steps the first and the last are looked at.
 
     A softmax regression, whose gradients are written out, by McCandlish's two equations. Where each
     replica has a part of the sums only, and where there is one, nothing is told.
     """
     from tfparallel.callbacks import Measure  # in the process of the strategy
 
-    groups, batch, batches = run.row.num_replicas, 13, 2
-    measured = Measure(verbose=0, noise_every=1)
+    groups, batch, batches = run.row.num_replicas, 13, 3
+    measured = Measure(verbose=0, noise_every=2)
     training = run.train(
         build=lambda: keras.Sequential(  # two stages have a layer each
             [keras.Input((6,)), keras.layers.Dense(3), keras.layers.Activation("linear")]
@@ -145,16 +150,17 @@ def noise_scale(run: Run):
         rows=batch * batches,
         batch_size=batch,
         epochs=1,
+        shuffle=False,
         callbacks=[measured],
     )
     noise = measured.total.details.get("noise")
-    if groups == 1 or "shard" in run.row.name or "async" in run.row.name:
+    if groups == 1 or any(word in run.row.name for word in _NO_NOISE):
         assert noise is None
         return
     x, y = tiny_data(batch * batches)
     by_row = _softmax_gradients(training.model, x, y)
     squared, variance = np.mean(
-        [_two_equations(each, groups) for each in np.split(by_row, batches)], axis=0
+        [_two_equations(each, groups) for each in np.split(by_row, batches)[::2]], axis=0
     )
     np.testing.assert_allclose(noise["squared_gradient"], squared, rtol=1e-4)
     np.testing.assert_allclose(noise["variance"], variance, rtol=1e-4)
