@@ -413,7 +413,7 @@ def _found(path: str) -> Any:
     return None
 
 
-def _has(kind: Any, name: str) -> bool:
+def _has(kind: object, name: str) -> bool:
     """Whether instances of a class have the attribute: of the class, or set by a method."""
     if hasattr(kind, name):
         return True
@@ -429,7 +429,7 @@ def _sets(code: types.CodeType, name: str) -> bool:
     )
 
 
-def _names_in(member: Any) -> set[str]:
+def _names_in(member: object) -> set[str]:
     """Variables that a function has, and names that it asks for."""
     names: set[str] = set()
     for code in _codes(member):
@@ -438,7 +438,7 @@ def _names_in(member: Any) -> set[str]:
     return names
 
 
-def _codes(member: Any) -> Iterator[types.CodeType]:
+def _codes(member: object) -> Iterator[types.CodeType]:
     """The code of a method, static method or property, and of the functions in it."""
     member = member.fget if isinstance(member, property) else member
     member = getattr(member, "__func__", member)  # of a class or static method
