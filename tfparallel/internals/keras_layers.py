@@ -1,7 +1,7 @@
 """What models, layers, losses, metrics and optimizers of Keras keep to themselves."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import keras
@@ -280,7 +280,7 @@ def trained_by(optimizer: BaseOptimizer) -> list[keras.Variable]:
 def apply_without_replicas(
     optimizer: BaseOptimizer,
     grads: Iterable[tf.Tensor],
-    trainable_variables: Sequence[keras.Variable],
+    trainable_variables: Iterable[keras.Variable] | None,
 ) -> object:
     """What a `LossScaleOptimizer` does with one gradient for all replicas."""
     return optimizer._common_apply(grads, trainable_variables)

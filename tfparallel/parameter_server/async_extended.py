@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -184,7 +184,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     def _divides_data(self) -> bool:
         return len(self._lanes) > 1
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         own_executor()
         model: Any = call.model
         if model.run_eagerly:
@@ -208,7 +208,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             2 * len(self._lanes),
         )
 
-    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         """Where batches come from: the workers' own data, or the chief where that cannot be."""
         if ArraysOnWorkers.can_take(call.data_adapter):
             return ArraysOnWorkers(call.data_adapter, self._pool.generation)

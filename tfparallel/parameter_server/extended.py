@@ -154,7 +154,7 @@ class ParameterServerExtended(CentralExtended):
         mark_owner(variable, owner, is_statistics(owner, kwargs))
         return variable
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
+    def _apply_reduced(self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None) -> object:
         self._updates.by_part = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
         return super()._apply_reduced(apply, gradients, variables)
 

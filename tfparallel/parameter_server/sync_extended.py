@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -56,7 +56,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         for steps in self._steps:
             steps.changed_elsewhere()
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         own_executor()
         surround_epochs(call, self._watched)
         model: Any = call.model

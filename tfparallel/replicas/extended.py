@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -44,6 +44,8 @@ from tfparallel.replicas.variables import (
     mark_owner,
 )
 
+Value = TypeVar("Value")
+
 
 class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtended):
     """Replicas that compute alike, from gradients reduced once."""
@@ -53,7 +55,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         forget_blank_tf_config()
         super().__init__(*args, **kwargs)
 
@@ -73,7 +75,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         kwargs = self._begun_alike(kwargs)
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
@@ -89,7 +91,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         if self._seed_device is not None and isinstance(owner, keras.random.SeedGenerator):
             devices = (self._seed_device,) * len(devices)
 
-        def create_copies(**kwargs: Any) -> list[tf.Variable]:
+        def create_copies(**kwargs: object) -> list[tf.Variable]:
             copies: list = []
             name = kwargs.get("name") or "Variable"
             for i, device in enumerate(devices):
@@ -111,22 +113,27 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         return variable
 
     def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self,
+        variable_class: Any,
+        i: int,
+        device: str,
+        copies: Sequence,
+        kwargs: Mapping[str, object],
+    ) -> object:
         """What copy number `i` starts with: the value that all agree on, whatever its class."""
         del variable_class
         return self._agreed_initial_value(i, device, copies, kwargs)
 
     def _agreed_initial_value(
-        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, object]
+    ) -> object:
         """The whole value, or a function that gives it: rank 0's for copy 0, else a copy of it."""
         primary = copies[0] if copies else None
         return self._get_variable_creator_initial_value(
             replica_id=i, device=device, primary_var=primary, **kwargs
         )
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> Any:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return MetricVariable
         return ReplicatedVariable if is_statistics(owner, kwargs) else self._replicated_class
@@ -152,19 +159,19 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """What `num_replicas_in_sync` says outside of Keras's steps."""
         return self._num_replicas_in_sync
 
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+    def _arguments_of_step(self, step_function: Callable, args: tuple) -> tuple:
         """What a Keras step is run with in the place of `args`, which begin with the batch."""
         del step_function
         return args
 
-    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._around_replicas(fn)(*args, **kwargs)
         run = super()._call_for_each_replica
         strategy = self._container_strategy()
         return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
 
-    def _around_replicas(self, function: Any) -> Callable:
+    def _around_replicas(self, function: tf.types.experimental.PolymorphicFunction) -> Callable:
         """`function`, a `tf.function` of one replica, as one of all: they meet in one graph only.
 
         As TensorFlow does it, which would then run the replicas without our hooks.
@@ -173,7 +180,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
             body = function.python_function  # not `function`, which is the key
 
             @functools.wraps(body)
-            def all_replicas(*args: Any, **kwargs: Any) -> Any:
+            def all_replicas(*args: object, **kwargs: object) -> object:
                 return self.call_for_each_replica(body, args, kwargs)
 
             self._functions_around_replicas[function] = with_body(function, all_replicas)
@@ -194,10 +201,12 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
         return False
 
-    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: ReduceOp, value: Value, options: object = None
+    ) -> Value:
         context = distribute_lib.get_replica_context()
 
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
             return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
 
         if self._num_replicas_in_sync == 1:
@@ -216,7 +225,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
             reduced = [tf.stop_gradient(t) for t in reduced]
         return tf.nest.pack_sequence_as(value, reduced)
 
-    def _behind(self, part: Any) -> contextlib.AbstractContextManager:
+    def _behind(self, part: object) -> contextlib.AbstractContextManager:
         """Within it, a replica computes its step of `part`, its rows."""
         del part
         return contextlib.nullcontext()
@@ -252,7 +261,9 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         del optimizer
         return {}
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
         return apply(gradients, variables)
 
@@ -272,7 +283,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """Whether a device computes a part of the rows, or of the batches, only."""
         return self._num_replicas_in_sync > 1
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         return dataset if self._workers is None else self._workers._keras_dataset(dataset, call)
 
     def _read_ahead(self, num_batches: int | None) -> None:

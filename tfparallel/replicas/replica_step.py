@@ -35,11 +35,11 @@ class ReplicaStep:
 
     def __init__(
         self,
-        rows: Any,
+        rows: int | tf.Tensor,
         weight: tf.Tensor,
         weights_loss: bool,
         statistics: list,
-        inputs: Any = None,
+        inputs: object = None,
         first_row: Any = None,
     ):
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
@@ -92,7 +92,9 @@ class ReplicaStep:
 
 
 def all_reduce_gradients(
-    context: Any, gradients: Sequence[tf.Tensor], reduce_op: ReduceOp = ReduceOp.SUM
+    context: tf.distribute.ReplicaContext,
+    gradients: Sequence[tf.Tensor],
+    reduce_op: ReduceOp = ReduceOp.SUM,
 ) -> list[tf.Tensor]:
     """Reduces what the backward passes of all replicas send to one another.
 

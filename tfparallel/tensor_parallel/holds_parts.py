@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import keras
@@ -198,7 +197,7 @@ class HoldsParts(ReplicatedExtended):
         with super()._step_of(model), logits_in_parts(model, self):
             yield
 
-    def _arguments_of_step(self, step_function: MethodType, args: tuple) -> tuple:
+    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
         self.prepare(step_function.__self__, args)
         return super()._arguments_of_step(step_function, args)
 

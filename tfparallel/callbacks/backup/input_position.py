@@ -88,7 +88,7 @@ class InputPosition:
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
-        self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        self._random_state: HostRandomState = {}  # before the newest iterator was made
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
         self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
