@@ -62,7 +62,11 @@ from tfparallel.internals.keras_trainer import (
     set_steps_seen,
     steps_of_iterator,
 )
-from tfparallel.replicas.random_states import host_random_state, set_host_random_state
+from tfparallel.replicas.random_states import (
+    HostRandomState,
+    host_random_state,
+    set_host_random_state,
+)
 
 # What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
 _SEEDS_DRAWN = b"num_random_samples"
@@ -88,7 +92,7 @@ class InputPosition:
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
-        self._random_state: HostRandomState = {}  # before the newest iterator was made
+        self._random_state: HostRandomState | None = None  # before the newest iterator was made
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
         self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint

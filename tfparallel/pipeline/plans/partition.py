@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -91,7 +90,7 @@ def balanced_cuts(
     return stages
 
 
-def _bytes_per_stage(memory: Any, num_stages: int, num_layers: int) -> np.ndarray:
+def _bytes_per_stage(memory: Sequence | None, num_stages: int, num_layers: int) -> np.ndarray:
     """Bytes `[stage, layer]`; one row if all stages are alike."""
     if memory is None:
         return np.zeros((1, num_layers))
