@@ -9,7 +9,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -63,6 +63,21 @@ _process_sets: dict[tuple[int, ...], Any] = {}  # that Horovod has started with,
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
+
+
+class ProcessSet(Protocol):
+    """What is asked of a `hvd.ProcessSet`."""
+
+    ranks: Sequence[int] | None  # None: all
+
+    def size(self) -> int:
+        """How many ranks."""
+
+    def rank(self) -> int:
+        """The number of this one among them."""
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
 
 
 def start(
@@ -179,7 +194,7 @@ def all_gather(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
-def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Tensor]:
+def all_gather_each(parts: Sequence[tf.Tensor], process_set: ProcessSet) -> list[tf.Tensor]:
     """Of each `[length]`, as long on every rank, all ranks' one after the other, together."""
     sent = [_unknown(_as_bytes(part)) for part in parts]
     gathered = hvd.grouped_allgather(sent, process_set=process_set, **_named())
@@ -190,7 +205,7 @@ def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Ten
     ]
 
 
-def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`.
 
     Gloo's own halves what is exchanged, as often as there are halves. Of more than two ranks some
@@ -214,7 +229,7 @@ def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
 
 
-def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
+def broadcast(tensor: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
     sent = _unknown(_as_bytes(tensor))
@@ -248,7 +263,7 @@ def _true() -> tf.Variable:
         return ResourceVariable(True, trainable=False)  # not replicated in a strategy's scope
 
 
-def _named() -> dict[str, Any]:
+def _named() -> dict[str, object]:
     """Options that give a collective the same name on all ranks, which Horovod matches them by.
 
     Horovod takes the name of the tensor's operation. But graphs differ between ranks, where one has
@@ -289,7 +304,7 @@ class HorovodCollectives:
         order: of other collectives of this rank, to be in one order with them; None: of its own.
     """
 
-    def __init__(self, process_set: Any, device: str, order: ResourceVariable | None = None):
+    def __init__(self, process_set: ProcessSet, device: str, order: ResourceVariable | None = None):
         self.size, self.index = process_set.size(), process_set.rank()
         self._process_set, self._device = process_set, device
         self._waits_for_last = True
@@ -373,7 +388,11 @@ class HorovodAllReduce(BucketedAllReduce):
     """
 
     def __init__(
-        self, process_set: Any, predivide: float = 1.0, adasum: bool = False, **options: Any
+        self,
+        process_set: ProcessSet,
+        predivide: float = 1.0,
+        adasum: bool = False,
+        **options: Any,
     ):
         super().__init__(**options)
         self._process_set, self._predivide, self._adasum = process_set, predivide, adasum

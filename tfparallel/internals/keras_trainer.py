@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,8 @@ from tfparallel.internals.running_call import RunningCall
 
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 
+EpochIterator: TypeAlias = keras_trainer.TFEpochIterator  # what `fit` & co. walk
+
 
 class TrainerCall(NamedTuple):
     """The call of `Model.fit`, `evaluate` or `predict` that is preparing its data."""
@@ -39,7 +41,7 @@ class TrainerCall(NamedTuple):
     num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
     is_length_known: bool  # of the data itself
     data_adapter: object  # Keras's view of the data
-    epoch_iterator: keras_trainer.TFEpochIterator  # what the call iterates over, made right now
+    epoch_iterator: EpochIterator  # what the call iterates over, made right now
 
 
 def calling_trainer() -> TrainerCall | None:
@@ -280,40 +282,38 @@ def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def dataset_of_iterator(
-    epoch_iterator: keras_trainer.TFEpochIterator,
+    epoch_iterator: EpochIterator,
 ) -> tf.data.Dataset | tf.distribute.DistributedDataset:
     """What `fit` makes an iterator of for each pass."""
     return epoch_iterator._distributed_dataset
 
 
-def set_dataset_of_iterator(
-    epoch_iterator: keras_trainer.TFEpochIterator, dataset: Iterable
-) -> None:
+def set_dataset_of_iterator(epoch_iterator: EpochIterator, dataset: Iterable) -> None:
     """Has it make its iterators of `dataset`."""
     epoch_iterator._distributed_dataset = dataset
 
 
-def iterator_of_epochs(epoch_iterator: keras_trainer.TFEpochIterator) -> object:
+def iterator_of_epochs(epoch_iterator: EpochIterator) -> object:
     """The iterator that goes on from epoch to epoch (`steps_per_epoch`); None before the first."""
     return epoch_iterator._current_iterator
 
 
-def set_iterator_of_epochs(epoch_iterator: keras_trainer.TFEpochIterator, iterator: object) -> None:
+def set_iterator_of_epochs(epoch_iterator: EpochIterator, iterator: object) -> None:
     """Has the next epoch go on with `iterator`."""
     epoch_iterator._current_iterator = iterator
 
 
-def steps_of_iterator(epoch_iterator: keras_trainer.TFEpochIterator) -> tuple[int, int | None]:
+def steps_of_iterator(epoch_iterator: EpochIterator) -> tuple[int, int | None]:
     """How many steps it has seen, and how many an epoch has, if that is known."""
     return epoch_iterator._steps_seen, epoch_iterator._num_batches
 
 
-def set_steps_seen(epoch_iterator: keras_trainer.TFEpochIterator, steps: int) -> None:
+def set_steps_seen(epoch_iterator: EpochIterator, steps: int) -> None:
     """How many steps Keras shall think it has seen."""
     epoch_iterator._steps_seen = steps
 
 
-def set_steps_of_epoch(epoch_iterator: keras_trainer.TFEpochIterator, steps: int | None) -> None:
+def set_steps_of_epoch(epoch_iterator: EpochIterator, steps: int | None) -> None:
     """How many steps Keras shall think an epoch has."""
     epoch_iterator._num_batches = steps
 
@@ -382,6 +382,6 @@ def surrounded_steps(epoch_iterator: object, around: Callable) -> Iterator[None]
         yield
 
 
-def steps_of_epoch(epoch_iterator: keras_trainer.TFEpochIterator) -> Iterator[tuple]:
+def steps_of_epoch(epoch_iterator: EpochIterator) -> Iterator[tuple]:
     """The steps of the epoch that begins, as `fit` walks them, with an iterator of batches each."""
     return epoch_iterator._enumerate_iterator()

@@ -53,6 +53,7 @@ from tfparallel.internals.datasets import (
     unrepeatable_parts,
 )
 from tfparallel.internals.keras_trainer import (
+    EpochIterator,
     dataset_of_iterator,
     hook_steps,
     iterator_of_epochs,
@@ -83,7 +84,7 @@ class InputPosition:
         checks: whether the first batches after a resume must be those that the backup tells of.
     """
 
-    def __init__(self, epoch_iterator: Any, num_workers: int = 1, checks: bool = True):
+    def __init__(self, epoch_iterator: EpochIterator, num_workers: int = 1, checks: bool = True):
         self._epoch_iterator, self._checks = epoch_iterator, checks
         self._dataset = dataset_of_iterator(epoch_iterator)
         # What this process reads batches from; None where others do, and this one only counts.
@@ -131,7 +132,7 @@ class InputPosition:
         """Tells that the next epoch begins with steps that are not done again."""
         self._steps_left_out = num_steps
 
-    def _make_iterator(self) -> Any:
+    def _make_iterator(self) -> Iterator:
         self._read_ahead = None
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
@@ -237,11 +238,11 @@ class InputPosition:
             return False  # a pass that Keras does not read to its end does not fill a cache
         return bool(self._has_checkpoints) or ends_in_a_prefetch(self._read_dataset)
 
-    def _can_compare(self, iterator: Any) -> bool:
+    def _can_compare(self, iterator: Iterator) -> bool:
         shows_batches = isinstance(iterator, tf.data.Iterator) or hasattr(iterator, "peek")
         return shows_batches and not unrepeatable_parts(self._read_dataset)
 
-    def _read_ahead_of(self, iterator: Any, checkpoint: list[np.ndarray] | None) -> list[str]:
+    def _read_ahead_of(self, iterator: Iterator, checkpoint: list[np.ndarray] | None) -> list[str]:
         ahead = ReadAhead(iterator, self._epoch_iterator.steps_per_execution, checkpoint)
         self._read_ahead = ahead if ahead.hashes else None
         return ahead.hashes
@@ -308,7 +309,7 @@ class InputPosition:
         if all_batches:
             self._count_cost(num_read, started)
 
-    def _iterator_at(self, state: dict[str, Any]) -> Any:
+    def _iterator_at(self, state: dict[str, Any]) -> Iterator:
         """The iterator that was the last one, with the batches to come; draws nothing."""
         started, now = time.monotonic(), host_random_state()
         set_host_random_state(state["random"])
@@ -330,7 +331,7 @@ class InputPosition:
         self._log_cost()
         return iterator
 
-    def _check(self, iterator: Any, state: dict[str, Any]) -> None:
+    def _check(self, iterator: Iterator, state: dict[str, Any]) -> None:
         """Compares the first batches of an iterator with those that a backup tells of.
 
         Raises:
@@ -374,17 +375,17 @@ class InputPosition:
             )
 
 
-def _position(iterator: Any) -> Any:
+def _position(iterator: Iterator) -> object:
     """What a checkpoint is of: the iterator, or the one of `tf.data` that it reads, if any."""
     source = source_of(iterator)
     return getattr(source, "position", source)
 
 
-def _is_of_numbers(iterator: Any) -> bool:
+def _is_of_numbers(iterator: Iterator) -> bool:
     return _position(iterator) is not source_of(iterator)
 
 
-def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
+def _can_restore(iterator: Iterator, state: dict[str, Any]) -> bool:
     """Whether `iterator` can be set to the checkpoint, which may be another strategy's."""
     position = _position(iterator)
     is_of_same = state.get("is_of_numbers", False) == _is_of_numbers(iterator)
@@ -396,7 +397,7 @@ def _num_seeds_drawn(checkpoint: list[np.ndarray]) -> int:
     return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
 
 
-def _py_dataset(epoch_iterator: Any) -> Any:
+def _py_dataset(epoch_iterator: EpochIterator) -> keras.utils.PyDataset | None:
     return getattr(epoch_iterator.data_adapter, "py_dataset", None)
 
 
