@@ -132,7 +132,7 @@ def _start_with(groups: Callable[[int], Iterable[Sequence[int]]] | None) -> None
         _process_sets.update({tuple(each.ranks): each for each in sets})
 
 
-def process_sets(groups: Iterable[Sequence[int]]) -> list[object]:
+def process_sets(groups: Iterable[Sequence[int]]) -> list[ProcessSet]:
     """Horovod's process sets of groups of ranks; all ranks ask for all groups, in one order.
 
     Raises:
@@ -141,14 +141,14 @@ def process_sets(groups: Iterable[Sequence[int]]) -> list[object]:
     return [_process_set(list(ranks)) for ranks in groups]
 
 
-def _process_set(ranks: list[int]) -> object:
+def _process_set(ranks: list[int]) -> ProcessSet:
     known = _process_sets.get(tuple(ranks))
     if known is None:
         known = _process_sets[tuple(ranks)] = _added(ranks)
     return known
 
 
-def _added(ranks: list[int]) -> object:
+def _added(ranks: list[int]) -> ProcessSet:
     try:
         return hvd.add_process_set(ranks)
     except ValueError as error:

@@ -30,7 +30,7 @@ class StrategySection(Section):
     name: str
     class_name: ClassVar[str]
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the keyword arguments of `tfparallel.<class_name>`."""
         return self.model_dump(exclude={"name", "memory", "prefetch_batches"})
 
@@ -68,7 +68,7 @@ class WithTimeouts(PlacesBatches):
 
     timeouts: WaitLimits | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tfparallel
 
         arguments = super().arguments()
@@ -84,7 +84,7 @@ class OneDevice(PlacesBatches):
     name: Literal["one_device"]
     device: DeviceName | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         default = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
@@ -99,7 +99,7 @@ class Mirrored(PlacesBatches):
     devices: DeviceNames | None = None
     cross_device_ops: Literal["nccl", "hierarchical_copy", "reduction_to_one_device"] | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         cross_device_ops = {
@@ -144,7 +144,7 @@ class TensorParallel(WithMemory):
     replicas: int = Field(default=1, ge=1)
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import keras
 
         from tfparallel.replicas.device_names import all_devices_here
@@ -227,7 +227,7 @@ class MultiWorkerMirrored(WithTimeouts):
     communication: Communication = Communication()
     compression: Compression = Compression()
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         options = self.communication.model_dump()
@@ -249,7 +249,7 @@ class Horovod(PlacesBatches):
     stall_timeout_s: float | None = Field(default=300.0, gt=0)
     start_timeout_s: float | None = Field(default=600.0, gt=0)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         return {
             "stall_timeout_s": self.stall_timeout_s,
             "start_timeout_s": self.start_timeout_s,
@@ -299,7 +299,7 @@ class ParameterServer(StrategySection):
     copy_every_steps: int | None = Field(default=8, ge=1)
     insecure_network: bool = False
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         return {
             "mode": self.mode,
             "max_staleness": self.max_staleness,
@@ -350,7 +350,7 @@ class Hybrid(PlacesBatches):
     shard: ShardSection | None = None
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import keras
 
         import tfparallel

@@ -8,8 +8,9 @@ for all. The mathematics are the same.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
@@ -33,7 +34,7 @@ from tfparallel.internals import (
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
-from tfparallel.replicas.batch import concat_rows, num_rows
+from tfparallel.replicas.batch import OfRows, Rows, concat_rows, num_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
@@ -61,6 +62,8 @@ from tfparallel.tpu.padded_layers import (
 )
 from tfparallel.tpu.padded_step import PaddedStep, average_statistics
 
+Nest = TypeVar("Nest")
+
 
 class SpmdKerasSteps(DescribedStrategy):
     """Mixin, before a `tf.distribute.Strategy`: `run` of a Keras step is right for the whole batch.
@@ -78,7 +81,11 @@ class SpmdKerasSteps(DescribedStrategy):
         return super().scope()
 
     def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+        self,
+        fn: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: tf.distribute.RunOptions | None = None,
     ) -> Any:
         """`tf.distribute.Strategy.run`; a batch that is not distributed yet is split."""
         if is_keras_step(fn):
@@ -99,7 +106,9 @@ class SpmdKerasSteps(DescribedStrategy):
         with spoken_of(self, fn):
             return super().run(fn, args, kwargs, options)
 
-    def _predict(self, fn: Callable, data: Any, options: Any) -> Any:
+    def _predict(
+        self, fn: Callable, data: object, options: tf.distribute.RunOptions | None
+    ) -> object:
         """Predictions of all rows of a batch, in its order, without those of padding."""
         model = model_of_predict_step(fn)
         batch = self._distributed(data, model)
@@ -107,7 +116,7 @@ class SpmdKerasSteps(DescribedStrategy):
             own_rows = batch.data if isinstance(batch, WholeBatch) else batch
             return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
 
-        def on_replica(batch: PaddedBatch) -> Any:
+        def on_replica(batch: PaddedBatch) -> object:
             with _padded_step(batch, weights_loss=False).active():
                 _check_rows_are_apart(model, batch)
                 return fn(batch.data)
@@ -116,7 +125,9 @@ class SpmdKerasSteps(DescribedStrategy):
             outputs = super().run(on_replica, (batch,), None, options)
         return self._rows_in_order(outputs, batch.totals)
 
-    def _rows_in_order(self, outputs: Any, totals: Any) -> Any:
+    def _rows_in_order(
+        self, outputs: object, totals: tf.distribute.DistributedValues | None
+    ) -> object:
         """The rows that all replicas have computed, but for those of padding.
 
         Replicas have them in their order, over all hosts. Keras would take another for a TPU's.
@@ -125,7 +136,7 @@ class SpmdKerasSteps(DescribedStrategy):
         with tf.device(self.extended._cutting_host):
             are_real = None if totals is None else [part > 0 for part in local(totals)]
 
-            def joined(value: Any) -> Any:
+            def joined(value: tf.distribute.DistributedValues) -> OfRows:
                 parts = local(value)
                 if are_real is not None:
                     parts = [_real_rows(*each) for each in zip(parts, are_real, strict=True)]
@@ -133,7 +144,7 @@ class SpmdKerasSteps(DescribedStrategy):
 
             return keras.tree.map_structure(joined, outputs)
 
-    def _distributed(self, data: Any, model: keras.Model) -> Any:
+    def _distributed(self, data: object, model: keras.Model) -> object:
         """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
         if isinstance(data, PaddedBatch | WholeBatch):
             if isinstance(data, PaddedBatch) and self._batch_rows is not None:
@@ -167,7 +178,9 @@ class SpmdKerasSteps(DescribedStrategy):
                 data = keras.tree.map_structure(_identity, data)
             return parts_by_replica(padded(data, count, rows), count, rows)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Iterable:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
 
         For `fit`, `evaluate` and `predict`, batches that may differ in size are filled with rows of
@@ -182,11 +195,11 @@ class SpmdKerasSteps(DescribedStrategy):
         model_hooks.build_without_reading(call, dataset.element_spec)
         return distributed_by_host(self, dataset, call, size, count)
 
-    def all_rows(self, tensors: Any) -> Any:
+    def all_rows(self, tensors: Nest) -> Nest:
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
         return all_rows(self, tensors)
 
-    def profile(self, model: keras.Model, batch: Any) -> NoReturn:
+    def profile(self, model: keras.Model, batch: object) -> NoReturn:
         """Not on a TPU: other strategies have it, a TPU tells its own profiler alone.
 
         Raises:
@@ -223,7 +236,7 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         """The CPU that a batch is cut on which is not distributed by TensorFlow."""
         return device_util.get_host_for_device(self.worker_devices[0])
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
         if is_statistics(owner, kwargs):
@@ -250,7 +263,9 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         del optimizer
         return {}
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         return apply(gradients, variables)
 
     def _all_rows(self, tensors: list) -> list:
@@ -306,13 +321,13 @@ def _telling_of_gradients(kind: type) -> type:
     return type(kind.__name__, (_TellsOfGradients, kind), {})
 
 
-def _step_on_replica(step_function: Any, segments: StepSegments) -> Callable:
+def _step_on_replica(step_function: MethodType, segments: StepSegments) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
     is_training = step_function.__name__ == "train_step"
     weights_loss = is_training and is_stock_step(step_function)
     model = step_function.__self__
 
-    def on_replica(batch: Any) -> Any:
+    def on_replica(batch: object) -> object:
         step: ReplicaStep
         if isinstance(batch, PaddedBatch):
             step, data = _padded_step(batch, weights_loss), batch.data
@@ -352,15 +367,15 @@ def _real_rows(rows: tf.Tensor, is_real: tf.Tensor) -> tf.Tensor:
     return tf.boolean_mask(rows, is_real)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> OfRows | None:
     return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _identity(leaf: Any) -> Any:
+def _identity(leaf: OfRows | None) -> OfRows | None:
     return leaf if leaf is None else tf.identity(leaf)
 
 
-def _rows_of_all(data: Any) -> tuple[Any, Any]:
+def _rows_of_all(data: object) -> tuple[Rows, Rows]:
     """How many rows this replica has, and all together; no communication where they are known."""
     context, rows = distribute_lib.get_replica_context(), num_rows(data)
     if isinstance(rows, int):  # one program for all replicas: it is the same number for each
@@ -368,7 +383,7 @@ def _rows_of_all(data: Any) -> tuple[Any, Any]:
     return rows, context.all_reduce(ReduceOp.SUM, rows)
 
 
-def _mean_over_rows(outputs: Any, weight: tf.Tensor) -> Any:
+def _mean_over_rows(outputs: object, weight: tf.Tensor) -> object:
     """The scalars among `outputs` averaged over all rows, in one all-reduce."""
     flat = keras.tree.flatten(outputs)
     chosen = [
