@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.coordination.rank_meeting import meet_ranks
 from tfparallel.coordination.waited import waiting_for_others
@@ -32,7 +31,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "HorovodAllReduce",
     "HorovodCollectives",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -376,29 +374,3 @@ class HorovodCollectives:
             yield
         finally:
             self._waits_for_last = True
-
-
-class HorovodAllReduce(BucketedAllReduce):
-    """`BucketedAllReduce` through Horovod.
-
-    Args:
-        process_set: the ranks.
-        predivide, adasum: as `all_reduce_sum`.
-        **options: as `BucketedAllReduce`.
-    """
-
-    def __init__(
-        self,
-        process_set: ProcessSet,
-        predivide: float = 1.0,
-        adasum: bool = False,
-        **options: Any,
-    ):
-        super().__init__(**options)
-        self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
-
-    def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
-
-    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return all_gather(rows, self._process_set)

@@ -12,8 +12,8 @@ from typing import cast
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.horovod_all_reduce import HorovodAllReduce
 from tfparallel.communication.horovod_collectives import (
-    HorovodAllReduce,
     HorovodCollectives,
     ProcessSet,
     broadcast,
