@@ -30,7 +30,7 @@ AHEAD_ON_GPUS = 2
 _END = object()
 
 
-class PlacesBatches(LocalReplicas, Protocol):
+class PlacesAhead(LocalReplicas, Protocol):
     """What is asked of the `extended` of a strategy."""
 
     _num_batches_ahead: int | None  # of their steps; None: as suits the devices
@@ -44,7 +44,7 @@ def batches_ahead_by_default(devices: Iterable[str]) -> int:
 
 
 def with_batches_ahead(
-    extended: PlacesBatches, batches: Iterable[object], call: TrainerCall
+    extended: PlacesAhead, batches: Iterable[object], call: TrainerCall
 ) -> Iterable[object]:
     """`batches`, which `call` iterates over, placed ahead of their steps as the strategy says."""
     asked = extended._num_batches_ahead
@@ -70,7 +70,7 @@ class DatasetAhead:
     """
 
     def __init__(
-        self, extended: PlacesBatches, dataset: tf.data.Dataset, ahead: int, call: TrainerCall
+        self, extended: PlacesAhead, dataset: tf.data.Dataset, ahead: int, call: TrainerCall
     ):
         self.read_dataset, self._ahead = dataset, ahead
         self._place = BatchPlacement(extended, dataset.element_spec).place

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.internals import BaseOptimizer, TrainerCall
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
 from tfparallel.replicas.batch import Batch
-from tfparallel.replicas.batches_ahead import PlacesBatches
+from tfparallel.replicas.batches_ahead import PlacesAhead
 from tfparallel.replicas.local_replicas import LocalReplicas
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.row_seeds import RowSeeds
@@ -110,7 +110,7 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
         """The rows of all processes, one process after the other."""
 
 
-class KerasExtended(StepDecisions, MeasuredTraining, PlacesBatches, Protocol):
+class KerasExtended(StepDecisions, MeasuredTraining, PlacesAhead, Protocol):
     """All that is asked of the `extended` of a `KerasStrategy`, whatever its method."""
 
     def _join(self, workers: AxisOfProcesses) -> None:
