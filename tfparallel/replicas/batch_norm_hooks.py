@@ -28,7 +28,7 @@ from tfparallel.internals import ReduceOp, distribute_lib, has_one_tape, record
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import has_stock_moments
-from tfparallel.replicas.replica_step import all_reduce_gradients
+from tfparallel.replicas.weighed_gradients import all_reduce_gradients
 
 
 def hook_batch_norm(layer: object) -> None:

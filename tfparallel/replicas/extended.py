@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,10 +13,8 @@ from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
-    ReduceOp,
     TrainerCall,
     device_util,
-    distribute_lib,
     distribute_utils,
     layer_of_late_variable,
     numpy_dataset,
@@ -24,17 +22,13 @@ from tfparallel.internals import (
     record,
     with_body,
 )
-from tfparallel.measure.operation_kinds import REDUCE_SCOPE
-from tfparallel.replicas.batch import with_int32_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.gathers_rows import GathersRows
 from tfparallel.replicas.measured_replicas import MeasuredReplicas
-from tfparallel.replicas.noise_probe import replica_number
 from tfparallel.replicas.one_place import OnePlace
 from tfparallel.replicas.owners import hook_owner
-from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
 from tfparallel.replicas.variables import (
@@ -43,11 +37,12 @@ from tfparallel.replicas.variables import (
     is_statistics,
     mark_owner,
 )
+from tfparallel.replicas.weighed_gradients import WeighedGradients
 
-Value = TypeVar("Value")
 
-
-class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtended):
+class ReplicatedExtended(
+    OnePlace, GathersRows, MeasuredReplicas, WeighedGradients, MirroredExtended
+):
     """Replicas that compute alike, from gradients reduced once."""
 
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
@@ -190,71 +185,12 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
     def _functions_around_replicas(self) -> weakref.WeakKeyDictionary:
         return weakref.WeakKeyDictionary()
 
-    # ---- how gradients meet ----------------------------------------------------------------------
-
-    def _use_merge_call(self) -> bool:
-        """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
-        return False
-
-    @property
-    def _gathers_by_collectives(self) -> bool:
-        """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
-        return False
-
-    def _replica_ctx_all_reduce(
-        self, reduce_op: ReduceOp, value: Value, options: object = None
-    ) -> Value:
-        context = distribute_lib.get_replica_context()
-
-        def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
-            return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
-
-        if self._num_replicas_in_sync == 1:
-            return value
-        # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
-        flat = [
-            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
-            for t in tf.nest.flatten(value)
-        ]
-        flat = [with_int32_rows(t) for t in flat] if self._gathers_by_collectives else flat
-        reduced = context.merge_call(merge, args=flat)
-        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
-        # graph backwards from what it gets to what it gave, and through that of the other replicas
-        # to its beginning: each all-reduce again, unless no gradient leads further than this.
-        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
-            reduced = [tf.stop_gradient(t) for t in reduced]
-        return tf.nest.pack_sequence_as(value, reduced)
+    # ---- around an update ------------------------------------------------------------------------
 
     def _behind(self, part: object) -> contextlib.AbstractContextManager:
         """Within it, a replica computes its step of `part`, its rows."""
         del part
         return contextlib.nullcontext()
-
-    def _weigh_and_reduce(self, gradients: list) -> list:
-        """Gradients of all rows, from those of this replica's; called in a replica context."""
-        step = current_replica_step()
-        if step is not None:
-            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
-        with tf.name_scope(REDUCE_SCOPE):
-            reduced = self._reduce_gradients(gradients)
-        if self._noise_probe is not None and step is not None:
-            self._noise_probe.note(
-                replica_number(),
-                step,
-                step.zero_without_rows(gradients),
-                reduced,
-            )
-        return reduced
-
-    def _reduce_gradients(self, gradients: list) -> list:
-        """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
-        step = current_replica_step()
-        if step is not None:
-            gradients = step.zero_without_rows(gradients)
-        return self._sum_gradients(gradients) if gradients else []
-
-    def _sum_gradients(self, gradients: list) -> list:
-        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
 
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
         """Methods of an optimizer, by name, that act otherwise here: `hook(original, *args)`."""

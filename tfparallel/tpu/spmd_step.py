@@ -43,6 +43,7 @@ from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
+from tfparallel.replicas.weighed_gradients import active_step, weigh_gradient
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.segments.step_segments import StepSegments
 from tfparallel.tpu.input_by_host import distributed_by_host
@@ -117,7 +118,7 @@ class SpmdKerasSteps(DescribedStrategy):
             return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
 
         def on_replica(batch: PaddedBatch) -> object:
-            with _padded_step(batch, weights_loss=False).active():
+            with active_step(_padded_step(batch, weights_loss=False)):
                 _check_rows_are_apart(model, batch)
                 return fn(batch.data)
 
@@ -255,7 +256,7 @@ class SpmdExtended(tf.distribute.StrategyExtended):
         """Gradients of all rows, from those of this replica's."""
         step = current_replica_step()
         if step is not None:
-            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
+            gradients = [weigh_gradient(gradient, step) for gradient in gradients]
         return self._reduce_gradients(gradients)
 
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
@@ -337,7 +338,7 @@ def _step_on_replica(step_function: MethodType, segments: StepSegments) -> Calla
             dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
             weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
             step = ReplicaStep(rows, weight, weights_loss, statistics=[])
-        with step.active():
+        with active_step(step):
             if isinstance(batch, PaddedBatch):
                 _check_rows_are_apart(model, batch)
             outputs = step_function(data)
