@@ -53,10 +53,10 @@ def _next_of_replica(
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy:
         return next_seed(ordered=ordered)
-    row_seeds = getattr(strategy.extended, "_row_seeds", None)  # not of cores of a TPU
+    row_seeds = strategy.extended._row_seeds
     if row_seeds is not None:
         return row_seeds.seed_of(generator, lambda: next_seed(ordered=ordered))
-    device = getattr(strategy.extended, "_seed_device", None)
+    device = strategy.extended._seed_device
     with contextlib.nullcontext() if device is None else tf.device(device):
         seed = next_seed(ordered=ordered)
         return seed_of_stream(seed, context.replica_id_in_sync_group)

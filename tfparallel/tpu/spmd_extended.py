@@ -16,6 +16,7 @@ from tfparallel.internals import (
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
 from tfparallel.replicas.weighed_gradients import weigh_gradient
@@ -26,6 +27,8 @@ class SpmdExtended(tf.distribute.StrategyExtended):
     """Mixin of `SpmdKerasSteps`' extended: hooks for what is created in the scope."""
 
     _id_in_cluster, _num_workers = 0, 1  # one process drives the devices of all hosts
+    _row_seeds: RowSeeds | None = None  # each core draws numbers of its own
+    _seed_device: str | None = None
 
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""
