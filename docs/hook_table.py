@@ -48,7 +48,7 @@ _BETWEEN = """
 | for | how | where |
 |---|---|---|
 | `variable.handle` under `TPUStrategy` | A variable of TensorFlow's gets a subclass of its own \
-class when it is created in the scope. | `tfparallel/tpu/spmd_step.py` |
+class when it is created in the scope. | `tfparallel/tpu/spmd_extended.py` |
 """
 
 

@@ -52,7 +52,7 @@ def entered(strategy) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("title", "make", "most_files"),
     [
-        ("One batch under", lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), 8),
+        ("One batch under", lambda: tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), 7),
         ("One microbatch under", lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"], 2), 12),
     ],
 )

@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.internals.keras_distribution_hooks import distribution_installed
+from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.device_names import devices_here, short_names
 from tfparallel.strategies.mirrored import MirroredStrategy
 from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -34,6 +35,8 @@ __all__ = ["disable", "enable", "strategy_for"]
 _log = logging.getLogger("tfparallel")
 _hooks = contextlib.ExitStack()
 _strategies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+Tensor = TypeVar("Tensor")
 _enabled = False
 
 
@@ -69,7 +72,7 @@ def disable() -> None:
     _enabled = False
 
 
-def strategy_for(distribution: object) -> Any:
+def strategy_for(distribution: object) -> KerasStrategy:
     """The strategy that a distribution is, made when it is first asked for.
 
     Args:
@@ -101,7 +104,7 @@ def _make(distribution: object) -> object:
     return None
 
 
-def _check_one_process(distribution: Any) -> None:
+def _check_one_process(distribution: keras.distribution.ModelParallel) -> None:
     if num_processes() > 1:
         raise NotImplementedError(
             "Expected one process for keras.distribution.ModelParallel. Received: "
@@ -110,7 +113,7 @@ def _check_one_process(distribution: Any) -> None:
         )
 
 
-def _check_auto_shard(distribution: Any) -> None:
+def _check_auto_shard(distribution: keras.distribution.DataParallel) -> None:
     if not distribution.auto_shard_dataset:
         raise NotImplementedError(
             "Expected auto_shard_dataset=True: each process is given all data, and trains on its "
@@ -152,7 +155,7 @@ def get_device_count(device_type: str | None = None) -> int:
     return len(list_devices(device_type))
 
 
-def distribute_tensor(tensor: object, layout: object) -> Any:
+def distribute_tensor(tensor: Tensor, layout: object) -> Tensor:
     """The tensor itself: where it is changes nothing that is computed."""
     del layout
     return tensor

@@ -11,7 +11,8 @@ import pytest
 
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.launch.config import ConfigError, build_strategy, load_config
-from tfparallel.launch.strategy_sections import STRATEGIES, Compression, WaitLimits
+from tfparallel.launch.option_sections import Compression, WaitLimits
+from tfparallel.launch.strategy_sections import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -3,7 +3,8 @@
 import tensorflow as tf
 
 from tfparallel.internals import MirroredExtended
-from tfparallel.tpu.spmd_step import SpmdExtended, SpmdKerasSteps
+from tfparallel.tpu.spmd_extended import SpmdExtended
+from tfparallel.tpu.spmd_step import SpmdKerasSteps
 
 
 class CpuExtended(SpmdExtended, MirroredExtended):

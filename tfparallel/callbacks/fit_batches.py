@@ -1,14 +1,12 @@
 """What the batches of one call of `Model.fit` look like, without taking one."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_trainer import Fit, dataset_of_iterator
 
 
-def batch_spec(fit: Fit) -> tuple[Any, int]:
+def batch_spec(fit: Fit) -> tuple[object, int]:
     """A nest of `tf.TensorSpec` of `[rows, ...]`, and how many rows; 1 where that is not known.
 
     Raises:

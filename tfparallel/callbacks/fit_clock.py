@@ -183,7 +183,7 @@ class FitClock:
         iterations = getattr(self._model.optimizer, "iterations", None)
         return 0 if iterations is None else int(iterations.numpy())
 
-    def _measured(self, batches: Any) -> Any:
+    def _measured(self, batches: Iterator) -> Iterator:
         """The iterator of a step with a clock at it; one of another kind as it is.
 
         So is one in whose graph a clock is refused.
@@ -214,7 +214,7 @@ class FitClock:
         """Puts the clock around what Keras tells a callback."""
         name = type(callback).__name__
 
-        def timed(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        def timed(original: Callable, *args: object, **kwargs: object) -> object:
             with self.clock.in_callback(name):
                 return original(*args, **kwargs)
 

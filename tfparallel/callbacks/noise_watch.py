@@ -1,7 +1,6 @@
 """The noise scale of one training, smoothed from epoch to epoch, of all its processes."""
 
 import math
-from typing import Any
 
 import keras
 
@@ -61,7 +60,7 @@ class NoiseWatch:
         if self._noting is not None and self._model.train_function is self._noting:
             self._model.train_function = self._usual
 
-    def end_epoch(self, batch_size: int | None) -> dict[str, Any] | None:
+    def end_epoch(self, batch_size: int | None) -> dict[str, object] | None:
         """The noise scale after another epoch; None where it is not known."""
         if self._probe is None:
             return None

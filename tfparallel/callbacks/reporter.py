@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -158,7 +157,7 @@ class Reporter:
         )
 
 
-def _details(epoch: Epoch, timed: FitClock) -> dict[str, Any]:
+def _details(epoch: Epoch, timed: FitClock) -> dict[str, object]:
     """Names and figures behind the seconds."""
     callbacks = added(epoch.spent.callbacks_s, epoch.spent.outside_s)
     saving = timed.saving

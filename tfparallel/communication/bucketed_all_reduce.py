@@ -1,7 +1,6 @@
 """TensorFlow's `CrossDeviceOps` over a transport of our own: what a strategy reduces with."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -26,7 +25,7 @@ class BucketedAllReduce(CollectiveAllReduce):
     """
 
     def __init__(
-        self, device: str, bucket_bytes: int = SENT_BUCKET_BYTES, **collective_options: Any
+        self, device: str, bucket_bytes: int = SENT_BUCKET_BYTES, **collective_options: object
     ):
         super().__init__(**collective_options)
         self._device, self._bucket_bytes = device, bucket_bytes
@@ -87,7 +86,7 @@ class BucketedAllReduce(CollectiveAllReduce):
                 totals[i] = total
         return totals
 
-    def _gather_rows_of_gradient(self, value: Any) -> tf.IndexedSlices:
+    def _gather_rows_of_gradient(self, value: tf.distribute.DistributedValues) -> tf.IndexedSlices:
         """The sum over replicas of a sparse gradient: the rows of all, equal indices not merged."""
         values = tf.concat([part.values for part in value.values], 0)
         indices = tf.concat([part.indices for part in value.values], 0)

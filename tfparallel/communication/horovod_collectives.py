@@ -9,11 +9,10 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
 from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.coordination.rank_meeting import meet_ranks
 from tfparallel.coordination.waited import waiting_for_others
@@ -32,7 +31,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "HorovodAllReduce",
     "HorovodCollectives",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
@@ -63,6 +61,21 @@ _process_sets: dict[tuple[int, ...], Any] = {}  # that Horovod has started with,
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 _SENT_AS_THEY_ARE = {tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.uint8}
+
+
+class ProcessSet(Protocol):
+    """What is asked of a `hvd.ProcessSet`."""
+
+    ranks: Sequence[int] | None  # None: all
+
+    def size(self) -> int:
+        """How many ranks."""
+
+    def rank(self) -> int:
+        """The number of this one among them."""
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
 
 
 def start(
@@ -117,7 +130,7 @@ def _start_with(groups: Callable[[int], Iterable[Sequence[int]]] | None) -> None
         _process_sets.update({tuple(each.ranks): each for each in sets})
 
 
-def process_sets(groups: Iterable[Sequence[int]]) -> list[object]:
+def process_sets(groups: Iterable[Sequence[int]]) -> list[ProcessSet]:
     """Horovod's process sets of groups of ranks; all ranks ask for all groups, in one order.
 
     Raises:
@@ -126,14 +139,14 @@ def process_sets(groups: Iterable[Sequence[int]]) -> list[object]:
     return [_process_set(list(ranks)) for ranks in groups]
 
 
-def _process_set(ranks: list[int]) -> object:
+def _process_set(ranks: list[int]) -> ProcessSet:
     known = _process_sets.get(tuple(ranks))
     if known is None:
         known = _process_sets[tuple(ranks)] = _added(ranks)
     return known
 
 
-def _added(ranks: list[int]) -> object:
+def _added(ranks: list[int]) -> ProcessSet:
     try:
         return hvd.add_process_set(ranks)
     except ValueError as error:
@@ -179,7 +192,7 @@ def all_gather(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
-def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Tensor]:
+def all_gather_each(parts: Sequence[tf.Tensor], process_set: ProcessSet) -> list[tf.Tensor]:
     """Of each `[length]`, as long on every rank, all ranks' one after the other, together."""
     sent = [_unknown(_as_bytes(part)) for part in parts]
     gathered = hvd.grouped_allgather(sent, process_set=process_set, **_named())
@@ -190,7 +203,7 @@ def all_gather_each(parts: Sequence[tf.Tensor], process_set: Any) -> list[tf.Ten
     ]
 
 
-def reduce_scatter(rows: tf.Tensor, process_set: Any) -> tf.Tensor:
+def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`.
 
     Gloo's own halves what is exchanged, as often as there are halves. Of more than two ranks some
@@ -214,7 +227,7 @@ def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
 
 
-def broadcast(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
+def broadcast(tensor: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
     sent = _unknown(_as_bytes(tensor))
@@ -248,7 +261,7 @@ def _true() -> tf.Variable:
         return ResourceVariable(True, trainable=False)  # not replicated in a strategy's scope
 
 
-def _named() -> dict[str, Any]:
+def _named() -> dict[str, object]:
     """Options that give a collective the same name on all ranks, which Horovod matches them by.
 
     Horovod takes the name of the tensor's operation. But graphs differ between ranks, where one has
@@ -289,7 +302,7 @@ class HorovodCollectives:
         order: of other collectives of this rank, to be in one order with them; None: of its own.
     """
 
-    def __init__(self, process_set: Any, device: str, order: ResourceVariable | None = None):
+    def __init__(self, process_set: ProcessSet, device: str, order: ResourceVariable | None = None):
         self.size, self.index = process_set.size(), process_set.rank()
         self._process_set, self._device = process_set, device
         self._waits_for_last = True
@@ -361,25 +374,3 @@ class HorovodCollectives:
             yield
         finally:
             self._waits_for_last = True
-
-
-class HorovodAllReduce(BucketedAllReduce):
-    """`BucketedAllReduce` through Horovod.
-
-    Args:
-        process_set: the ranks.
-        predivide, adasum: as `all_reduce_sum`.
-        **options: as `BucketedAllReduce`.
-    """
-
-    def __init__(
-        self, process_set: Any, predivide: float = 1.0, adasum: bool = False, **options: Any
-    ):
-        super().__init__(**options)
-        self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
-
-    def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
-
-    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return all_gather(rows, self._process_set)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +12,7 @@ def join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
 
 
-def split(joined: tf.Tensor, shapes: Sequence[Any]) -> list[tf.Tensor]:
+def split(joined: tf.Tensor, shapes: Sequence[tf.Tensor | Sequence[int]]) -> list[tf.Tensor]:
     """The tensors that `join` has joined.
 
     Args:

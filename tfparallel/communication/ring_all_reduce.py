@@ -39,7 +39,7 @@ class RingAllReduce(BucketedAllReduce):
         return self._ring.journal()
 
     def _all_reduce_per_replica_values(
-        self, reduce_op: ReduceOp, per_replica_values: Sequence, options: Any
+        self, reduce_op: ReduceOp, per_replica_values: Sequence, options: object
     ) -> list:
         if tf.compat.v1.executing_eagerly_outside_functions():
             return super()._all_reduce_per_replica_values(reduce_op, per_replica_values, options)
@@ -57,7 +57,7 @@ class RingAllReduce(BucketedAllReduce):
         ]
 
     def _timed(self, collective: Callable) -> Callable:
-        def timed(*arrays: np.ndarray) -> Any:
+        def timed(*arrays: np.ndarray) -> object:
             before_s = self._ring.times.spent_s
             result = collective(*arrays)
             self._sums_s += self._ring.times.spent_s - before_s
@@ -100,12 +100,19 @@ class RingAllReduce(BucketedAllReduce):
             whole.set_shape([part.shape[0] * self._ring.num_workers])
         return wholes
 
-    def _call_ring(self, collective: Callable, tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    def _call_ring(
+        self, collective: Callable, tensor: tf.Tensor, shape: tf.TensorShape
+    ) -> tf.Tensor:
         result = self._in_order(collective, [tensor], tensor.dtype)
         result.set_shape(shape)
         return result
 
-    def _in_order(self, collective: Callable, tensors: Sequence[tf.Tensor], dtypes: Any) -> Any:
+    def _in_order(
+        self,
+        collective: Callable,
+        tensors: Sequence[tf.Tensor],
+        dtypes: tf.DType | Sequence[tf.DType],
+    ) -> Any:
         # Calls must have the same order on all workers. TensorFlow keeps operations on one resource
         # in the program's order, also across `tf.cond` and `tf.while_loop`.
         with tf.control_dependencies([self._order.assign_add(1.0)]):

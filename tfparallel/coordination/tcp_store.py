@@ -213,7 +213,7 @@ class TcpStore:
         return _Stream(connection, connection.makefile("rwb"))
 
 
-def _ask(stream: _Stream, answer_s: float, waits_s: float, request: Mapping[str, Any]) -> Any:
+def _ask(stream: _Stream, answer_s: float, waits_s: float, request: Mapping[str, object]) -> Any:
     try:
         stream.connection.settimeout(waits_s + answer_s)
         stream.file.write(json.dumps(request).encode() + b"\n")

@@ -6,14 +6,16 @@ import socket
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
+import keras
 import tensorflow as tf
 
+from tfparallel.communication.horovod_all_reduce import HorovodAllReduce
 from tfparallel.communication.horovod_collectives import (
-    HorovodAllReduce,
     HorovodCollectives,
+    ProcessSet,
     broadcast,
     hvd,
 )
@@ -48,8 +50,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def __init__(
         self,
-        strategy: Any,
-        process_set: Any,
+        strategy: tf.distribute.Strategy,
+        process_set: ProcessSet,
         adasum: bool,
         sparse_as_dense: bool,
         options: dict,
@@ -142,8 +144,8 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> object:
         """Rank 0's initial value, once all ranks have said that they create the same variable."""
         del replica_id, primary_var
         initial_value = kwargs["initial_value"]
@@ -159,7 +161,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     # ---- how a batch is split --------------------------------------------------------------------
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         dataset = super()._keras_dataset(dataset, call)
         if self._num_workers > 1:
             self._spread_state(call.model)
@@ -170,7 +172,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         with self._names_lost_ranks(), super()._around_epoch(call):
             yield
 
-    def _spread_state(self, model: Any) -> None:
+    def _spread_state(self, model: keras.Model) -> None:
         """Gives all ranks rank 0's weights and optimizer state where a rank has other ones.
 
         They differ where one rank alone has restored a checkpoint.
@@ -193,7 +195,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         for variable in variables:
             variable.assign(self._broadcast(variable.read_value()))
 
-    def _is_held_alike(self, variable: Any) -> bool:
+    def _is_held_alike(self, variable: tf.Variable) -> bool:
         """Whether all ranks have the whole of `variable`."""
         del variable
         return True

@@ -65,9 +65,9 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
-        cluster_resolver: Any,
-        communication_options: Any,
+        container_strategy: tf.distribute.Strategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        communication_options: tf.distribute.experimental.CommunicationOptions,
         compressor: Meeting | None,
         timeouts: WorkerTimeouts,
         has_inner: bool = False,
@@ -135,7 +135,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         )
 
     def _initialize_local_devices(
-        self, cluster_resolver: Any, worker_device: str
+        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
         devices, device_type = super()._initialize_local_devices(cluster_resolver, worker_device)
         if device_type == "CPU":  # all logical ones: the stock strategy takes only the first
@@ -255,8 +255,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     # ---- where variables live --------------------------------------------------------------------
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> object:
         """Rank 0's initial value, once all ranks have said that they create the same variable."""
         if replica_id == 0 and self._num_workers > 1:
             kwargs["initial_value"] = self._announced(kwargs["initial_value"], kwargs)
@@ -304,7 +304,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._is_in_loop = False
 
     def _batch_reduce_to(
-        self, reduce_op: ReduceOp, value_destination_pairs: list, options: Any
+        self, reduce_op: ReduceOp, value_destination_pairs: list, options: object
     ) -> list:
         """As the stock one; the rows of sparse gradients also vary where keys are fixed.
 
@@ -360,9 +360,13 @@ def _check_is_first(rank: int) -> None:
         )
 
 
-def _workers(resolver: Any) -> tuple[list[tuple[str, int]], list[str], int | None]:
+def _workers(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+) -> tuple[list[tuple[str, int]], list[str], int | None]:
     """The tasks that train, their addresses, and which of them this process is, if any."""
-    cluster = resolver.cluster_spec().as_dict() if resolver is not None else {}
+    if resolver is None:
+        return [], [], None
+    cluster = resolver.cluster_spec().as_dict()
     tasks = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, ())))]
     me = (resolver.task_type, resolver.task_id) if tasks else None
     addresses = [cluster[job][i] for job, i in tasks]

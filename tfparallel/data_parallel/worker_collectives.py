@@ -5,7 +5,6 @@ of hosts, unless its configuration of sessions asks for NCCL. So NCCL is asked f
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -38,7 +37,9 @@ def check_alike(kinds: Sequence[str], counts: Sequence[int], addresses: Sequence
         )
 
 
-def options_of_gradients(options: Any, kind: str, is_divided: bool) -> object:
+def options_of_gradients(
+    options: tf.distribute.experimental.CommunicationOptions, kind: str, is_divided: bool
+) -> object:
     """The options with NCCL, in packs, where devices are whole GPUs and nothing else is asked for.
 
     Args:
@@ -67,12 +68,12 @@ def options_of_gradients(options: Any, kind: str, is_divided: bool) -> object:
     )
 
 
-def without_limit(options: Any) -> object:
+def without_limit(options: tf.distribute.experimental.CommunicationOptions) -> object:
     """The options without `timeout_seconds`, which our watch keeps (`collective_watch.py`)."""
     return Options(bytes_per_pack=options.bytes_per_pack, implementation=options.implementation)
 
 
-def options_of_hosts(options: Any) -> object:
+def options_of_hosts(options: tf.distribute.experimental.CommunicationOptions) -> object:
     """The options of collectives between hosts' memories."""
     return Options(
         bytes_per_pack=options.bytes_per_pack,

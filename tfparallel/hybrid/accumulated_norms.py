@@ -11,12 +11,13 @@ norm, and the first replica clears what was accumulated for the shared one when 
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.keras_layers import accumulated_gradient, behind, trained_by
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.clipping import clipped_by_norm, sum_of_squares, widest
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.sharded.shard_view import GlobalNumbers, current_numbers, shard_view
@@ -43,7 +44,9 @@ def with_known_norm(
     build_optimizer(optimizer, own)
     in_pieces = [pair for pair, is_shared in zip(pairs, shared, strict=True) if is_shared]
 
-    def merge(strategy: tf.distribute.Strategy, *gradients: Any) -> tf.Tensor:
+    def merge(
+        strategy: tf.distribute.Strategy, *gradients: tf.distribute.DistributedValues
+    ) -> tf.Tensor:
         firsts = [strategy.experimental_local_results(gradient)[0] for gradient in gradients]
         scale = scale_before_clipping(inner, optimizer)
         squares = [
@@ -58,13 +61,13 @@ def with_known_norm(
     return shard_view(GlobalNumbers([next(known) if each else None for each in shared], None))
 
 
-def _is_shared(variable: Any) -> bool:
+def _is_shared(variable: keras.Variable) -> bool:
     value = behind(variable)
     return isinstance(value, SplitVariable) and value.shards > 1
 
 
 def _accumulated_squares(
-    inner: BaseOptimizer, gradient: Any, variable: Any, scale: tf.Tensor
+    inner: BaseOptimizer, gradient: Gradient, variable: keras.Variable, scale: tf.Tensor
 ) -> tf.Tensor:
     """Of what an update at the end of an accumulation uses; each piece is squared where it is."""
     weight, before = behind(variable), behind(accumulated_gradient(inner, variable))
@@ -86,7 +89,7 @@ def clipping_by_known_norm(
         return others
     otherwise = others["_clip_gradients"]
 
-    def clip(original: Callable, gradients: Sequence) -> Any:
+    def clip(original: Callable, gradients: Sequence) -> list:
         numbers = current_numbers()
         if numbers is None or numbers.squares is None:
             return otherwise(original, gradients)

@@ -6,8 +6,7 @@
 A stage is a function that is called on the first device of its group, and computes on all of them.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -114,7 +113,9 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
-    def _replica_ctx_update(self, var: Any, fn: Any, args: tuple, kwargs: dict, group: bool) -> Any:
+    def _replica_ctx_update(
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if not self.is_first_of_pipeline():
             return None  # the first microbatch computes the same update, for all
         return super()._replica_ctx_update(var, fn, args, kwargs, group)

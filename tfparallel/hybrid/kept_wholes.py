@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfparallel.hybrid.split_stage_variable import SplitStageVariable
 from tfparallel.internals import ResourceVariable, record
 from tfparallel.internals.keras_layers import behind, trained_by
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.holds_parts import HoldsParts
 from tfparallel.tensor_parallel.known_parts import joined, put_together
@@ -60,7 +61,9 @@ class KeepsWholes(HoldsParts):
                 for variable in kept:
                     variable.is_kept = False
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         if self._keeps:
             optimizer: Any = apply.__self__  # type: ignore[attr-defined]
             for variable in _kept_of(variables or trained_by(optimizer)):
@@ -128,7 +131,7 @@ class KeptWhole(SplitVariable):
                     values.append(whole.read_value())
         return values
 
-    def _to_parts(self, name: str, value: Any) -> Any:
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
         self.is_kept = False
         return super()._to_parts(name, value)
 
@@ -144,7 +147,7 @@ class KeptWhole(SplitVariable):
 class KeptStageVariable(KeptWhole, SplitStageVariable):
     """As `SplitStageVariable`; a stage's function may take what its pipeline keeps for parts."""
 
-    def _number_kept(self, variable: Any) -> tuple[int, int] | None:
+    def _number_kept(self, variable: tf.Variable) -> tuple[int, int] | None:
         """Of which pipeline and part `variable` is the whole; None for none."""
         for pipeline, wholes in enumerate(self._wholes or []):
             for k, whole in enumerate(wholes):
@@ -157,21 +160,21 @@ class KeptStageVariable(KeptWhole, SplitStageVariable):
         """Of each copy: pieces, and behind them what is kept."""
         return len(self.stored.sizes) + len(self.rows.sizes)
 
-    def copy_in(self, pipeline: int, like: Any) -> Any:
+    def copy_in(self, pipeline: int, like: tf.Variable) -> tf.Variable:
         """The same piece, or part that is kept, in another pipeline."""
         kept = self._number_kept(like)
         if kept is None or self._wholes is None:
             return super().copy_in(pipeline, like)
         return self._wholes[pipeline][kept[1]]
 
-    def place_of(self, part: Any) -> tuple[int, int]:
+    def place_of(self, part: tf.Variable) -> tuple[int, int]:
         """The number of the copy, and that in the copy, of a piece or of what is kept."""
         kept = self._number_kept(part)
         if kept is None:
             return super().place_of(part)
         return kept[0] // self.shards, len(self.stored.sizes) + kept[1]
 
-    def gradient_of_whole(self, gradients: Sequence) -> Any:
+    def gradient_of_whole(self, gradients: Sequence) -> Gradient | None:
         """Of those of pieces, or of those of what is kept: a function reads one or the other."""
         count = len(self.stored.sizes)
         of_kept = gradients[count:]

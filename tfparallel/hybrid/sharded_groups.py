@@ -5,9 +5,9 @@ shard 0      device 0    device 1      replica 0
 shard 1      device 2    device 3      replica 1
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
@@ -28,7 +28,7 @@ class SharedSplitVariable(SplitVariable):
     The first replica assigns for all, so that another one would compute with what came of that.
     """
 
-    def _to_parts(self, name: str, value: Any) -> Any:
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
         is_in_replica = self._copy() is not None and distribute_lib.get_update_replica_id() is None
         updates = getattr(self.distribute_strategy.extended._thread, "is_updating", False)
         if self.shards > 1 and is_in_replica and not updates:
@@ -97,7 +97,7 @@ class ShardedGroupsExtended(KeepsWholes, HoldsShards, TensorParallelExtended):
         if step is not None:
             flat = step.zero_without_rows(flat)
 
-        def merge(_: tf.distribute.Strategy, *values: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *values: tf.distribute.DistributedValues) -> list:
             of_replicas = iter([self._local_results(value) for value in values])
             sums = [
                 total
@@ -113,7 +113,7 @@ class ShardedGroupsExtended(KeepsWholes, HoldsShards, TensorParallelExtended):
         summed = iter(context.merge_call(merge, args=flat) if flat else [])
         return [[next(summed) for _ in variable.stored.sizes] for variable in variables]
 
-    def _copies(self, variable: SplitVariable, piece: int, total: tf.Tensor) -> Any:
+    def _copies(self, variable: SplitVariable, piece: int, total: tf.Tensor) -> object:
         """`total` where each copy stores the piece, for the replicas that have the copy."""
         copies = []
         for copy in variable.parts:
@@ -124,7 +124,9 @@ class ShardedGroupsExtended(KeepsWholes, HoldsShards, TensorParallelExtended):
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         self._thread.is_updating = True
         try:
             return super()._apply_reduced(apply, gradients, variables)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
 from tfparallel.communication.horovod_collectives import (
     HorovodCollectives,
+    ProcessSet,
     hvd,
     process_sets,
     start,
@@ -56,7 +57,7 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         if timeouts.stall_s is not None:
             self._watch_for_stalls(timeouts.stall_s)
 
-    def _among(self, process_set: object) -> HorovodCollectives:
+    def _among(self, process_set: ProcessSet) -> HorovodCollectives:
         """Of a process set, in one order with those of all ranks, and counted with them."""
         return HorovodCollectives(process_set, self._host_device, self._collectives.order)
 

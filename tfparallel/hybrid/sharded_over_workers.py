@@ -1,7 +1,5 @@
 """Shards on the devices of the workers of `TF_CONFIG`."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
@@ -34,7 +32,7 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,
-        cluster_resolver: Any,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         sharding: Sharding,
         uses_ring: bool = True,
         num_copies: int = 1,

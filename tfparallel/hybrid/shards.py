@@ -35,7 +35,7 @@ class HoldsShards(HoldsParts):
     sharding: Sharding | None
     num_shards: int
 
-    def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
+    def _rows(self, kwargs: Mapping[str, object]) -> Rows | None:
         """A weight that no layout divides is one part, where it is stored in pieces."""
         rows = super()._rows(kwargs)
         shape = None if rows is not None else self._shape_of_weight(kwargs)
@@ -44,7 +44,7 @@ class HoldsShards(HoldsParts):
         dim = _dim_of_pieces(shape, self.num_shards)
         return None if dim is None or not self._is_large(shape) else Rows(dim, (shape[dim],))
 
-    def _shape_of_weight(self, kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    def _shape_of_weight(self, kwargs: Mapping[str, object]) -> tuple[int, ...] | None:
         """Of a layer's weight that is created; None for any other variable."""
         variable = variable_under_creation()
         layer = owner_of_new_variable() or layer_of_late_variable()
@@ -56,7 +56,9 @@ class HoldsShards(HoldsParts):
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
         return clipping_by_known_norm(optimizer, super()._optimizer_hooks(optimizer))
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         with with_known_norm(optimizer, gradients, variables):
             return super()._apply_reduced(apply, gradients, variables)
@@ -67,7 +69,7 @@ class HoldsShards(HoldsParts):
             numbers *= size
         return self.sharding is not None and numbers >= self.sharding.min_size
 
-    def _shards_of(self, rows: Rows, leader: Any) -> int:
+    def _shards_of(self, rows: Rows, leader: object) -> int:
         if isinstance(leader, SplitVariable):
             return leader.shards
         return self.num_shards if min(rows.sizes) // rows.blocks >= self.num_shards else 1

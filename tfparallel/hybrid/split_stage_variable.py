@@ -5,13 +5,13 @@ pipeline 1    parts[1][0] on CPU:4    parts[1][1] on CPU:5
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals import distribute_lib, values_util
 from tfparallel.internals.distribute import become_part_of
 from tfparallel.pipeline.stage_variables import InPartsOnStage, moved
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.tensor_parallel.known_parts import joined
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
@@ -29,7 +29,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         return len(self.stored.sizes)
 
     @property
-    def _primary(self) -> Any:
+    def _primary(self) -> tf.Variable:
         return self._values[self._copy() or 0]
 
     def _replica(self) -> int | None:
@@ -40,7 +40,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         replica = values_util.get_current_replica_id_as_int()
         return self.distribute_strategy.extended.pipeline_of(replica)
 
-    def _to_parts(self, name: str, value: Any) -> Any:
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
         if not self.is_own_context() or self._current() is not None:
             return super()._to_parts(name, value)
         changes = self.distribute_strategy.extended._changes
@@ -59,7 +59,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
 
     # ---- places ----------------------------------------------------------------------------------
 
-    def copy_in(self, pipeline: int, like: Any) -> Any:
+    def copy_in(self, pipeline: int, like: tf.Variable) -> tf.Variable:
         """The same part of another pipeline's copy."""
         return self.parts[pipeline // self.shards][self.place_of(like)[1]]
 
@@ -88,7 +88,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
 
     # ---- gradients -------------------------------------------------------------------------------
 
-    def place_of(self, part: Any) -> tuple[int, int]:
+    def place_of(self, part: tf.Variable) -> tuple[int, int]:
         """The number of the copy, and that in the copy, of the variable of a part."""
         return next(
             (index, number)
@@ -101,7 +101,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         """The handle of the copy's first part."""
         return self.parts[copy][0].handle
 
-    def gradient_of_whole(self, gradients: Sequence) -> Any:
+    def gradient_of_whole(self, gradients: Sequence) -> Gradient | None:
         """Of the parts' gradients, each of which goes to where its part is.
 
         Where all are rows of a table, they are rows of the whole: one device has a row for each

@@ -75,22 +75,24 @@ def copy_on(device: str, dataset: tf.data.Dataset) -> tf.data.Dataset:
     return replicate(dataset, [device])[device]
 
 
-def state_of_iterator(iterator: Any) -> tf.Tensor:
+def state_of_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
     """Where a `tf.data` iterator is, as `tf.train.Checkpoint` saves it: a tensor of strings."""
     return iterator._serialize_to_tensors()[_STATE]
 
 
-def set_state_of_iterator(iterator: Any, state: tf.Tensor) -> None:
+def set_state_of_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
     """Lets a `tf.data` iterator go on from a `state_of_iterator`."""
     iterator._restore_from_tensors({_STATE: state})
 
 
-def flat_output(iterator: Any) -> tuple[list, list]:
+def flat_output(iterator: tf.data.Iterator) -> tuple[list, list]:
     """Types and shapes of the tensors that a `tf.data` iterator's operation gives, in order."""
     return iterator._flat_output_types, iterator._flat_output_shapes
 
 
-def iterator_over(iterator: Any, function: Any, length: int) -> Any:
+def iterator_over(
+    iterator: tf.data.Iterator, function: tf.types.experimental.ConcreteFunction, length: int
+) -> tf.data.Iterator:
     """An iterator, of the same elements' structure, that calls `function` for each of them.
 
     Args:
@@ -136,7 +138,7 @@ _KINDS = (  # of tf.data's nodes, by the beginning of a name
 )
 
 
-def slowest_stage(iterator: Any) -> dict[str, Any]:
+def slowest_stage(iterator: tf.data.Iterator) -> dict[str, object]:
     """The stage of a pipeline that has computed longest, by tf.data's own model of it.
 
     Returns:
@@ -169,7 +171,7 @@ def dataset_as_graph(dataset: tf.data.Dataset, largest_bytes: int) -> tf.compat.
     return tf.compat.v1.GraphDef.FromString(serialized) if len(serialized) < largest_bytes else None
 
 
-def unrepeatable_parts(dataset: Any) -> list[str]:
+def unrepeatable_parts(dataset: object) -> list[str]:
     """What of a `tf.data.Dataset` gives another order in each process; nothing of what is no such.
 
     Datasets keep what they were made with to themselves.
@@ -189,7 +191,7 @@ _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 _SEEDS = ("seed", "seed2")  # 0 and 0 is none, of all operations that have them
 
 
-def unrepeatable_functions(dataset: Any) -> list[str]:
+def unrepeatable_functions(dataset: object) -> list[str]:
     """What functions of a `tf.data.Dataset` may do otherwise each time that it is read.
 
     That is Python, generators too, and what is drawn or shuffled in them without a seed. Datasets
@@ -229,28 +231,28 @@ def _seeds_of(operation: tf.Operation) -> list[int | None]:
     return []
 
 
-def fills_a_cache(dataset: Any) -> bool:
+def fills_a_cache(dataset: object) -> bool:
     """Whether a `tf.data.Dataset` reads its input in the first pass only."""
     if not isinstance(dataset, tf.data.Dataset):
         return False
     return isinstance(dataset, CacheDataset) or any(map(fills_a_cache, dataset._inputs()))
 
 
-def ends_in_a_prefetch(dataset: Any) -> bool:
+def ends_in_a_prefetch(dataset: object) -> bool:
     """Whether the batches of a `tf.data.Dataset` are made before they are asked for."""
     while isinstance(dataset, _OptionsDataset):
         (dataset,) = dataset._inputs()
     return isinstance(dataset, _PrefetchDataset)
 
 
-def num_shuffles(dataset: Any) -> int:
+def num_shuffles(dataset: object) -> int:
     """How many shuffles a `tf.data.Dataset` goes through; those in functions of it do not count."""
     if not isinstance(dataset, tf.data.Dataset):
         return 0
     return isinstance(dataset, _ShuffleDataset) + sum(map(num_shuffles, dataset._inputs()))
 
 
-def repeats_a_shuffle(dataset: Any) -> bool:
+def repeats_a_shuffle(dataset: object) -> bool:
     """Whether a `tf.data.Dataset` shuffles several times in a pass."""
     if not isinstance(dataset, tf.data.Dataset):
         return False

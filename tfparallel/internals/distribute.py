@@ -3,7 +3,6 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -101,7 +100,11 @@ def first_replica_of_process(extended: tf.distribute.StrategyExtended) -> int:
 
 
 def gather(
-    operations: Any, value: Any, destinations: Any, axis: int, options: Any = None
+    operations: cross_device_ops.CrossDeviceOps,
+    value: object,
+    destinations: object,
+    axis: int,
+    options: object = None,
 ) -> object:
     """`value` of all replicas one behind the other, by the operations of one process.
 
@@ -110,7 +113,9 @@ def gather(
     return operations._gather(value, destinations, axis, options)
 
 
-def launchers_of(operations: Any) -> Sequence[Any]:
+def launchers_of(
+    operations: cross_device_ops.CrossDeviceOps,
+) -> Sequence[cross_device_utils.CollectiveReplicaLauncher]:
     """What launches collectives, for each local replica.
 
     They can gather, which TensorFlow does not offer, and decide when a collective's key is drawn.
@@ -118,7 +123,9 @@ def launchers_of(operations: Any) -> Sequence[Any]:
     return operations._launchers
 
 
-def gather_alike(launcher: Any, part: tf.Tensor) -> tf.Tensor:
+def gather_alike(
+    launcher: cross_device_utils.CollectiveReplicaLauncher, part: tf.Tensor
+) -> tf.Tensor:
     """All workers' `[length]` one after the other; the public gather first exchanges lengths."""
     gathered = launcher._all_gather(part, None)
     return tf.ensure_shape(gathered, [part.shape[0] * launcher._group_size])
@@ -134,7 +141,9 @@ def exchange_rows(launcher: object, rows: tf.Tensor) -> tf.Tensor:
     return exchange(rows) if counted is None else counted(exchange, rows)
 
 
-def _exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
+def _exchange_rows(
+    launcher: cross_device_utils.CollectiveReplicaLauncher, rows: tf.Tensor
+) -> tf.Tensor:
     token = launcher._get_ordering_token()
     exchanged = tf.raw_ops.CollectiveAllToAllV2(
         input=rows,
@@ -147,10 +156,12 @@ def _exchange_rows(launcher: Any, rows: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(exchanged, rows.shape)
 
 
-def count_collectives(launcher: Any, counted: Callable) -> None:
+def count_collectives(
+    launcher: cross_device_utils.CollectiveReplicaLauncher, counted: Callable
+) -> None:
     """Has `counted(launch, tensor, ...)` launch each collective of `launcher`, on its device."""
 
-    def on_device(launch: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
+    def on_device(launch: Callable, *args: object, **kwargs: object) -> tf.Tensor:
         with tf.device(launcher._device):
             return counted(launch, *args, **kwargs)
 
@@ -214,6 +225,6 @@ def strategy_behind(variable: tf.Variable) -> tf.distribute.Strategy:
     return variable._distribute_strategy
 
 
-def keep_number(new: Any, old: Any) -> None:
+def keep_number(new: values.DistributedVariable, old: values.DistributedVariable) -> None:
     """Gives `new` the number of `old`, by which optimizers of Keras know a variable."""
     new._primary._unique_id = old._primary._unique_id

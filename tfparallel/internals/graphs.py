@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
 
 import tensorflow as tf
 
@@ -54,7 +53,9 @@ __all__ = [
 ]
 
 
-def call_with_captures(concrete: Any, inputs: Sequence, captures: Sequence) -> Any:
+def call_with_captures(
+    concrete: tf.types.experimental.ConcreteFunction, inputs: Sequence, captures: Sequence
+) -> list[tf.Tensor]:
     """`concrete(*inputs)`, with other tensors in the place of those that it has captured."""
     return concrete._call_flat(list(inputs), captured_inputs=list(captures))
 
@@ -105,7 +106,7 @@ def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
-def with_body(function: Any, body: Callable) -> object:
+def with_body(function: tf.types.experimental.GenericFunction, body: Callable) -> object:
     """`function`, a `tf.function`, with all its options, around the Python function `body`."""
     return function._clone(python_function=body)
 

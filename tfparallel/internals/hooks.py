@@ -14,7 +14,6 @@ Each call says `why`, and `during` what; `docs/hooks.md` is made of that, by
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 _MARK = "_tfparallel_hook"
 _NOTHING = object()
@@ -94,11 +93,11 @@ def hook_next_call(instance: object, name: str, replacement: Callable, *, why: s
 
 
 class _NextCall:
-    def __init__(self, attributes: dict, name: str, before: Any, replacement: Callable):
+    def __init__(self, attributes: dict, name: str, before: object, replacement: Callable):
         self._attributes, self._name, self._replacement = attributes, name, replacement
         self.before = before
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         _put_back(self._attributes, self._name, self.before)
         return self._replacement(*args, **kwargs)
 

@@ -6,7 +6,7 @@ public functions ask for is put there as long as `distribution_installed` lasts.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import ModuleType
 
 # The backend's side of `keras.distribution`, which Keras's own side calls.
 from keras.src.backend.tensorflow import distribution_lib as backend_side
@@ -58,13 +58,13 @@ def is_distribution_watched() -> bool:
 class _Watched:
     """Keras's module of global state, as its distribution module sees it."""
 
-    def __init__(self, module: Any, changed: Callable[[Any], None]):
+    def __init__(self, module: ModuleType, changed: Callable[[object], None]):
         self._module, self._changed = module, changed
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
 
-    def set_global_attribute(self, name: str, value: Any) -> None:
+    def set_global_attribute(self, name: str, value: object) -> None:
         """As Keras's, but `changed` may refuse the value."""
         if name == keras_side.GLOBAL_ATTRIBUTE_NAME:
             self._changed(value)

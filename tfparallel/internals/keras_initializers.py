@@ -2,7 +2,6 @@
 
 import types
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -24,7 +23,7 @@ _DRAWING = (
 _FILLING = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 
 
-def asked_of(initial_value: Any) -> tuple[Any, tuple[int, ...], str] | None:
+def asked_of(initial_value: object) -> tuple[Callable, tuple[int, ...], str] | None:
     """The initialiser, shape and dtype that Keras's variable will ask with.
 
     Args:
@@ -33,16 +32,18 @@ def asked_of(initial_value: Any) -> tuple[Any, tuple[int, ...], str] | None:
     Returns:
         None for any other value than Keras's function that asks an initialiser.
     """
-    code = getattr(initial_value, "__code__", None)
-    if code is None or code not in _ASKS.co_consts:
+    if not isinstance(initial_value, types.FunctionType):
         return None
-    cells = zip(code.co_freevars, initial_value.__closure__, strict=True)
+    code, closure = initial_value.__code__, initial_value.__closure__ or ()
+    if code not in _ASKS.co_consts:
+        return None
+    cells = zip(code.co_freevars, closure, strict=True)
     inside = {name: cell.cell_contents for name, cell in cells}
     variable = inside["self"]
     return inside["initializer"], tuple(variable._shape), variable.dtype
 
 
-def drawing_by(initializer: Any, draws: Any) -> Callable | None:
+def drawing_by(initializer: object, draws: object) -> Callable | None:
     """What `initializer` computes when it is called, with other draws than Keras's.
 
     Args:
@@ -59,6 +60,6 @@ def drawing_by(initializer: Any, draws: Any) -> Callable | None:
     return types.MethodType(own, initializer)
 
 
-def is_filling(initializer: Any) -> bool:
+def is_filling(initializer: object) -> bool:
     """Whether all numbers of its value are the same, where its own one is one number."""
     return any(type(initializer).__call__ is known.__call__ for known in _FILLING)

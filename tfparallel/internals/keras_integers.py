@@ -65,20 +65,20 @@ def has_gpu(devices: Sequence[str]) -> bool:
     return any(tf.DeviceSpec.from_string(device).device_type == "GPU" for device in devices)
 
 
-def _cast_in_place(original: Callable, seed: Any) -> Any:
+def _cast_in_place(original: Callable, seed: object) -> tf.Tensor:
     device = getattr(seed, "device", "")
     with tf.device(device) if device else contextlib.nullcontext():
         return original(seed)
 
 
-def _sign_bits(original: Callable, x: Any) -> Any:
+def _sign_bits(original: Callable, x: object) -> tf.Tensor:
     if not isinstance(x, tf.Tensor) or not x.dtype.is_floating:
         return original(x)
     bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
     return tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(tf.int32.min)), tf.bool)
 
 
-def _take(original: Callable, x: Any, indices: Any, axis: int | None = None) -> Any:
+def _take(original: Callable, x: object, indices: object, axis: int | None = None) -> tf.Tensor:
     if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32:
         indices = tf.cast(indices, tf.int64)
     return original(x, indices, axis=axis)

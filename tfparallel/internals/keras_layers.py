@@ -1,10 +1,11 @@
 """What models, layers, losses, metrics and optimizers of Keras keep to themselves."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import keras
+import tensorflow as tf
 
 # The cells of recurrent layers that draw masks.
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
@@ -128,12 +129,14 @@ def behind(variable: keras.Variable) -> Any:
     return variable._value
 
 
-def set_behind(variable: keras.Variable, value: Any) -> None:
+def set_behind(variable: keras.Variable, value: tf.Variable) -> None:
     """Has `variable` be kept by another variable of TensorFlow, of the same shape and value."""
     variable._value = value
 
 
-def projections_of(attention: Any) -> list:
+def projections_of(
+    attention: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention,
+) -> list:
     """The layers of a `MultiHeadAttention` or `GroupQueryAttention` that multiply.
 
     The query's, key's, value's, that of a gate if there is one, and the output's, which is last.
@@ -153,7 +156,7 @@ def has_stock_moments(layer: keras.layers.BatchNormalization) -> bool:
     return type(layer)._moments is keras.layers.BatchNormalization._moments
 
 
-def moments_method(layer: keras.layers.BatchNormalization) -> Callable[[Any, Any], tuple]:
+def moments_method(layer: keras.layers.BatchNormalization) -> Callable[..., tuple]:
     """What computes `moments_of` a BatchNorm."""
     return layer._moments
 
@@ -163,7 +166,9 @@ def call_takes_training(layer: keras.Layer) -> bool:
     return layer._call_has_training_arg
 
 
-def moments_of(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> tuple:
+def moments_of(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+) -> tuple:
     """Mean and variance that a BatchNorm takes of a batch, also where it synchronises them."""
     return layer._moments(inputs, mask)
 
@@ -176,12 +181,12 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
 # ---- losses that layers add ----------------------------------------------------------------------
 
 
-def added_losses(layer: keras.Layer) -> Any:
+def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
     """The list itself of what `layer` has added in its calls (`add_loss`, activities)."""
     return layer._losses
 
 
-def add_loss_again(layer: keras.Layer, loss: Any) -> None:
+def add_loss_again(layer: keras.Layer, loss: tf.Tensor) -> None:
     """Adds what was taken out of `added_losses`."""
     layer._losses.append(loss)
 
@@ -223,7 +228,7 @@ def clear_added_losses(model: keras.Model) -> None:
 # ---- what a model was compiled with --------------------------------------------------------------
 
 
-def compile_loss_of(model: keras.Model) -> Any:
+def compile_loss_of(model: keras.Model) -> keras.Loss | None:
     """The object that computes the compiled losses from `(y, y_pred, sample_weight)`, or None."""
     return getattr(model, "_compile_loss", None)
 
@@ -242,7 +247,7 @@ def losses_asked_for(model: keras.Model) -> list:
     return [entry.loss for entry in flat_losses(model)] or keras.tree.flatten(given)
 
 
-def compiled_metrics_of(model: keras.Model) -> Any:
+def compiled_metrics_of(model: keras.Model) -> keras.Metric | None:
     """The object that updates the compiled metrics, with `metrics`; or None."""
     return model._compile_metrics
 
@@ -252,12 +257,14 @@ def loss_tracker_of(model: keras.Model) -> keras.Metric | None:
     return getattr(model, "_loss_tracker", None)
 
 
-def function_of_metric(metric: Any) -> tuple[Callable, dict[str, Any]]:
+def function_of_metric(
+    metric: keras.metrics.MeanMetricWrapper,
+) -> tuple[Callable, dict[str, object]]:
     """The function of a `MeanMetricWrapper`, and what it is called with besides `y`."""
     return metric._fn, metric._fn_kwargs
 
 
-def options_of_loss(loss: Any) -> dict[str, Any]:
+def options_of_loss(loss: keras.Loss) -> dict[str, Any]:
     """What the function of a Keras loss is called with besides `y`."""
     return getattr(loss, "_fn_kwargs", {})
 
@@ -270,32 +277,40 @@ def trained_by(optimizer: BaseOptimizer) -> list[keras.Variable]:
     return optimizer._trainable_variables
 
 
-def apply_without_replicas(optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
+def apply_without_replicas(
+    optimizer: BaseOptimizer,
+    grads: Iterable[tf.Tensor],
+    trainable_variables: Iterable[keras.Variable] | None,
+) -> object:
     """What a `LossScaleOptimizer` does with one gradient for all replicas."""
     return optimizer._common_apply(grads, trainable_variables)
 
 
-def accumulated_gradient(optimizer: Any, variable: keras.Variable) -> keras.Variable:
+def accumulated_gradient(optimizer: BaseOptimizer, variable: keras.Variable) -> keras.Variable:
     """The sum of gradients that `optimizer` has accumulated for `variable`."""
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
 
 
-def all_accumulated_gradients(optimizer: Any) -> list[keras.Variable | None]:
+def all_accumulated_gradients(optimizer: BaseOptimizer) -> list[keras.Variable | None]:
     """The sum of gradients that `optimizer` has accumulated for each variable that it trains."""
     return optimizer._accumulated_gradients
 
 
-def moving_averages(optimizer: Any) -> list[keras.Variable | None]:
+def moving_averages(optimizer: BaseOptimizer) -> list[keras.Variable | None]:
     """The moving average (`use_ema`) of each variable that `optimizer` trains."""
     return optimizer._model_variables_moving_average
 
 
-def gives_scores(attention: Any) -> bool:
+def gives_scores(
+    attention: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention,
+) -> bool:
     """Whether the call of a `MultiHeadAttention` under way is asked for its scores, too."""
     return getattr(attention, "_return_attention_scores", False)
 
 
-def dropout_of_scores(attention: Any) -> keras.layers.Dropout:
+def dropout_of_scores(
+    attention: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention,
+) -> keras.layers.Dropout:
     """What drops scores of a `MultiHeadAttention` or `GroupQueryAttention` that has been built."""
     return attention._dropout_layer
 
@@ -303,7 +318,7 @@ def dropout_of_scores(attention: Any) -> keras.layers.Dropout:
 # ---- layouts -------------------------------------------------------------------------------------
 
 
-def layout_map_of(distribution: Any) -> Any:
+def layout_map_of(distribution: keras.distribution.ModelParallel) -> keras.distribution.LayoutMap:
     """The `LayoutMap` of a `keras.distribution.ModelParallel`."""
     return distribution._layout_map
 
@@ -329,12 +344,12 @@ def nodes_by_depth(graph: Functional) -> dict[int, list]:
     return graph._nodes_by_depth
 
 
-def operation_of_node(graph: Functional, node: Any) -> Callable:
+def operation_of_node(graph: Functional, node: object) -> Callable:
     """What Keras calls for `node`, which another model may share."""
     return graph._get_operation_for_node(node)
 
 
-def inputs_structure(model: keras.Model) -> Any:
+def inputs_structure(model: keras.Model) -> object:
     """The nest of inputs of a functional or built `Sequential` model; None for another."""
     graph: Any = model
     if isinstance(model, keras.Sequential):
@@ -342,6 +357,6 @@ def inputs_structure(model: keras.Model) -> Any:
     return graph._inputs_struct if isinstance(graph, Functional) else None
 
 
-def outputs_structure(graph: Functional) -> Any:
+def outputs_structure(graph: Functional) -> object:
     """The nest of its outputs, as it was given."""
     return graph._outputs_struct

@@ -4,6 +4,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+import keras
+
 # Keras keeps the name scopes that are open, with the object that opened each, in its global state.
 # It is how a variable under creation finds the layer, metric or optimizer that owns it.
 from keras.src.backend.common import global_state
@@ -100,7 +102,7 @@ def enclosing_layers() -> list:
     return [each for each in callers if isinstance(each, Layer)]
 
 
-def variable_under_creation() -> Any:
+def variable_under_creation() -> keras.Variable | None:
     """The Keras variable whose `tf.Variable` is made right now, on which Keras says its path."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -110,12 +112,12 @@ def variable_under_creation() -> Any:
     return None
 
 
-def shape_of_new(variable: Any) -> tuple[int, ...] | None:
+def shape_of_new(variable: keras.Variable) -> tuple[int, ...] | None:
     """The shape of a Keras variable under creation; None where it is that of a value given."""
     return variable._shape
 
 
-def autocast(variable: Any, value: Any) -> object:
+def autocast(variable: keras.Variable, value: object) -> object:
     """`value`, a part of a Keras variable's, in the dtype in which a layer would read it."""
     scope = get_autocast_scope()
     return scope.maybe_cast(value) if variable._autocast and scope is not None else value

@@ -4,9 +4,9 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, MethodType
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,8 @@ from tfparallel.internals.running_call import RunningCall
 
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 
+EpochIterator: TypeAlias = keras_trainer.TFEpochIterator  # what `fit` & co. walk
+
 
 class TrainerCall(NamedTuple):
     """The call of `Model.fit`, `evaluate` or `predict` that is preparing its data."""
@@ -39,7 +41,7 @@ class TrainerCall(NamedTuple):
     num_batches: int | None  # of one epoch: `steps_per_epoch`, or what the data holds
     is_length_known: bool  # of the data itself
     data_adapter: object  # Keras's view of the data
-    epoch_iterator: object  # what the call iterates over, made right now
+    epoch_iterator: EpochIterator  # what the call iterates over, made right now
 
 
 def calling_trainer() -> TrainerCall | None:
@@ -120,7 +122,7 @@ def is_compiled_step(fn: object) -> bool:
     return is_step and isinstance(model, keras_trainer.TensorFlowTrainer)
 
 
-def is_stock_step(fn: Any) -> bool:
+def is_stock_step(fn: MethodType) -> bool:
     """Whether `fn`, a bound step of a Keras model, is Keras's own.
 
     Such a step takes a batch `(x, y, sample_weight)`; to train, it calls `optimizer.scale_loss`.
@@ -138,7 +140,7 @@ def is_symbolic_build() -> bool:
     return _is_symbolic_build(_caller_of_caller())
 
 
-def trainer_that_builds() -> tuple[Any, str] | None:
+def trainer_that_builds() -> tuple[keras.Model, str] | None:
     """The model that enters its strategy's scope to be built, and the method that was called.
 
     The calling method is that scope: `fit -> ... -> _maybe_symbolic_build -> scope -> here`.
@@ -216,7 +218,7 @@ def build_as_keras_does(model: keras.Model, data_batch: object) -> None:
     type(model)._symbolic_build(model, data_batch=data_batch)
 
 
-def compile_arguments(model: keras.Model) -> dict[str, Any]:
+def compile_arguments(model: keras.Model) -> dict[str, object]:
     """What `model` was compiled with, as it was given."""
     return dict(model._compile_config.config)
 
@@ -249,7 +251,9 @@ def running_fit(model: keras.Model) -> RunningCall | None:
     return None if frame is None else RunningCall(frame)
 
 
-def _frame_of_fit(model: keras.Model) -> tuple[Any, FrameType | None]:
+def _frame_of_fit(
+    model: keras.Model,
+) -> tuple[keras.callbacks.CallbackList | None, FrameType | None]:
     """Of the innermost call of `model.fit`, with the `CallbackList` that it is telling."""
     callback_list = None
     frame: FrameType | None = sys._getframe(1)
@@ -277,42 +281,48 @@ def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def dataset_of_iterator(epoch_iterator: Any) -> Any:
+def dataset_of_iterator(
+    epoch_iterator: EpochIterator,
+) -> tf.data.Dataset | tf.distribute.DistributedDataset:
     """What `fit` makes an iterator of for each pass."""
     return epoch_iterator._distributed_dataset
 
 
-def set_dataset_of_iterator(epoch_iterator: Any, dataset: Any) -> None:
+def set_dataset_of_iterator(epoch_iterator: EpochIterator, dataset: Iterable) -> None:
     """Has it make its iterators of `dataset`."""
     epoch_iterator._distributed_dataset = dataset
 
 
-def iterator_of_epochs(epoch_iterator: Any) -> object:
+def iterator_of_epochs(epoch_iterator: EpochIterator) -> object:
     """The iterator that goes on from epoch to epoch (`steps_per_epoch`); None before the first."""
     return epoch_iterator._current_iterator
 
 
-def set_iterator_of_epochs(epoch_iterator: Any, iterator: Any) -> None:
+def set_iterator_of_epochs(epoch_iterator: EpochIterator, iterator: object) -> None:
     """Has the next epoch go on with `iterator`."""
     epoch_iterator._current_iterator = iterator
 
 
-def steps_of_iterator(epoch_iterator: Any) -> tuple[int, int | None]:
+def steps_of_iterator(epoch_iterator: EpochIterator) -> tuple[int, int | None]:
     """How many steps it has seen, and how many an epoch has, if that is known."""
     return epoch_iterator._steps_seen, epoch_iterator._num_batches
 
 
-def set_steps_seen(epoch_iterator: Any, steps: int) -> None:
+def set_steps_seen(epoch_iterator: EpochIterator, steps: int) -> None:
     """How many steps Keras shall think it has seen."""
     epoch_iterator._steps_seen = steps
 
 
-def set_steps_of_epoch(epoch_iterator: Any, steps: int | None) -> None:
+def set_steps_of_epoch(epoch_iterator: EpochIterator, steps: int | None) -> None:
     """How many steps Keras shall think an epoch has."""
     epoch_iterator._num_batches = steps
 
 
-def graphs_of_step(train_function: object) -> tuple[list[Any], list[Any]]:
+def graphs_of_step(
+    train_function: object,
+) -> tuple[
+    list[tf.types.experimental.GenericFunction], list[tf.types.experimental.GenericFunction]
+]:
     """The `tf.function`s in the function that `fit` calls for a step; none where it is no graph.
 
     Returns:
@@ -373,6 +383,6 @@ def surrounded_steps(epoch_iterator: object, around: Callable) -> Iterator[None]
         yield
 
 
-def steps_of_epoch(epoch_iterator: Any) -> Iterator[tuple]:
+def steps_of_epoch(epoch_iterator: EpochIterator) -> Iterator[tuple]:
     """The steps of the epoch that begins, as `fit` walks them, with an iterator of batches each."""
     return epoch_iterator._enumerate_iterator()

@@ -4,12 +4,10 @@ The names that this folder takes from them are listed here once more, so that a 
 some is refused when a strategy is imported, in one error that names all that is missing.
 """
 
-import dis
 import importlib
-import inspect
-import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from tfparallel.internals.read_code import found_at, has, names_in
 
 SUPPORTED = {"tensorflow": "2.20 and 2.21", "keras": "3.12 to 3.15"}
 
@@ -386,68 +384,14 @@ def check() -> None:
 def _missing() -> Iterator[str]:
     for module, names in MODULES.items():
         for name in names:
-            if _found(f"{module}.{name}") is None:
+            if found_at(f"{module}.{name}") is None:
                 yield f"{module}.{name}"
     for path, names in ATTRIBUTES.items():
-        kind = _found(path)
-        yield from (f"{path}.{name}" for name in names if not _has(kind, name))
+        kind = found_at(path)
+        yield from (f"{path}.{name}" for name in names if not has(kind, name))
     for paths, names in NAMED_IN.items():
-        known = [_names_in(_found(path)) for path in paths.split("|")]
+        known = [names_in(found_at(path)) for path in paths.split("|")]
         yield from (f"{name} in {paths}" for name in names if all(name not in k for k in known))
-
-
-def _found(path: str) -> Any:
-    """What a dotted path of modules, classes and functions leads to; None if nothing."""
-    module = path
-    rest: list[str] = []
-    while module:
-        try:
-            found: Any = importlib.import_module(module)
-        except ImportError:
-            module, _, name = module.rpartition(".")
-            rest.insert(0, name)
-            continue
-        for name in rest:
-            found = getattr(found, name, None)
-        return found
-    return None
-
-
-def _has(kind: Any, name: str) -> bool:
-    """Whether instances of a class have the attribute: of the class, or set by a method."""
-    if hasattr(kind, name):
-        return True
-    classes = inspect.getmro(kind) if isinstance(kind, type) else ()
-    codes = (code for each in classes for member in vars(each).values() for code in _codes(member))
-    return any(name in code.co_names and _sets(code, name) for code in codes)
-
-
-def _sets(code: types.CodeType, name: str) -> bool:
-    return any(
-        instruction.opname == "STORE_ATTR" and instruction.argval == name
-        for instruction in dis.get_instructions(code)
-    )
-
-
-def _names_in(member: Any) -> set[str]:
-    """Variables that a function has, and names that it asks for."""
-    names: set[str] = set()
-    for code in _codes(member):
-        names.update(code.co_names, code.co_varnames, code.co_cellvars)
-        names.update(each for each in code.co_consts if isinstance(each, str))
-    return names
-
-
-def _codes(member: Any) -> Iterator[types.CodeType]:
-    """The code of a method, static method or property, and of the functions in it."""
-    member = member.fget if isinstance(member, property) else member
-    member = getattr(member, "__func__", member)  # of a class or static method
-    code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
-    rest = [code] if isinstance(code, types.CodeType) else []
-    while rest:
-        code = rest.pop()
-        yield code
-        rest += [each for each in code.co_consts if isinstance(each, types.CodeType)]
 
 
 def _version(package: str) -> str:

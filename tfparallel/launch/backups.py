@@ -19,9 +19,9 @@ VALID, INVALID, NONE_FOUND = 0, 1, 2  # exit statuses
 _COLUMNS_OF_A_LOG = 200  # of a table that no terminal limits
 
 
-def add_backups_command(commands: Any) -> None:
+def add_backups_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `backups` to the subcommands of the command line."""
-    backups = commands.add_parser(
+    backups = add_parser(
         "backups",
         help="list, verify and show what BackupAndRestore has saved",
         description="Read the backups that tfparallel.callbacks.BackupAndRestore made.",
@@ -43,7 +43,9 @@ def add_backups_command(commands: Any) -> None:
         parser.set_defaults(run=lambda args, run=run: _run(run, args))
 
 
-def _run(action: Callable[[argparse.Namespace, "Storage", "Console"], int], args: Any) -> int:
+def _run(
+    action: Callable[[argparse.Namespace, "Storage", "Console"], int], args: argparse.Namespace
+) -> int:
     from rich.console import Console
 
     from tfparallel.callbacks.backup.storage import Storage
@@ -168,7 +170,7 @@ def _how_saved(data: dict[str, Any]) -> str:
     return "the iterator's checkpoint" if data["checkpoint"] else "batches are read again"
 
 
-def _shortened(state: Any) -> str:
+def _shortened(state: object) -> str:
     text = str(state)
     return text if len(text) <= 300 else f"{text[:300]} ..."
 

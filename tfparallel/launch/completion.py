@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import Any
+from collections.abc import Callable
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
 
@@ -15,9 +15,9 @@ def complete(parser: argparse.ArgumentParser) -> None:
         argcomplete.autocomplete(parser)
 
 
-def add_completion_command(commands: Any) -> None:
+def add_completion_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `completion` to the subcommands of the command line."""
-    completion = commands.add_parser(
+    completion = add_parser(
         "completion",
         help="print what makes a shell complete this command line",
         description='bash: eval "$(tfparallel completion bash)", there or in ~/.bashrc; zsh: eval '

@@ -18,7 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from tfparallel.launch.config_problems import ConfigError, describe_problems
 from tfparallel.launch.config_yaml import apply_override, read_yaml
-from tfparallel.launch.strategy_sections import AnyStrategy, OneDevice, Section, StrategySection
+from tfparallel.launch.option_sections import Section
+from tfparallel.launch.strategy_sections import AnyStrategy, OneDevice, StrategySection
 
 
 class Devices(Section):

@@ -41,7 +41,7 @@ def _describe(problem: Any, model: type[BaseModel]) -> str:
     return f"{path}: {message}. Received: {received!r}.{hint}"
 
 
-def _follow(location: Sequence[Any], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
+def _follow(location: Sequence[object], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """Follow pydantic's location of a mistake.
 
     Returns:
@@ -87,7 +87,7 @@ def _suggest_key(path: str, section: type[BaseModel], model: type[BaseModel]) ->
     return f" Known keys: {', '.join(prefix + known for known in section.model_fields)}."
 
 
-def _suggest_value(received: Any, quoted_choices: str) -> str:
+def _suggest_value(received: object, quoted_choices: str) -> str:
     """Suggest one of `'a', 'b' or 'c'`."""
     choices = re.findall("'([^']*)'", quoted_choices)
     close = difflib.get_close_matches(str(received).lower(), choices, n=1)

@@ -7,9 +7,8 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from tfparallel.machine.examination import examine
 from tfparallel.machine.finding import Finding, worst
@@ -19,9 +18,9 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[re
 _LONGEST_LINK_S = 3600.0
 
 
-def add_doctor_command(commands: Any) -> None:
+def add_doctor_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `doctor` to the subcommands of the command line."""
-    doctor = commands.add_parser(
+    doctor = add_parser(
         "doctor",
         help="say what is wrong with this machine, before a job runs on it",
         description="Look at versions, devices, cores, threads, network, TF_CONFIG and folders.",

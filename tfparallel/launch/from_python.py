@@ -37,10 +37,10 @@ class _Cell:
 
 def notebook(
     function: Callable,
-    *args: Any,
+    *args: object,
     workers: int = 2,
     devices_per_worker: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list:
     """Calls `function(*args, **kwargs)` in each of several workers of one cluster.
 

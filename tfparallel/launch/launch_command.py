@@ -5,8 +5,8 @@ import contextlib
 import importlib.machinery
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tfparallel.launch.argument_types import (
     grace_s,
@@ -38,9 +38,9 @@ _TF_CONFIG_IS_SET = """\
   To start another one: env --unset=TF_CONFIG tfparallel launch --standalone ..."""
 
 
-def add_launch_command(commands: Any) -> None:
+def add_launch_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `launch` to the subcommands of the command line."""
-    launch = commands.add_parser(
+    launch = add_parser(
         "launch",
         help="start the workers of a training script",
         usage="tfparallel launch --standalone --workers N [options] [-m] SCRIPT [ARGUMENT ...]",

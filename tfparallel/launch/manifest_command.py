@@ -28,9 +28,9 @@ TARGETS: dict[str, tuple[str, Callable[[JobSpec], list[dict[str, Any]]] | None]]
 }
 
 
-def add_manifest_command(commands: Any) -> None:
+def add_manifest_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `manifest` to the subcommands of the command line."""
-    manifest = commands.add_parser(
+    manifest = add_parser(
         "manifest",
         help="print what Slurm, Kubernetes, Compose or Ray take to run a script",
         usage="tfparallel manifest TARGET [options] [-m] SCRIPT [ARGUMENT ...]",

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tfparallel.launch.argument_types import non_negative_int, positive_int
 from tfparallel.launch.manifests.job_spec import tf_config
@@ -99,7 +98,7 @@ def _place(
     return {"TF_CONFIG": tf_config(cluster, role, index)}
 
 
-def _status_of(running: list[Any]) -> int:
+def _status_of(running: list) -> int:
     """Of the first process that ends otherwise than by 0; 0 when all have ended."""
     import ray
 

@@ -2,15 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 WRITTEN, NOTHING = 0, 1  # exit statuses
 
 
-def add_report_command(commands: Any) -> None:
+def add_report_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `report` to the subcommands of the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
         "report",
         help="make one HTML file of what callbacks.Measure(folder=...) has written",
         description="Make one HTML file of what callbacks.Measure(folder=...) has written.",

@@ -1,13 +1,13 @@
 """The command `tfparallel selftest`; its checks are loaded when they run."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
-def add_selftest_command(commands: Any) -> None:
+def add_selftest_command(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds `selftest` to the subcommands of the command line."""
-    selftest = commands.add_parser(
+    selftest = add_parser(
         "selftest",
         help="does every strategy train as one device does, on this machine?",
         description="Run every strategy, NCCL, backups and copies on this machine's devices.",

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
-
-if TYPE_CHECKING:
-    from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.launch.option_sections import (
+    Communication,
+    Compression,
+    Memory,
+    Partitioner,
+    Section,
+    WaitLimits,
+)
 
 DeviceName = Annotated[str, Field(min_length=1)]
 DeviceNames = Annotated[list[DeviceName], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values keep their YAML type."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StrategySection(Section):
@@ -30,16 +29,9 @@ class StrategySection(Section):
     name: str
     class_name: ClassVar[str]
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the keyword arguments of `tfparallel.<class_name>`."""
         return self.model_dump(exclude={"name", "memory", "prefetch_batches"})
-
-
-class Memory(Section):
-    """The fields of `tfparallel.MemoryPolicy`: "none", "full", or patterns of layers."""
-
-    rematerialize: Literal["none", "full"] | list[str] = "none"
-    offload: Literal["none", "full"] | list[str] = "none"
 
 
 class WithMemory(StrategySection):
@@ -54,21 +46,12 @@ class PlacesBatches(WithMemory):
     prefetch_batches: int | None = Field(default=None, ge=0)
 
 
-class WaitLimits(Section):
-    """The fields of `tfparallel.WorkerTimeouts`, in seconds; null waits for ever."""
-
-    start_s: float | None = Field(default=600.0, gt=0)
-    silent_s: float = Field(default=60.0, gt=0)
-    stall_s: float | None = Field(default=1800.0, gt=0)
-    write_s: float | None = Field(default=14_400.0, gt=0)
-
-
 class WithTimeouts(PlacesBatches):
     """A strategy of several workers, which wait for one another."""
 
     timeouts: WaitLimits | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tfparallel
 
         arguments = super().arguments()
@@ -84,7 +67,7 @@ class OneDevice(PlacesBatches):
     name: Literal["one_device"]
     device: DeviceName | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         default = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
@@ -99,7 +82,7 @@ class Mirrored(PlacesBatches):
     devices: DeviceNames | None = None
     cross_device_ops: Literal["nccl", "hierarchical_copy", "reduction_to_one_device"] | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         cross_device_ops = {
@@ -144,7 +127,7 @@ class TensorParallel(WithMemory):
     replicas: int = Field(default=1, ge=1)
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import keras
 
         from tfparallel.replicas.device_names import all_devices_here
@@ -165,60 +148,6 @@ class TensorParallel(WithMemory):
         return {"layout": layout}
 
 
-class Communication(Section):
-    """The fields of `tf.distribute.experimental.CommunicationOptions`."""
-
-    implementation: Literal["AUTO", "RING", "NCCL"] = "AUTO"
-    bytes_per_pack: int = Field(default=0, ge=0)  # 0 lets TensorFlow choose
-    timeout_seconds: float | None = Field(default=None, gt=0)
-
-
-class Compression(Section):
-    """How gradients cross processes: a compressor's name, and its option where it has one."""
-
-    name: Literal[
-        "none",
-        "fp16",
-        "bf16",
-        "power_sgd",
-        "top_k",
-        "random_k",
-        "qsgd",
-        "tern_grad",
-        "sign_sgd",
-        "adaptive",
-    ] = "none"
-    rank: int | None = Field(default=None, ge=1)
-    ratio: float | None = Field(default=None, gt=0, lt=0.5)
-    bits: Literal[2, 4, 8] | None = None
-    max_error: float | None = Field(default=None, ge=0, lt=1)
-
-    _OPTIONS: ClassVar[dict[str, str]] = {
-        "power_sgd": "rank",
-        "top_k": "ratio",
-        "random_k": "ratio",
-        "qsgd": "bits",
-        "adaptive": "max_error",
-    }
-
-    @model_validator(mode="after")
-    def _knows_its_options(self) -> Compression:
-        own = self._OPTIONS.get(self.name)
-        if others := [option for option in self._given() if option != own]:
-            takes = f"takes {own}" if own else "takes no option"
-            raise ValueError(f"{self.name} {takes}. Received: {', '.join(others)}")
-        return self
-
-    def _given(self) -> dict[str, float]:
-        return self.model_dump(exclude={"name"}, exclude_none=True)
-
-    def compressor(self) -> Compressor | None:
-        """What `compression=` of a strategy takes."""
-        from tfparallel.communication.compression.names import NAMES
-
-        return None if self.name == "none" else NAMES[self.name](**self._given())
-
-
 class MultiWorkerMirrored(WithTimeouts):
     """Which worker this process is comes from `TF_CONFIG`, so that all hosts share one file."""
 
@@ -227,7 +156,7 @@ class MultiWorkerMirrored(WithTimeouts):
     communication: Communication = Communication()
     compression: Compression = Compression()
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import tensorflow as tf
 
         options = self.communication.model_dump()
@@ -249,7 +178,7 @@ class Horovod(PlacesBatches):
     stall_timeout_s: float | None = Field(default=300.0, gt=0)
     start_timeout_s: float | None = Field(default=600.0, gt=0)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         return {
             "stall_timeout_s": self.stall_timeout_s,
             "start_timeout_s": self.start_timeout_s,
@@ -268,25 +197,6 @@ class CentralStorage(PlacesBatches):
     parameter_device: DeviceName | None = None
 
 
-class Partitioner(Section):
-    """How large variables are cut into parts: by `bytes` of a part (or their number, "fixed")."""
-
-    name: Literal["min_size", "max_size", "fixed"]
-    bytes: int = Field(default=256 << 10, ge=1)  # not for "fixed"
-    max_parts: int = Field(default=1, ge=1)
-
-    def partitioner(self) -> Any:
-        """Return what `variable_partitioner=` takes."""
-        from tensorflow import distribute
-
-        partitioners = distribute.experimental.partitioners
-        if self.name == "fixed":
-            return partitioners.FixedShardsPartitioner(self.max_parts)
-        if self.name == "min_size":
-            return partitioners.MinSizePartitioner(self.bytes, self.max_parts)
-        return partitioners.MaxSizePartitioner(self.bytes, self.max_parts)
-
-
 class ParameterServer(StrategySection):
     """Which task a process is comes from `TF_CONFIG`, so that all hosts share one file."""
 
@@ -299,7 +209,7 @@ class ParameterServer(StrategySection):
     copy_every_steps: int | None = Field(default=8, ge=1)
     insecure_network: bool = False
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         return {
             "mode": self.mode,
             "max_staleness": self.max_staleness,
@@ -350,7 +260,7 @@ class Hybrid(PlacesBatches):
     shard: ShardSection | None = None
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         import keras
 
         import tfparallel

@@ -5,7 +5,7 @@ import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfparallel.measure.goodput import goodput, read_ledger
 from tfparallel.measure.lanes import matplotlib_figure
@@ -20,6 +20,9 @@ from tfparallel.measure.plots import (
     has_noise,
 )
 from tfparallel.measure.reading import FILE, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SIZE_INCHES = (5.4, 3.4)  # letters are still read when a phone shows it
 _STYLE = """
@@ -168,7 +171,7 @@ def _pictures(
     return found
 
 
-def _picture(caption: str, draw: Callable[[object], None]) -> str:
+def _picture(caption: str, draw: Callable[["Axes"], None]) -> str:
     figure = matplotlib_figure("A report")(figsize=_SIZE_INCHES, layout="constrained")
     draw(figure.subplots())
     image = io.BytesIO()

@@ -39,13 +39,13 @@ class InputWait:
         """Rows so far, of the first tensor of each batch."""
         return int(self._rows.numpy())
 
-    def around(self, iterator: object) -> Any:
+    def around(self, iterator: object) -> tf.data.Iterator:
         """The measured iterator over `iterator`; the same one, as long as that is the same."""
         if self._known[0] is not iterator:
             self._known = (iterator, self._make(iterator))
         return self._known[1]
 
-    def slowest_stage(self) -> dict[str, Any]:
+    def slowest_stage(self) -> dict[str, object]:
         """Of the last iterator, by tf.data's own figures: `kind`, `name`, `ms` an element."""
         return {} if self._known[0] is None else slowest_stage(self._known[0])
 
@@ -61,7 +61,7 @@ class InputWait:
         with tf.device("CPU:0"):
             return iterator_over(iterator, self._function(iterator), _ENDLESS)
 
-    def _function(self, iterator: Any) -> object:
+    def _function(self, iterator: tf.data.Iterator) -> object:
         key = str(iterator.element_spec)
         if key not in self._functions:
             types, shapes = flat_output(iterator)

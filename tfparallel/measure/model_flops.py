@@ -62,7 +62,7 @@ class _Count:
         functions: known so far, by name.
     """
 
-    def __init__(self, functions: Mapping[str, Any]):
+    def __init__(self, functions: Mapping[str, tf.types.experimental.ConcreteFunction]):
         self._functions = dict(functions)
 
     def of(self, graph: object) -> int:
@@ -89,7 +89,7 @@ class _Count:
         return 0 if function is None else _Count(self._functions).of(function.graph)
 
 
-def _needed(graph: Any) -> set[tf.Operation]:
+def _needed(graph: tf.Graph) -> set[tf.Operation]:
     """What the outputs are made of: gradients that nobody takes are in a graph, too."""
     waiting = [tensor.op for tensor in graph.outputs]
     found: set[tf.Operation] = set()

@@ -4,10 +4,13 @@ Each draws into axes of matplotlib that it is given.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfparallel.measure.noise_scale import efficiency
 from tfparallel.measure.shares import CATEGORIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
     "input": "#edc948",
@@ -23,7 +26,7 @@ COLOURS = {
 _MOST = 64  # points on a curve
 
 
-def draw_shares(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
+def draw_shares(axes: "Axes", records: Sequence[Mapping[str, Any]]) -> None:
     """Stacked shares of the wall time.
 
     Args:
@@ -42,7 +45,7 @@ def draw_shares(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
-def draw_throughput(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
+def draw_throughput(axes: "Axes", records: Sequence[Mapping[str, Any]]) -> None:
     """Samples per second by epoch."""
     known = [(r["epoch"] + 1, r["rows_per_s"]) for r in records if r["rows_per_s"] is not None]
     axes.plot(*zip(*known, strict=True), marker="o", color="#4e79a7")
@@ -50,7 +53,7 @@ def draw_throughput(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     _label(axes, "epoch", "samples/s")
 
 
-def draw_noise_scale(axes: Any, records: Sequence[Mapping[str, Any]], batch_size: int) -> None:
+def draw_noise_scale(axes: "Axes", records: Sequence[Mapping[str, Any]], batch_size: int) -> None:
     """The noise scale by epoch, which is the batch size it suggests, beside the present one."""
     known = _noise_by_epoch(records)
     axes.plot(
@@ -62,7 +65,7 @@ def draw_noise_scale(axes: Any, records: Sequence[Mapping[str, Any]], batch_size
     axes.legend(fontsize=8, frameon=False)
 
 
-def draw_goodput(axes: Any, scale_rows: float, batch_size: int, step: "StepModel") -> None:
+def draw_goodput(axes: "Axes", scale_rows: float, batch_size: int, step: "StepModel") -> None:
     """Throughput, and throughput times efficiency, over batch sizes; the present one is marked.
 
     Args:

@@ -3,9 +3,10 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.communication.compression.compression_report import CompressionReport
@@ -103,7 +104,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         """`step_function` as a worker and the servers run it, for arguments like these."""
         strategy = self._container_strategy()
 
-        def run(tensors: object, lane: tf.Tensor) -> Any:
+        def run(tensors: object, lane: tf.Tensor) -> object:
             self._lane.number = lane
             try:
                 return strategy.run(step_function, (arguments.recipe(tensors),))
@@ -117,7 +118,9 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
         return RemoteStep(run, arguments.specs, scope, self._states)
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> object:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         effects = current_effects()
         if effects is None:
             return super()._apply_reduced(apply, gradients, variables)
@@ -184,7 +187,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
     def _divides_data(self) -> bool:
         return len(self._lanes) > 1
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         own_executor()
         model: Any = call.model
         if model.run_eagerly:
@@ -208,7 +211,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             2 * len(self._lanes),
         )
 
-    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _source(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         """Where batches come from: the workers' own data, or the chief where that cannot be."""
         if ArraysOnWorkers.can_take(call.data_adapter):
             return ArraysOnWorkers(call.data_adapter, self._pool.generation)
@@ -227,7 +230,7 @@ class LaneContext(ReplicaContext):
         lane: the number of the lane that computes, an int or a scalar int32 tensor.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, lane: Any):
+    def __init__(self, strategy: tf.distribute.Strategy, lane: tf.Tensor):
         super().__init__(strategy, 0)
         self._lane_number = lane
         self.graph = tf.compat.v1.get_default_graph()  # in which the step is traced

@@ -69,13 +69,13 @@ class HandedIn:
         self._settle()
         return super()._get_cross_replica()  # type: ignore[misc]
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         return self._hand_in("assign", value, *args, **kwargs)
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_add(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         return self._hand_in("assign_add", value, *args, **kwargs)
 
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_sub(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         if current_effects() is not None:
             return self._hand_in("assign_add", -value)
         return self._hand_in("assign_sub", value, *args, **kwargs)

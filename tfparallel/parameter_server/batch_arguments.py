@@ -11,10 +11,12 @@ SharedBatch      likewise                   iterators that are there     each ho
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
+
+from tfparallel.replicas.batch import OfRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class BatchArguments(Protocol):
         """A nest of `TypeSpec`s, of `tensors`."""
 
     @property
-    def recipe(self) -> Callable[[Any], Any]:
+    def recipe(self) -> Callable[[object], object]:
         """Makes the batch of `tensors`, in the step; equal for all that are traced alike."""
 
     def tensors(self, hosts: Hosts) -> object:
@@ -78,7 +80,7 @@ class ReadByChief:
         specs: of the dataset that it is from, if it is.
     """
 
-    def __init__(self, batch: Any, specs: Any = None):
+    def __init__(self, batch: object, specs: object = None):
         self._batch = keras.tree.map_structure(_as_tensor, batch)
         self.specs = keras.tree.map_structure(_spec, self._batch if specs is None else specs)
 
@@ -115,10 +117,10 @@ def _spec(leaf: object) -> object:
     return leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
 
 
-def specs_of_any_rows(arguments: Any) -> object:
+def specs_of_any_rows(arguments: object) -> object:
     """The specs of a nest of tensors, with any number of rows."""
 
-    def spec(leaf: Any) -> object:
+    def spec(leaf: OfRows | None) -> object:
         if leaf is None or not isinstance(leaf, tf.Tensor):
             return None if leaf is None else tf.type_spec_from_value(leaf)
         return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -29,6 +30,7 @@ from tfparallel.communication.compression.quantize import QSGD, TernGrad
 from tfparallel.communication.compression.sign_sgd import SignSGD
 from tfparallel.communication.compression.top_k import TopK
 from tfparallel.coordination.lost_tasks import speaks_of_lost_task
+from tfparallel.internals import BaseOptimizer
 from tfparallel.internals.keras_layers import trained_by
 from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Remembered, WorkerStates
@@ -101,7 +103,12 @@ class GradientsHandedIn:
         self._rows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def hand_in(
-        self, effects: Effects, optimizer: Any, variable: Any, gradient: Any, scale: Any
+        self,
+        effects: Effects,
+        optimizer: BaseOptimizer,
+        variable: keras.Variable,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        scale: tf.Tensor | None,
     ) -> Payload:
         """What to hand in for the gradient of `variable`; called while a step is traced.
 
@@ -139,7 +146,7 @@ class GradientsHandedIn:
         """What workers remember of an optimizer's gradients."""
         return CompressionMemory(self._compressor, self._states, optimizer, num_workers, is_there)
 
-    def _row(self, variable: Any, sent_as: str) -> VariableReport:
+    def _row(self, variable: keras.Variable, sent_as: str) -> VariableReport:
         shape = tuple(variable.shape)
         sent = dense = 4 * tf.TensorShape(shape).num_elements()
         if sent_as == repr(self._compressor):
@@ -147,7 +154,12 @@ class GradientsHandedIn:
         return VariableReport(variable.path, shape, sent_as, sent, dense)
 
     def _compressed(
-        self, effects: Effects, optimizer: Any, variable: Any, gradient: tf.Tensor, scale: Any
+        self,
+        effects: Effects,
+        optimizer: BaseOptimizer,
+        variable: keras.Variable,
+        gradient: tf.Tensor,
+        scale: tf.Tensor | None,
     ) -> Payload:
         compressor, dtype = self._compressor, gradient.dtype
         position = [id(v) for v in trained_by(optimizer)].index(id(variable))
@@ -166,7 +178,7 @@ class GradientsHandedIn:
         if "counter" in state:
             effects.keep(slots["counter"], state["counter"] + [0, 1])
 
-        def restore(tensors: Sequence, scale_then: Any, scale_now: Any) -> tf.Tensor:
+        def restore(tensors: Sequence, scale_then: tf.Tensor, scale_now: tf.Tensor) -> tf.Tensor:
             restored = compressor.decompress(tensors, context)
             if scale is not None:
                 factor = scale_now if is_unscaled else scale_now / scale_then

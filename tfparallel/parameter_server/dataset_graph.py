@@ -13,7 +13,6 @@ in the middle, and `shuffle(...).cache()` one in all: there, epochs before have 
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -64,7 +63,7 @@ class DatasetGraph:
         return cls(serialized, num_batches, _is_left_unread(graph))
 
 
-def _is_order_fixed(graph: Any) -> bool:
+def _is_order_fixed(graph: tf.compat.v1.GraphDef) -> bool:
     """Whether every shuffle has a seed: without one, both of its seeds are zero."""
     zeros = {
         node.name
@@ -93,12 +92,12 @@ def _disown_resources(graph: object) -> None:
             handle.name = "of_nobody"
 
 
-def _is_left_unread(graph: Any) -> bool:
+def _is_left_unread(graph: tf.compat.v1.GraphDef) -> bool:
     datasets = [node.op for node in graph.node if "Dataset" in node.op]
     draws = any(word in name for name in datasets for word in _DRAWS)
     return not draws or all(_BEGIN_INPUT_ONCE.fullmatch(name) for name in datasets)
 
 
-def _constants(graph: Any, dtype: tf.DType) -> list:
+def _constants(graph: tf.compat.v1.GraphDef, dtype: tf.DType) -> list:
     nodes = [node for node in graph.node if node.op == "Const"]
     return [node for node in nodes if node.attr["dtype"].type == dtype.as_datatype_enum]

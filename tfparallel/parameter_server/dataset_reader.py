@@ -19,7 +19,7 @@ class DatasetReader:
     """
 
     def __init__(
-        self, graph: DatasetGraph, element_spec: Any, device: str, num_taken: Sequence[int]
+        self, graph: DatasetGraph, element_spec: object, device: str, num_taken: Sequence[int]
     ):
         self._graph, self._element_spec = graph, element_spec
         self._device, self._num_taken = device, num_taken
@@ -80,13 +80,13 @@ class DatasetReader:
 
 
 @tf.function(reduce_retracing=True)
-def _skip_batches(iterator: Any, num_skipped: tf.Tensor) -> None:
+def _skip_batches(iterator: tf.data.Iterator, num_skipped: tf.Tensor) -> None:
     for _ in tf.range(num_skipped):
         iterator.get_next()
 
 
 @tf.function(reduce_retracing=True)
-def _skip_and_read(iterator: Any, num_skipped: tf.Tensor) -> object:
+def _skip_and_read(iterator: tf.data.Iterator, num_skipped: tf.Tensor) -> object:
     for _ in tf.range(num_skipped):
         iterator.get_next()
     return iterator.get_next()

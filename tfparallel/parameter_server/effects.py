@@ -92,7 +92,9 @@ class Effects:
         value, on_tape = tf.stop_gradient(self._values[id(variable)]), read()
         return value + (on_tape - tf.stop_gradient(on_tape))
 
-    def assign(self, variable: Any, value: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+    def assign(
+        self, variable: tf.Variable, value: object, read: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
         """`variable.assign(value)`; a value that was computed from the variable adds to it.
 
         Another worker may change the variable in between: what this step contributes to a sum, a
@@ -106,7 +108,9 @@ class Effects:
         self._record(variable, value, lambda values: variable.assign(values[0]), value)
         return value
 
-    def assign_add(self, variable: Any, delta: Any, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+    def assign_add(
+        self, variable: tf.Variable, delta: object, read: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
         """`variable.assign_add(delta)`."""
         delta = tf.cast(tf.convert_to_tensor(delta), variable.dtype)
         return self._add(variable, delta, self.read(variable, read) + delta)

@@ -11,7 +11,6 @@ Only layers that are created under a parameter server strategy are changed, each
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,7 +21,7 @@ from tfparallel.internals.keras_layers import behind, embedding_table
 from tfparallel.parameter_server.server_variables import RowsOnServers
 
 
-def hook_embedding(layer: Any) -> None:
+def hook_embedding(layer: keras.Layer) -> None:
     """Makes `layer` gather on the servers, if it is an `Embedding`. Twice changes nothing."""
     is_stock = isinstance(layer, keras.layers.Embedding)
     if is_stock and type(layer).call is keras.layers.Embedding.call and "call" not in vars(layer):

@@ -1,9 +1,9 @@
 """Where the variables of a parameter server strategy live: on several servers, by bytes."""
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
@@ -108,9 +108,9 @@ class ParameterServerExtended(CentralExtended):
         self._place_next.device = self._cluster.ps_devices[server]
         return super()._create_variable(next_creator, **kwargs)
 
-    def _plan_parts(self, reference: Any, kwargs: Mapping[str, Any]) -> list[tuple]:
+    def _plan_parts(self, reference: object, kwargs: Mapping[str, object]) -> list[tuple]:
         """The server, first row and end of each part; nothing for a variable in one piece."""
-        value = kwargs["initial_value"]
+        value: tf.Tensor = kwargs["initial_value"]
         is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         if is_metric or not tf.is_tensor(value) or not tf.executing_eagerly():
             return []
@@ -126,14 +126,15 @@ class ParameterServerExtended(CentralExtended):
         return [(self._placement.place(size), a, b) for size, a, b in sizes]
 
     def _create_parts(
-        self, servers_and_rows: list[tuple], next_creator: Callable, kwargs: dict[str, Any]
+        self, servers_and_rows: list[tuple], next_creator: Callable, kwargs: dict[str, object]
     ) -> tf.Variable:
         owner, strategy = owner_of_new_variable(), self._container_strategy()
         hook_owner(owner, strategy)
-        value, name = kwargs["initial_value"], kwargs.get("name") or "Variable"
+        value: tf.Tensor = kwargs["initial_value"]
+        name = kwargs.get("name") or "Variable"
         is_slot = isinstance(kwargs.pop("colocate_with", None), Partitioned)
 
-        def create_parts(**kwargs: Any) -> list[tf.Variable]:
+        def create_parts(**kwargs: object) -> list[tf.Variable]:
             parts = []
             for i, (server, start, end) in enumerate(servers_and_rows):
                 if is_slot:
@@ -154,7 +155,9 @@ class ParameterServerExtended(CentralExtended):
         mark_owner(variable, owner, is_statistics(owner, kwargs))
         return variable
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         self._updates.by_part = is_elementwise(apply.__self__)  # type: ignore[attr-defined]
         return super()._apply_reduced(apply, gradients, variables)
 
@@ -205,7 +208,7 @@ def _evaluated(initial_value: object, dtype: object) -> tf.Tensor:
     return tf.convert_to_tensor(value, dtype)
 
 
-def _of_parts(variable: Any, argument: Any) -> list:
+def _of_parts(variable: tf.Variable, argument: tf.Tensor | tf.IndexedSlices) -> list:
     """What an update of each part gets for an argument: its rows of a gradient."""
     is_gradient = isinstance(argument, tf.IndexedSlices) or (
         tf.is_tensor(argument)  # of a shape that may be known in part only

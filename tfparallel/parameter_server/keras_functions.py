@@ -46,9 +46,9 @@ class Batches:
 
     def __init__(
         self,
-        source: Any,
+        source: Iterable,
         num_batches: int | None = None,
-        submit: Callable[[Any], QueuedStep] | None = None,
+        submit: Callable[[object], QueuedStep] | None = None,
         num_ahead: int = 0,
     ):
         self._source, self.num_batches = source, num_batches
@@ -77,7 +77,7 @@ class BatchIterator:
     def __iter__(self) -> Iterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         batch = next(self._source)
         self._num_read += 1
         self.is_at_end = not self._source.peek(1) or (
@@ -127,7 +127,7 @@ class StepFunction:
             self._steps[key] = self._make_step(self._step_function, arguments)
         return self.pool.submit(self._steps[key], arguments)
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: Any) -> object:
         for number in range(self._model.steps_per_execution):
             arguments = next(iterator, None)
             if arguments is None and number == 0:
@@ -161,12 +161,13 @@ class StepFunction:
 class PredictFunction(StepFunction):
     """What Keras calls with a list of batches, to get all their predictions in order."""
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: Iterable) -> object:
         outputs = [self.pool.wait(self._submitted(part)) for part in data]
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
-    def _submitted(self, part: Any) -> QueuedStep:
-        is_submitted = isinstance(part, QueuedStep)
-        return part if is_submitted else self.submit(ReadByChief.of_any_rows(part))
+    def _submitted(self, part: object) -> QueuedStep:
+        if isinstance(part, QueuedStep):
+            return part
+        return self.submit(ReadByChief.of_any_rows(part))

@@ -59,7 +59,7 @@ def of_part(index: int) -> Iterator[None]:
         _thread.part = None
 
 
-def _loops_around() -> tuple[list, Any]:
+def _loops_around() -> tuple[list, tf.Graph]:
     """The graphs of loops and branches that a tape's gradients would pass, and that around them.
 
     Raises:
@@ -85,7 +85,7 @@ def _loops_around() -> tuple[list, Any]:
     return inner, graph
 
 
-def _outer_graphs(graph: object) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[tf.Graph]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         yield graph
@@ -107,7 +107,13 @@ class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
     distribute_strategy: Any
     name: str
 
-    def __init__(self, strategy: Any, parts: Sequence, aggregation: Any, var_policy: Any = None):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        parts: Sequence,
+        aggregation: tf.VariableAggregation,
+        var_policy: object = None,
+    ):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]
         self._read_before: weakref.WeakSet = weakref.WeakSet()  # graphs that take the whole
         self.parts = tuple(parts)
@@ -222,7 +228,7 @@ class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
         message = f"Expected indices in [0, {count}). Received others:"
         return tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [message, wrong])
 
-    def _to_parts(self, name: str, value: Any) -> object:
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices) -> object:
         if tf.compat.v1.get_default_graph() in self._read_before:
             raise NotImplementedError(
                 "A partitioned variable is read before the loop or branch that needs its gradient, "

@@ -9,13 +9,24 @@ its executor does next.
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from tfparallel.internals import context, new_executor
 
 _of_thread = threading.local()
 
 
-def own_executor() -> object:
+class CallsOfThread(Protocol):
+    """What the calls of one thread run in, one after another."""
+
+    def wait(self) -> None:
+        """Returns when they are done; raises the error of one."""
+
+    def clear_error(self) -> None:
+        """Runs calls again after an error."""
+
+
+def own_executor() -> CallsOfThread:
     """The calling thread's own executor; from the first call on the thread uses it."""
     if not hasattr(_of_thread, "executor"):
         _of_thread.executor = new_executor(enable_async=False)

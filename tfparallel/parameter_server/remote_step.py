@@ -21,7 +21,7 @@ TensorFlow keeps what it has made of a function by these.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -47,8 +47,8 @@ class RemoteStep:
 
     def __init__(
         self,
-        run: Callable[[Any, tf.Tensor], Any],
-        specs: Any,
+        run: Callable[[object, tf.Tensor], object],
+        specs: object,
         scope: Callable[[], contextlib.AbstractContextManager],
         states: WorkerStates,
     ):
@@ -90,7 +90,7 @@ class RemoteStep:
         tensors = [*_flatten(arguments), *self._states.tensors_of(lane)]
         return self._number, lane, *(tensor.backing_device for tensor in tensors)
 
-    def compute(self, lane: int, device: str, arguments: object) -> tuple[Any, list, list]:
+    def compute(self, lane: int, device: str, arguments: object) -> tuple[list, list, list]:
         """Runs the worker's part on the device of a lane.
 
         Returns:
@@ -112,7 +112,7 @@ class RemoteStep:
         with tf.device(device):
             self._apply(*effects)
 
-    def fetch(self, device: str, outputs: Any) -> object:
+    def fetch(self, device: str, outputs: Sequence) -> object:
         """The outputs of `compute` on this process's `device`, as `run` gave them."""
         packed, rest = outputs
         with tf.device(device):
@@ -130,7 +130,7 @@ def _flatten(nest: object) -> list:
     return [leaf for leaf in flat if leaf is not None]
 
 
-def _pack(structure: Any, flat: Any) -> object:
+def _pack(structure: object, flat: Iterable) -> object:
     """`flat` in the form of `structure`, whose leaves may be None."""
     leaves = iter(flat)
     flat = [

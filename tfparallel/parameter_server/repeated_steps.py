@@ -80,7 +80,7 @@ class RepeatedSteps:
         """No step is done again: what they were called with, arrays among it, may go."""
         self._since, self._are_old = [], True
 
-    def run(self, function: Callable, tensors: Callable[[], object]) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], object]) -> object:
         """The outputs of one step.
 
         Args:

@@ -61,13 +61,13 @@ class NumberedBatches:
         position: the iterator of the numbers, where its checkpoint is all that is needed to go on.
     """
 
-    def __init__(self, numbers: Iterator, batch: Callable[[tf.Tensor], Any], position: Any):
+    def __init__(self, numbers: Iterator, batch: Callable[[tf.Tensor], object], position: object):
         self._batches, self.position = PeekedIterator(map(batch, numbers)), position
 
     def __iter__(self) -> Iterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return next(self._batches)
 
     def peek(self, most: int) -> list:
@@ -111,7 +111,7 @@ class SharedArrays:
         numbers = iter(self._arrays.row_numbers)
         return NumberedBatches(numbers, lambda rows: SharedRows(self, rows.numpy()), numbers)
 
-    def rows(self, row_numbers: np.ndarray) -> Any:
+    def rows(self, row_numbers: np.ndarray) -> object:
         """As `ArraysOnWorkers.rows`."""
         return self._arrays.rows(row_numbers)
 

@@ -5,7 +5,7 @@ take it first, so that it can be used again.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -40,7 +40,7 @@ class SharedStep:
         self._functions: dict[Callable, Any] = {}  # by recipe
         self._known: set[tuple] = set()  # recipes and specs
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: Iterator) -> object:
         outputs = None
         for number in range(self._model.steps_per_execution):
             batch = next(iterator, None)
@@ -55,10 +55,9 @@ class SharedStep:
         """As of a `tf.function`: how often the step was traced."""
         return len(self._known)
 
-    def _run(self, batch: Any, specs: Any = None) -> object:
+    def _run(self, batch: object, specs: object = None) -> object:
         """Runs the step on a batch; `specs` are those of the dataset that it is from."""
-        is_on_its_way = isinstance(batch, BatchArguments)
-        arguments = batch if is_on_its_way else ReadByChief(batch, specs)
+        arguments = batch if isinstance(batch, BatchArguments) else ReadByChief(batch, specs)
         recipe, specs = arguments.recipe, arguments.specs
         if recipe not in self._functions:
             self._functions[recipe] = self._make_function(recipe)
@@ -82,7 +81,7 @@ class SharedStep:
 class SharedPredictStep(SharedStep):
     """What Keras calls with a list of batches, to get all their predictions in order."""
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: Iterable) -> object:
         outputs = [self._run(batch) for batch in data]
         if len(outputs) == 1:
             return outputs[0]

@@ -1,7 +1,6 @@
 """Steps that all workers share, none of which is done again: the loss of a worker ends `fit`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ class StepsOnce:
     def cover(self, graph: object) -> None:
         """Nothing is copied."""
 
-    def run(self, function: Callable, tensors: Callable[[], object]) -> Any:
+    def run(self, function: Callable, tensors: Callable[[], object]) -> object:
         """The outputs of one step."""
         return function(self._generation, tensors())
 

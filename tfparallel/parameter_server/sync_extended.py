@@ -2,9 +2,10 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.coordination.probe import task_names
@@ -56,7 +57,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
         for steps in self._steps:
             steps.changed_elsewhere()
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         own_executor()
         surround_epochs(call, self._watched)
         model: Any = call.model
@@ -74,7 +75,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
             first = replicas.stop
         return Hosts(tuple(hosts))
 
-    def _steps_of(self, model: Any) -> RepeatedSteps | StepsOnce:
+    def _steps_of(self, model: keras.Model) -> RepeatedSteps | StepsOnce:
         functions = (model.train_function, model.test_function, model.predict_function)
         for function in functions:
             if isinstance(function, SharedStep) and function.steps in self._steps:
@@ -87,17 +88,17 @@ class SyncParameterServerExtended(ParameterServerExtended):
         self._steps.add(steps)
         return steps
 
-    def _set_functions(self, model: Any, steps: RepeatedSteps | StepsOnce) -> None:
+    def _set_functions(self, model: keras.Model, steps: RepeatedSteps | StepsOnce) -> None:
         """Keras uses the functions that it finds at a model, and compiles none of its own."""
         strategy = self._container_strategy()
 
-        def train(batch: Any) -> object:
+        def train(batch: object) -> object:
             return strategy.run(model.train_step, (self._for_replicas(batch),))
 
-        def test(batch: Any) -> object:
+        def test(batch: object) -> object:
             return strategy.run(model.test_step, (self._for_replicas(batch),))
 
-        def predict(batch: Any) -> object:
+        def predict(batch: object) -> object:
             batch = self._for_replicas(batch)
             if self._num_replicas_in_sync == 1:
                 return strategy.run(model.predict_step, (batch,))
@@ -114,17 +115,18 @@ class SyncParameterServerExtended(ParameterServerExtended):
             if not (isinstance(known, SharedStep) and known.steps is steps):
                 setattr(model, name, function_class(steps, model, step, chief, self._hosts()))
 
-    def _trace_step_anew(self, model: Any) -> None:
+    def _trace_step_anew(self, model: keras.Model) -> None:
         if not isinstance(model.train_function, SharedStep):  # eager: the step is Keras's own
             super()._trace_step_anew(model)
             return
         model.train_function = None
         self._set_functions(model, self._steps_of(model))
 
-    def _for_replicas(self, batch: Any) -> object:
+    def _for_replicas(self, batch: object) -> object:
         """A batch as `run` takes it."""
-        is_for_one = isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1
-        return batch[0].whole() if is_for_one else batch
+        if isinstance(batch, OnHosts) and self._num_replicas_in_sync == 1:
+            return batch[0].whole()
+        return batch
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Copies of variables, each beside its variable: what training goes back to."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
@@ -60,7 +59,7 @@ class VariableCopies:
         """Variables := copies."""
         self._restore(self._fence.generation)
 
-    def _guarded(self, function: Any) -> object:
+    def _guarded(self, function: Callable[[tf.Tensor, tf.Variable], object]) -> object:
         def guarded(generation: tf.Tensor) -> None:
             for handle, copy in self._copies.values():
                 with tf.device(handle.device):

@@ -12,7 +12,7 @@ epoch is used exactly once, and the step of a lost worker can be done by another
 
 import itertools
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -68,7 +68,7 @@ class ArraysOnWorkers:
     def __init__(
         self,
         adapter: ArrayDataAdapter,
-        generation: Any,
+        generation: Callable[[int], int],
         rows: Sequence[np.ndarray | None] | None = None,
     ):
         self._generation, self._rows = generation, rows
@@ -107,7 +107,7 @@ class ArraysOnWorkers:
             self._shipped[worker] = known = (generation, shipped)
         return known[1]
 
-    def rows(self, numbers: np.ndarray) -> Any:
+    def rows(self, numbers: np.ndarray) -> object:
         """Those rows of the arrays, on the chief; a nest as Keras makes a batch of them."""
         return keras.tree.map_structure(lambda a: None if a is None else a[numbers], self._arrays)
 
@@ -135,7 +135,7 @@ def _as_array(array: object) -> object:
     return array.astype(floatx, copy=False) if array.dtype.kind == "f" else array
 
 
-def _spec_like(array: Any) -> object:
+def _spec_like(array: np.ndarray | None) -> object:
     return None if array is None else tf.constant(array[:1])
 
 
@@ -170,7 +170,9 @@ class DatasetOnWorkers:
         generation: as in `ArraysOnWorkers`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, graph: DatasetGraph, generation: Any):
+    def __init__(
+        self, dataset: tf.data.Dataset, graph: DatasetGraph, generation: Callable[[int], int]
+    ):
         self._graph, self._generation = graph, generation
         self.specs = tf.nest.map_structure(lambda spec: spec, dataset.element_spec)
         self._readers: dict[int, tuple[int, DatasetReader]] = {}

@@ -25,7 +25,7 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.waiting import look
 from tfparallel.parameter_server.batch_arguments import BatchArguments, Hosts
 from tfparallel.parameter_server.recovery import Recovery, TaskLost
-from tfparallel.parameter_server.remote_calls import own_executor
+from tfparallel.parameter_server.remote_calls import CallsOfThread, own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 from tfparallel.parameter_server.staleness import StalenessBound
@@ -76,7 +76,7 @@ class WorkerPool:
         timeouts: Timeouts,
         machine: Machine = THIS_MACHINE,
         recovery: Recovery | None = None,
-        executor: Callable[[], Any] = own_executor,
+        executor: Callable[[], CallsOfThread] = own_executor,
     ):
         self._cluster, self._lanes, self._timeouts = cluster, lanes, timeouts
         self._machine, self._executor = machine, executor
@@ -187,13 +187,13 @@ class WorkerPool:
             self._changed.notify_all()
             return step
 
-    def _run(self, lane: int, step: QueuedStep, executor: Any) -> None:
+    def _run(self, lane: int, step: QueuedStep, executor: CallsOfThread) -> None:
         attempt, device = step.attempt, self._lanes[lane].device
         with self._recovery.of_worker(self._lanes[lane].worker):
             arguments = step.arguments.tensors(Hosts.of_one(lane, device))
             with self._turn(lane, step, step.remote.call(lane, arguments)):
-                outputs, effects, kept = step.remote.compute(lane, device, arguments)
-                outputs = step.remote.fetch(self._cluster.chief_device, outputs)
+                computed, effects, kept = step.remote.compute(lane, device, arguments)
+                outputs = step.remote.fetch(self._cluster.chief_device, computed)
                 executor.wait()
         with self._changed:
             while self._owns(lane, step, attempt) and not (

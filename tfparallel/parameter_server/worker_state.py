@@ -82,7 +82,7 @@ class WorkerStates:
         """All that a worker remembers now."""
         return list(self._values_of(worker).values())
 
-    def of_owner(self, owner: object) -> dict[int, dict[str, Any]]:
+    def of_owner(self, owner: object) -> dict[int, dict[str, object]]:
         """What workers remember of `owner`: by worker and name, on the workers or the chief."""
         found: dict[int, dict[str, Any]] = {}
         for (worker, (reference, name)), value in self._restored.items():

@@ -25,7 +25,7 @@ class ArgumentsOnTape:
         arguments: of the function, tensors.
     """
 
-    def __init__(self, inputs: Sequence[tf.Tensor], captures: Sequence[Any]):
+    def __init__(self, inputs: Sequence[tf.Tensor], captures: Sequence[tf.Tensor | tf.Variable]):
         handles = [x.handle if isinstance(x, tf.Variable) else x for x in captures]
         self.arguments: list[tf.Tensor] = [*inputs, *handles]
         self._parts = [_part(x) for x in (*inputs, *captures)]
@@ -92,7 +92,7 @@ class ArgumentsOnTape:
 class _Part:
     """A variable that is a part of another one."""
 
-    def __init__(self, container: InPartsOnStage, variable: Any):
+    def __init__(self, container: InPartsOnStage, variable: tf.Variable):
         self.container = container
         self.copy, self.number = container.place_of(variable)
 

@@ -5,12 +5,11 @@ their weights would be a message each for every microbatch.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.replicas.batch import OnHost, OnHosts
+from tfparallel.replicas.batch import OnHost, OnHosts, Rows
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class _TargetsOnHost(OnHost):
 
     inputs: OnHost = field(kw_only=True)
 
-    def cut(self, num_replicas: int) -> tuple[list, list, Any]:
+    def cut(self, num_replicas: int) -> tuple[list, list, Rows]:
         """`OnHost.cut`, each part with its inputs before it."""
         targets, rows, total = super().cut(num_replicas)
         with tf.device(self.inputs.device):
@@ -27,7 +26,7 @@ class _TargetsOnHost(OnHost):
         return [(x, *own) for x, own in zip(inputs, targets, strict=True)], rows, total
 
 
-def batch_on_hosts(data: Any, first: str, last: str, microbatches: range) -> object:
+def batch_on_hosts(data: object, first: str, last: str, microbatches: range) -> object:
     """`data` as `Batch` takes it, with targets on the last stage's host.
 
     Args:
@@ -35,11 +34,12 @@ def batch_on_hosts(data: Any, first: str, last: str, microbatches: range) -> obj
         first, last: CPUs of the hosts of the first and the last stage.
         microbatches: the numbers of this process's, among those of all.
     """
-    has_targets = isinstance(data, tuple) and len(data) in (2, 3) and data[1] is not None
+    if not isinstance(data, tuple) or len(data) not in (2, 3) or data[1] is None:
+        return data
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in leaves]
     have_rows = all(shape.rank for shape in shapes) and len({shape[0] for shape in shapes}) == 1
-    if first == last or not has_targets or not have_rows:
+    if first == last or not have_rows:
         return data
     with tf.device(last):
         targets = keras.tree.map_structure(

@@ -48,7 +48,7 @@ class DeferredBatchNorm:
         self._values: dict[int, list[tuple]] = collections.defaultdict(list)
 
     @contextlib.contextmanager
-    def collected(self) -> Iterator[list[tuple[Any, tf.Tensor]]]:
+    def collected(self) -> Iterator[list[tuple[tf.Variable, tf.Tensor]]]:
         """Within it, the calling thread's assignments are put into the list, and not done."""
         self._thread.collected = []
         variables = [v for layer in self._layers for v in _averages(layer)]
@@ -91,8 +91,8 @@ class DeferredBatchNorm:
 
 def _assign_once(
     momentum: float,
-    mean: Any,
-    variance: Any,
+    mean: tf.Variable,
+    variance: tf.Variable,
     calls: Sequence,
     shares: Sequence[tuple],
     sum_over_workers: Callable[[list], list],
@@ -132,7 +132,7 @@ def _assign_once(
             copy.assign(value)
 
 
-def _averages(layer: keras.Layer) -> tuple[Any, Any]:
+def _averages(layer: keras.Layer) -> tuple[tf.Variable, tf.Variable]:
     return behind(layer.moving_mean), behind(layer.moving_variance)
 
 

@@ -3,7 +3,7 @@
 import collections
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -85,14 +85,14 @@ class DividedModels(PlacedInStages):
         self._note_batch(step_function.__self__, args[0])
         return self._batch_for_step(args[0]), *args[1:]
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if call.model not in self._known_stages:
             self._batches.note_arrays(call)
         if self._cluster is not None:
             surround_epochs(call, self._cluster.reports_lost_stages)
         return super()._keras_dataset(dataset, call)
 
-    def _note_batch(self, model: keras.Model, data: Any) -> None:
+    def _note_batch(self, model: keras.Model, data: object) -> None:
         if model not in self._known_stages:
             self._batches.note_shapes(model, data)
 

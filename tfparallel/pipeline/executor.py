@@ -15,7 +15,6 @@ https://arxiv.org/abs/2006.09503, for 1F1B.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -68,7 +67,7 @@ class Executor:
         rematerialization: Rematerialization | None = None,
         hosts: Sequence[str] | None = None,
         functions: StageFunctions | None = None,
-        own_copy: Callable[[Any], Any] = lambda variable: variable,
+        own_copy: Callable[[tf.Variable], tf.Variable] = lambda variable: variable,
         groups: Sequence[Sequence[str]] | None = None,
         gathers: bool = False,
     ):
@@ -155,7 +154,9 @@ class Executor:
             self._rounds.note(output.op, in_round, stage)
         return outputs
 
-    def _outputs(self, in_pass: Pass, concrete: Any, inputs: list) -> list:
+    def _outputs(
+        self, in_pass: Pass, concrete: tf.types.experimental.ConcreteFunction, inputs: list
+    ) -> list:
         """Those of a call, by the cheapest function that gradient tapes allow."""
         _, action = in_pass
         captures = self._functions.captures(concrete, self._own_copy)
@@ -169,7 +170,12 @@ class Executor:
         function = self._functions.once(key, inference_function, name, concrete)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]
 
-    def _recorded_call(self, in_pass: Pass, concrete: Any, on_tape: ArgumentsOnTape) -> list:
+    def _recorded_call(
+        self,
+        in_pass: Pass,
+        concrete: tf.types.experimental.ConcreteFunction,
+        on_tape: ArgumentsOnTape,
+    ) -> list:
         _, action = in_pass
         arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
@@ -183,7 +189,7 @@ class Executor:
         run = function.backward_halves if is_split else function.backward
         first = action._replace(kind="backward_input" if is_split else "backward")
 
-        def backward(*output_gradients: Any) -> list:
+        def backward(*output_gradients: tf.Tensor) -> list:
             in_round = self._rounds.come_back(action.microbatch)
             place_sums(self._passes, device, output_gradients)
             with tf.device(device):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -88,7 +87,7 @@ class PipelineExtended(DividedModels):
         """False: microbatches come to a layer one after another (`StateChanges`)."""
         return False
 
-    def _batch_for_step(self, data: Any) -> Any:
+    def _batch_for_step(self, data: object) -> object:
         if self._num_replicas_in_sync == 1:  # `Strategy.run` takes the batch as it is
             return data
         first = self._get_replica_id_in_sync_group(0)
@@ -260,7 +259,7 @@ class PipelineExtended(DividedModels):
             )
         return found
 
-    def _behind(self, part: Any) -> contextlib.AbstractContextManager:
+    def _behind(self, part: object) -> contextlib.AbstractContextManager:
         """Nothing of a step is done before there is a batch.
 
         At the end of data of unknown length there is none, and TensorFlow ends the step while it
@@ -284,7 +283,9 @@ class PipelineExtended(DividedModels):
             return super()._reduce_gradients(gradients)
         source = gradient_source()
 
-        def merge(_: tf.distribute.Strategy, gradients: list, rows: Any) -> list:
+        def merge(
+            _: tf.distribute.Strategy, gradients: list, rows: tf.distribute.DistributedValues
+        ) -> list:
             microbatches = range(len(self._devices))
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             sums = [sum_gradients(*each) for each in executors.by_pipeline(parts)]
@@ -316,7 +317,9 @@ class PipelineExtended(DividedModels):
         if self._changes is not None:
             self._changes.assign()
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         """The first microbatch updates for all; what others would compute for it is left out."""
         if self._executors is not None and not self.is_first_of_pipeline():
             return None
@@ -325,7 +328,7 @@ class PipelineExtended(DividedModels):
             return super()._apply_reduced(apply, gradients, variables)
 
 
-def copy_in_pipeline(index: int, variable: Any) -> Any:
+def copy_in_pipeline(index: int, variable: tf.Variable) -> tf.Variable:
     """Pipeline number `index`'s copy of a variable, or of what that is a copy of."""
     container = variable if isinstance(variable, StageVariable) else container_of(variable)
     is_of_stage = isinstance(container, StageVariable)

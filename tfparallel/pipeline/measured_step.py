@@ -1,7 +1,5 @@
 """When each pass of one training step starts and ends, of a step that leaves no trace."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -11,7 +9,7 @@ from tfparallel.pipeline.summary import short_name
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
 
 
-def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: Any) -> Swimlane:
+def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> Swimlane:
     """Runs two steps, and measures the second; see `PipelineStrategy.profile`."""
     batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     extended = strategy.extended
@@ -22,7 +20,7 @@ def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: An
         model.optimizer.build(model.trainable_variables)
 
         @tf.function
-        def step(batch: Any) -> list[tf.Tensor]:
+        def step(batch: object) -> list[tf.Tensor]:
             strategy.run(model.train_step, args=(batch,))
             times.update(extended._times)
             return [times[action] for action in times]

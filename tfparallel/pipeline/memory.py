@@ -1,8 +1,8 @@
 """How many bytes the variables of a stage take on its device."""
 
 from collections.abc import Iterable
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind
@@ -20,16 +20,16 @@ def trained_bytes(variables: Iterable) -> int:
     return sum(_bytes(variable) for variable in variables if variable.trainable)
 
 
-def _bytes_with_company(variable: Any) -> int:
+def _bytes_with_company(variable: keras.Variable) -> int:
     copies = 1 + _GRADIENTS * bool(variable.trainable)
     slots = getattr(behind(variable), "_followers", ())
     return copies * _bytes(variable) + sum(_bytes(slot) for slot in slots)
 
 
-def num_values(variable: Any) -> int:
+def num_values(variable: keras.Variable | tf.Variable) -> int:
     """How many numbers a variable holds."""
     return int(tf.TensorShape(variable.shape).num_elements() or 0)
 
 
-def _bytes(variable: Any) -> int:
+def _bytes(variable: keras.Variable | tf.Variable) -> int:
     return num_values(variable) * tf.as_dtype(variable.dtype).size

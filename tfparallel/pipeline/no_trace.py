@@ -151,7 +151,7 @@ def _undo_array(value: np.ndarray) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def variables_as_they_were(function: Any) -> Iterator[None]:
+def variables_as_they_were(function: tf.types.experimental.ConcreteFunction) -> Iterator[None]:
     """Puts back every variable, of whomever, that calls of `function` change.
 
     Args:

@@ -122,7 +122,7 @@ class PlacedInStages(LocalExtended):
 
     # ---- where variables are created -------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         leader = kwargs.get("colocate_with")
         self._creation.is_slot = isinstance(leader, StageVariable)
         if not isinstance(leader, StageVariable):
@@ -139,7 +139,7 @@ class PlacedInStages(LocalExtended):
             variable.share_copies((0,) * len(leader._firsts))
         return variable
 
-    def _home(self, kwargs: Mapping[str, Any]) -> str:
+    def _home(self, kwargs: Mapping[str, object]) -> str:
         """Where a variable lives as long as its stage is not known."""
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             return self._host_device
@@ -147,7 +147,7 @@ class PlacedInStages(LocalExtended):
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
         return self._stage_devices[-1] if dtype.is_floating else self._hosts()[-1]
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> type:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> type:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return SequentialVariable
         if isinstance(owner, BaseOptimizer):
@@ -162,8 +162,13 @@ class PlacedInStages(LocalExtended):
         return SequentialVariable if is_in_turn else LayerVariable
 
     def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self,
+        variable_class: Any,
+        i: int,
+        device: str,
+        copies: Sequence,
+        kwargs: Mapping[str, object],
+    ) -> object:
         value = super()._initial_value(variable_class, i, device, copies, kwargs)
         if variable_class is not SeedVariable or i == 0:
             return value
@@ -173,8 +178,8 @@ class PlacedInStages(LocalExtended):
         return (self._creation.device,) * len(self._pipelines)
 
     def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if not self.is_first_of_pipeline():
             return None  # the first microbatch computes the same update, for all
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
@@ -182,11 +187,13 @@ class PlacedInStages(LocalExtended):
             var.tell_copies()
         return result
 
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         """Outside of replicas: each copy once, also where several pipelines have it."""
         done: dict[int, Any] = {}
 
-        def once(copy: Any, *args: Any, **kwargs: Any) -> Any:
+        def once(copy: tf.Variable, *args: object, **kwargs: object) -> object:
             if id(copy) not in done:
                 done[id(copy)] = fn(copy, *args, **kwargs)
             return done[id(copy)]

@@ -10,13 +10,14 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 from rich.console import Console
 from rich.progress import Progress
 
+from tfparallel.internals import Functional
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import functional_graph, outputs_structure
 from tfparallel.pipeline.crossing_bytes import CrossingBytes, nbytes
@@ -82,7 +83,7 @@ def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
     return [Cost(*map(max, zip(*own, strict=True))) for own in zip(*costs, strict=True)]
 
 
-def zeros_like_spec(spec: Any, rows: int) -> tf.Tensor:
+def zeros_like_spec(spec: keras.KerasTensor, rows: int) -> tf.Tensor:
     """Zeros of a symbolic tensor's shape and type, in `rows` rows; 1 where a size is unknown."""
     shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
     return tf.zeros(shape, spec.dtype)
@@ -113,7 +114,9 @@ class _Measured:
         """Whether a call of it has been timed."""
         return self._number[part.key] in self._seconds
 
-    def call(self, key: tuple, operation: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(
+        self, key: tuple, operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
+    ) -> object:
         """`call(*args, **kwargs)`, which is that of `operation`, timed if it is a part of this key.
 
         What the timing itself calls is called as it is.
@@ -131,7 +134,7 @@ class _Measured:
         self._bytes[number] += sum(map(nbytes, tensors))
         return outputs
 
-    def _time(self, number: int, operation: Any, args: tuple, kwargs: dict) -> None:
+    def _time(self, number: int, operation: keras.Operation, args: tuple, kwargs: dict) -> None:
         self._is_timing = True
         try:
             seconds = self._timed.seconds(operation, args, kwargs)
@@ -164,7 +167,7 @@ class _Measured:
 
 
 def _is_measured(
-    model: keras.Model, parts: Sequence[Part], inputs: Any, measured: _Measured
+    model: keras.Model, parts: Sequence[Part], inputs: object, measured: _Measured
 ) -> bool:
     """Calls the model, its parts timed, as far as it can be called; False where that is not all."""
     if functional_graph(model) is not None and inputs is None:
@@ -195,7 +198,7 @@ def _functional_members(model: keras.Model) -> list[keras.Model]:
     return [each for each in own if functional_graph(each) is not None]
 
 
-def _zeros(graph: Any) -> Any:
+def _zeros(graph: Functional) -> object:
     return keras.tree.map_structure(lambda x: zeros_like_spec(x, ROWS), graph.input)
 
 
@@ -205,8 +208,13 @@ def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured)
     around: list[Calls] = [()]
 
     def run(
-        graph: Any, own: Sequence, original: Callable, inputs: Any, operation_fn: Any, **rest: Any
-    ) -> Any:
+        graph: Functional,
+        own: Sequence,
+        original: Callable,
+        inputs: object,
+        operation_fn: Callable,
+        **rest: object,
+    ) -> object:
         if measured.is_timing:
             return original(inputs, operation_fn, **rest)
         wanted = collections.Counter(id(x) for member in own for x in member.node.input_tensors)
@@ -228,7 +236,9 @@ def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured)
         outputs = [tensors[id(x)] for x in graph.outputs]
         return keras.tree.pack_sequence_as(outputs_structure(graph), outputs)
 
-    def time_layer(layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def time_layer(
+        layer: keras.Layer, original: Callable, *args: object, **kwargs: object
+    ) -> object:
         return measured.call((around[-1], id(layer)), layer, original, args, kwargs)
 
     models = {id(each): each for part in parts for each in (model, *part.models)}.values()

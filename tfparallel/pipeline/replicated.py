@@ -17,21 +17,20 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tfparallel.pipeline.plans.counts import check_counts
 
 Stage = str | Sequence[str]  # the device of a stage, or its devices
 
 
-def has_groups(devices: Any) -> bool:
+def has_groups(devices: Sequence | None) -> bool:
     """Whether some stage has a list of devices."""
     return devices is not None and any(isinstance(stage, (list, tuple)) for stage in devices)
 
 
-def flat(devices: Any) -> Any:
+def flat(devices: Sequence | None) -> Sequence | None:
     """All devices, stage by stage; as they are where each stage has one."""
-    if not has_groups(devices):
+    if devices is None or not has_groups(devices):
         return devices
     return [name for stage in devices for name in _group(stage)]
 

@@ -7,7 +7,6 @@ that has just been, has two. The schedule orders the passes of each round.
 
 import collections
 from collections.abc import Iterable
-from typing import Any
 
 import tensorflow as tf
 
@@ -36,7 +35,7 @@ class Rounds:
         """Tells of a pass: an operation of `stage`."""
         self._made_in[operation] = (in_round, stage)
 
-    def latest(self, tensors: Iterable[Any]) -> tuple[int, int]:
+    def latest(self, tensors: Iterable[tf.Tensor]) -> tuple[int, int]:
         """The last round, and its last stage, that `tensors` of the step's graph depend on."""
         operations = [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
         stack = [operation for operation in operations if operation not in self._made_in]

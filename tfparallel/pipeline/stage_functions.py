@@ -25,7 +25,9 @@ class StageFunctions:
         self._built: dict[Hashable, Any] = {}
         self._trainable: dict[Any, Sequence] = {}
 
-    def concrete(self, stage: int, key: Hashable, function: Callable, inputs: Sequence) -> Any:
+    def concrete(
+        self, stage: int, key: Hashable, function: Callable, inputs: Sequence
+    ) -> tf.types.experimental.ConcreteFunction:
         """`function` on `stage` as it is traced for `inputs`, at its first call with a key.
 
         It takes and returns int64 for int32: `wide_integers.py`.
@@ -51,7 +53,7 @@ class StageFunctions:
         """The types of what the function itself returned when it was traced."""
         return self._returned[concrete]
 
-    def watched_variables(self, concrete: Any) -> Sequence:
+    def watched_variables(self, concrete: tf.types.experimental.ConcreteFunction) -> Sequence:
         """Variables that tapes must hear of, and the step's graph at the first call."""
         if concrete in self._trainable:
             return self._trainable[concrete]
@@ -59,7 +61,11 @@ class StageFunctions:
         self._trainable[concrete] = [x for x in variables if x.trainable]
         return variables
 
-    def captures(self, concrete: Any, own_copy: Callable[[Any], Any]) -> list[Any]:
+    def captures(
+        self,
+        concrete: tf.types.experimental.ConcreteFunction,
+        own_copy: Callable[[tf.Variable], tf.Variable],
+    ) -> list[tf.Tensor | tf.Variable]:
         """What `concrete` takes beside its inputs: tensors, and the caller's copies of variables.
 
         Args:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfparallel.internals.new_operations import new_operations_told
+from tfparallel.pipeline.parts import Part
 
 
 class Placement:
@@ -45,7 +46,7 @@ class Placement:
         """Whether some of `parts` were constructed for a stage."""
         return any(self._placed(part) is not None for part in parts)
 
-    def _placed(self, part: Any) -> int | None:
+    def _placed(self, part: Part) -> int | None:
         """The stage that a part was constructed for, or else the innermost model around it."""
         own = [self._stage_of.get(each) for each in (part.operation, *reversed(part.models))]
         return next((stage for stage in own if stage is not None), None)

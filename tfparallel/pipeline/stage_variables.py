@@ -228,7 +228,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         is_first = index == 0 and strategy_behind(self).extended._id_in_cluster == 0
         return value if is_first else tf.zeros_like(value)
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign(self, value: object, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""
         extended = strategy_behind(self).extended
         is_one = len(self.values) * extended._num_workers == 1

@@ -4,10 +4,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfparallel.internals import Functional
 from tfparallel.internals.keras_layers import operation_of_node, outputs_structure
 from tfparallel.pipeline.graph_groups import Item, group_items
 from tfparallel.pipeline.parts import Calls, Member, is_opened, members
@@ -23,21 +24,27 @@ class StagedGraph:
         model: that runs it.
     """
 
-    def __init__(self, graph: Any, model: keras.Model, places: Places, calls: StageCalls):
+    def __init__(self, graph: Functional, model: keras.Model, places: Places, calls: StageCalls):
         self._graph, self._places, self._calls = graph, places, calls
         self._members = members(model)
         self._groups: dict[Calls, list[NodeGroup]] = {}
 
     def run(
-        self, original: Callable, inputs: Any, operation_fn: Any = None, call_fn: Any = None
-    ) -> Any:
+        self,
+        original: Callable,
+        inputs: object,
+        operation_fn: Callable | None = None,
+        call_fn: Callable | None = None,
+    ) -> object:
         """`Functional._run_through_graph`."""
         options = {} if operation_fn is None else {"operation_fn": operation_fn}
         is_staged = self._calls.is_in_step or self._calls.is_in_part
         if call_fn is not None or not is_staged:
             return original(inputs, call_fn=call_fn, **options)
         flat = keras.tree.flatten(inputs)
-        tensors: dict[Any, Any] = dict(zip(map(id, self._graph.inputs), flat, strict=True))
+        tensors: dict[Hashable, tf.Tensor] = dict(
+            zip(map(id, self._graph.inputs), flat, strict=True)
+        )
         around = self._calls.around
         if around not in self._groups:
             self._groups[around] = self._grouped(around)
@@ -82,12 +89,14 @@ class StagedGraph:
             )
         return groups
 
-    def _run_group(self, group: "NodeGroup", operation_fn: object, inputs: list) -> list:
+    def _run_group(self, group: "NodeGroup", operation_fn: Callable | None, inputs: list) -> list:
         tensors = dict(zip(group.needed, inputs, strict=True))
         self._run_members(group, operation_fn, tensors)
         return [tensors[key] for key in group.produced]
 
-    def _run_members(self, group: "NodeGroup", operation_fn: Any, tensors: dict[Any, Any]) -> None:
+    def _run_members(
+        self, group: "NodeGroup", operation_fn: Callable | None, tensors: dict[Hashable, tf.Tensor]
+    ) -> None:
         around = self._calls.around
         for member in group.members:
             args, kwargs = member.node.arguments.fill_in(tensors)

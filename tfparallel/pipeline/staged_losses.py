@@ -79,19 +79,21 @@ class _StagedLoss:
         unstaged: the loss itself.
     """
 
-    def __init__(self, loss: Any, in_step: Callable, name: Any):
+    def __init__(self, loss: Callable, in_step: Callable, name: object):
         self.unstaged, self._in_step, self._name = loss, in_step, name
 
     def __call__(
         self, y_true: object, y_pred: object, sample_weight: tf.Tensor | None = None
-    ) -> Any:
+    ) -> object:
         return self._in_step(self._name, self.unstaged, y_true, y_pred, sample_weight)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unstaged, name)
 
 
-def _update(in_step: Callable, key: int, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _update(
+    in_step: Callable, key: int, original: Callable, *args: object, **kwargs: object
+) -> None:
     """`Metric.update_state`, of which no gradient is taken."""
     names = list(kwargs)
 

@@ -95,7 +95,7 @@ class Swimlane:
             for event in self.timeline.events
         ]
 
-    def trace(self) -> dict[str, Any]:
+    def trace(self) -> dict[str, object]:
         """The step in the Trace Event Format, times in microseconds."""
         return trace_events(self.devices, self._boxes())
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 
@@ -25,7 +24,7 @@ class TracedResult:
         changed: what was to be assigned otherwise.
     """
 
-    def __init__(self, outputs: Any, loss_owners: list, statistics: list, noted: Noted):
+    def __init__(self, outputs: object, loss_owners: list, statistics: list, noted: Noted):
         self._structure, self._loss_owners = outputs, loss_owners
         self.statistics, self.changed, self._calls = statistics, noted.changed, noted.calls
         self._leaves = keras.tree.flatten(outputs)
@@ -57,7 +56,7 @@ class TracedResult:
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
-def losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[Any, list[tuple]]:
+def losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[object, list[tuple]]:
     """What `function` returns, and the losses that `layers` have added meanwhile, by layer."""
     own = [layer for each in layers if isinstance(each, keras.Layer) for layer in layers_of(each)]
     own = list({id(layer): layer for layer in own}.values())

@@ -19,7 +19,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -36,7 +35,10 @@ from tfparallel.replicas.whole_batch_layers import LayerArguments, may_keep_stat
 
 @contextlib.contextmanager
 def left_for_all_rows(
-    model: keras.Model, strategy: tf.distribute.Strategy, changes: StateChanges, found: Any
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    changes: StateChanges,
+    found: weakref.WeakKeyDictionary,
 ) -> Iterator[None]:
     """Within it, layers of `model` whose state depends on rows leave their calls to `changes`.
 

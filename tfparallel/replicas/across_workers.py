@@ -6,8 +6,7 @@ done with them.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
@@ -23,6 +22,7 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.keras_trainer import surround_epochs
+from tfparallel.replicas.batch import OfRows
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.peeked_iterator import PeekedIterator
@@ -75,7 +75,9 @@ class WorkersExtended(ReplicatedExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _announced(self, initial_value: Any, kwargs: Any) -> Callable[[], tf.Tensor]:
+    def _announced(
+        self, initial_value: object, kwargs: Mapping[str, object]
+    ) -> Callable[[], tf.Tensor]:
         """`initial_value` once all workers have said that they create the same variable."""
         owner = owner_of_new_variable()
         name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
@@ -119,7 +121,7 @@ class WorkersExtended(ReplicatedExtended):
                 "speaking.)"
             )
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if self._num_workers == 1:
             return dataset
         surround_epochs(call, lambda: self._around_epoch(call))
@@ -211,7 +213,7 @@ class WorkersExtended(ReplicatedExtended):
         with tf.control_dependencies(checks):
             return super()._gather_to_implementation(value, destinations, axis, options)
 
-    def _gather_rows(self, rows: Any) -> object:
+    def _gather_rows(self, rows: OfRows) -> object:
         if self._num_workers == 1:
             return rows
         if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
@@ -278,7 +280,7 @@ class AgreedIterator:
     def __iter__(self) -> Iterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         batch, self._number = next(self._batches, None), self._number + 1
         announced = self._agreement.exchange("read a batch", _shapes(batch))
         if announced == [None] * len(announced):

@@ -8,9 +8,9 @@ the list then, the first would find the losses of the last.
 import contextlib
 import threading
 from collections.abc import Iterator, MutableSequence
-from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import layers_of
@@ -46,13 +46,13 @@ class _ByThread(MutableSequence):
     def __len__(self) -> int:
         return len(self._own)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> tf.Tensor:
         return self._own[index]
 
-    def __setitem__(self, index: Any, loss: Any) -> None:
+    def __setitem__(self, index: int | slice, loss: tf.Tensor) -> None:
         self._own[index] = loss
 
-    def __delitem__(self, index: Any) -> None:
+    def __delitem__(self, index: int | slice) -> None:
         del self._own[index]
 
     def insert(self, index: int, loss: object) -> None:

@@ -11,19 +11,22 @@ gradients, `own_rows_live` does not, where it is known that they compute the sam
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import distribute_lib, in_symbolic_scope
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.replicas.batch import Rows
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import check_is_no_trial
 from tfparallel.replicas.step_build import BuildContext
 
+Nest = TypeVar("Nest")
 
-def all_rows(strategy: tf.distribute.Strategy, tensors: object) -> object:
+
+def all_rows(strategy: tf.distribute.Strategy, tensors: Nest) -> Nest:
     """The rows of all replicas of each tensor of a nest, `[rows, ...]`; differentiable.
 
     The gradient of a replica's rows is that of the sum of all replicas' losses.
@@ -49,7 +52,7 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: object) -> object:
     return keras.tree.pack_sequence_as(tensors, live)
 
 
-def rows_and_place(tensors: Sequence) -> tuple[list, Any]:
+def rows_and_place(tensors: Sequence) -> tuple[list, tf.Tensor]:
     """`all_rows` of dense tensors of as many rows each, and where the replica's own rows begin.
 
     They need not be the rows of the batch: a program may have put two views of a batch, or the
@@ -109,7 +112,7 @@ def _check_rows(tensors: Sequence) -> None:
         )
 
 
-def _first_row(context: Any, rows: Any) -> object:
+def _first_row(context: tf.distribute.ReplicaContext, rows: Rows) -> object:
     """Where this replica's rows of the batch begin among those of all."""
     step = current_replica_step()
     if isinstance(context, BuildContext):

@@ -1,7 +1,5 @@
 """A variable in parts is assigned part by part, in whichever way it is assigned."""
 
-from typing import Any
-
 import tensorflow as tf
 
 
@@ -12,13 +10,13 @@ class AssignedInParts:
         """The assignment `name` (of `tf.Variable`) of a value, or of rows, of the whole."""
         raise NotImplementedError
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign(self, value: object, *args: object, **kwargs: object) -> object:
         return self._to_parts("assign", value)
 
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_add(self, delta: object, *args: object, **kwargs: object) -> object:
         return self._to_parts("assign_add", delta)
 
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_sub(self, delta: object, *args: object, **kwargs: object) -> object:
         return self._to_parts("assign_sub", delta)
 
     def scatter_add(self, slices: tf.IndexedSlices, *args: object, **kwargs: object) -> object:

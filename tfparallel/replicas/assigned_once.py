@@ -1,7 +1,6 @@
 """Variables with one copy that layers assign: once per batch, however many replicas call them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -57,15 +56,15 @@ class CentralLayerVariable(CentralVariable):
             return super().sparse_read(indices, name=name)
         return tf.gather(seen, indices, name=name)
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign`."""
         return self if self._take(value) else super().assign(value, *args, **kwargs)
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_add(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign_add`."""
         return self._assign_sum(super().assign_add, value, value, *args, **kwargs)
 
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> object:
+    def assign_sub(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign_sub`."""
         return self._assign_sum(super().assign_sub, -value, value, *args, **kwargs)
 

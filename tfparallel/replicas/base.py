@@ -13,8 +13,8 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -65,6 +65,8 @@ open_logical_cpus()  # before TensorFlow starts, which any use of a strategy doe
 _KEYS_PER_STRATEGY = 100_000
 _strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertools.count)
 
+Nest = TypeVar("Nest")
+
 
 class KerasStrategy(DescribedStrategy):
     """A `tf.distribute.Strategy` that trains an unmodified Keras 3 model as one device would.
@@ -97,7 +99,11 @@ class KerasStrategy(DescribedStrategy):
         return super().scope()
 
     def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+        self,
+        fn: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: tf.distribute.RunOptions | None = None,
     ) -> Any:
         """`tf.distribute.Strategy.run`; a Keras step returns what it would on one device."""
         checks.check_is_keras_3(fn)
@@ -131,11 +137,11 @@ class KerasStrategy(DescribedStrategy):
                 return run_keras_step(self, fn, *args)
             return run_predict_step(self, fn, args[0], model)
 
-    def _run_on_replicas(self, fn: Callable) -> Any:
+    def _run_on_replicas(self, fn: Callable) -> object:
         """Calls `fn()` on every local replica, as `run` does for custom loops."""
         return super().run(fn)
 
-    def all_rows(self, tensors: Any) -> Any:
+    def all_rows(self, tensors: Nest) -> Nest:
         """The rows that all replicas have, one after the other; each replica gets them all.
 
         For what depends on all rows of a batch, in a `train_step`, `compute_loss` or layer, or in a
@@ -155,7 +161,7 @@ class KerasStrategy(DescribedStrategy):
         """
         return all_rows(self, tensors)
 
-    def profile(self, model: keras.Model, batch: Any) -> "DrawnStep":
+    def profile(self, model: keras.Model, batch: object) -> "DrawnStep":
         """Measures when devices and links do what in a training step.
 
         `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is
@@ -173,19 +179,25 @@ class KerasStrategy(DescribedStrategy):
 
         return profile_step(self, model, batch)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: object, axis: int | None
+    ) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests, and of scalars with `axis=0`."""
         if is_symbolic_build():  # Keras only wants the shapes of one replica
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(reduce_op, leaf, axis), value)
 
-    def _reduce_leaf(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+    def _reduce_leaf(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: object, axis: int | None
+    ) -> object:
         local = self.experimental_local_results(value)[0]
         if axis == 0 and getattr(local, "shape", tf.TensorShape(None)).rank == 0:
             axis = None
         return super().reduce(reduce_op, value, axis)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Iterable:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
 
         Keras's own input path gets the dataset as it is: its batches are split inside the step, so
@@ -203,7 +215,7 @@ class KerasStrategy(DescribedStrategy):
     def check(
         self,
         model: keras.Model,
-        batch: Any,
+        batch: object,
         *,
         float64: bool = False,
         build: Callable[[], keras.Model] | None = None,

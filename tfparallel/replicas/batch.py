@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,10 @@ from tfparallel.internals import PerReplica, distribute_utils
 from tfparallel.internals.distribute import first_replica_of_process, num_replicas_of
 from tfparallel.replicas.local_replicas import LocalReplicas
 
-Rows = Any  # a number of rows: an int where it is known when tracing, else a scalar int32 tensor
+# A number of rows: an int where it is known when tracing, else a scalar int32 tensor.
+Rows: TypeAlias = int | tf.Tensor
+# What can be cut by rows.
+OfRows: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class OnHost:
         ]
         return [self.finish(part) for part in parts], [end - start for start, end in bounds], total
 
-    def whole(self) -> Any:
+    def whole(self) -> object:
         """The batch, where this host has all replicas."""
         with tf.device(self.device):
             return self.finish(self.data)
@@ -89,7 +92,7 @@ class Batch:
             distributed already, that is not known.
     """
 
-    def __init__(self, extended: LocalReplicas, data: Any):
+    def __init__(self, extended: LocalReplicas, data: object):
         num_local = len(extended.worker_devices)
         self.parts: list = []
         self.rows: list[Rows] = []
@@ -143,7 +146,7 @@ def split_rows(num_rows: Rows, num_replicas: int, replicas: Iterable[int]) -> li
     return [(start(replica), start(replica + 1)) for replica in replicas]
 
 
-def concat_rows(parts: Sequence) -> Any:
+def concat_rows(parts: Sequence) -> OfRows:
     """The rows of all `parts` (dense, ragged or sparse tensors) in order; scalars stacked."""
     if len(parts) == 1:
         return parts[0]
@@ -154,7 +157,7 @@ def concat_rows(parts: Sequence) -> Any:
     return tf.concat(parts, axis=0)
 
 
-def with_int32_rows(gradient: Any) -> Any:
+def with_int32_rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
     """A sparse gradient whose rows are int32, what is none as it is.
 
     Collectives pad the rows of replicas that have fewer: of int64 no GPU has a `Pad`.
@@ -165,13 +168,13 @@ def with_int32_rows(gradient: Any) -> Any:
     return tf.IndexedSlices(gradient.values, indices, gradient.dense_shape)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> OfRows | None:
     if leaf is None or tf.is_tensor(leaf):  # true of ragged and sparse tensors
         return leaf
     return tf.convert_to_tensor(leaf)
 
 
-def _hide_num_rows(leaf: Any) -> Any:
+def _hide_num_rows(leaf: OfRows) -> OfRows:
     """`leaf` with rows unknown when tracing, where replicas must trace alike for different rows.
 
     Keras returns a loss of static shape [0] unreduced, and TensorFlow leaves out ops for static
@@ -182,7 +185,7 @@ def _hide_num_rows(leaf: Any) -> Any:
     return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
 
 
-def num_rows(data: Any) -> Rows:
+def num_rows(data: object) -> Rows:
     """The number of rows of a nest of tensors `[rows, ...]`."""
     for leaf in keras.tree.flatten(data):
         if leaf is None or leaf.shape.rank == 0:
@@ -200,7 +203,7 @@ def num_rows(data: Any) -> Rows:
     )
 
 
-def _slice_rows(leaf: Any, start: Rows, end: Rows) -> Any:
+def _slice_rows(leaf: OfRows | None, start: Rows, end: Rows) -> OfRows | None:
     if leaf is None or leaf.shape.rank == 0:
         return leaf
     if not isinstance(leaf, tf.SparseTensor):

@@ -19,7 +19,7 @@ Source: Chan, Golub, LeVeque 1983, https://doi.org/10.1080/00031305.1983.1048311
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -28,7 +28,7 @@ from tfparallel.internals import ReduceOp, distribute_lib, has_one_tape, record
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import has_stock_moments
-from tfparallel.replicas.replica_step import all_reduce_gradients
+from tfparallel.replicas.weighed_gradients import all_reduce_gradients
 
 
 def hook_batch_norm(layer: object) -> None:
@@ -100,7 +100,7 @@ class _Functions(NamedTuple):
     backward: Callable
 
 
-def _functions(layer: Any, inputs: tf.Tensor, mask: Any) -> _Functions:
+def _functions(layer: keras.Layer, inputs: tf.Tensor, mask: tf.Tensor | None) -> _Functions:
     mask_spec = None if mask is None else tf.TensorSpec([None] * mask.shape.rank, mask.dtype)
     return _traced(inputs.dtype, inputs.shape.rank, layer.axis, mask_spec)
 

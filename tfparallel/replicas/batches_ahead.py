@@ -15,27 +15,37 @@ for a batch that Keras would not ask for, where it is known how many those are: 
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfparallel.internals import TrainerCall
 from tfparallel.internals.keras_trainer import steps_of_iterator
-from tfparallel.replicas.placed_batch import BatchPlacement, can_be_placed
+from tfparallel.replicas.local_replicas import LocalReplicas
+from tfparallel.replicas.placed_batch import BatchPlacement, PlacedBatch, can_be_placed
 
 AHEAD_ON_GPUS = 2
 _END = object()
 
 
-def batches_ahead_by_default(devices: Any) -> int:
+class PlacesAhead(LocalReplicas, Protocol):
+    """What is asked of the `extended` of a strategy."""
+
+    _num_batches_ahead: int | None  # of their steps; None: as suits the devices
+    _places_batches: bool  # whether a batch may be on the replicas' devices before its step
+
+
+def batches_ahead_by_default(devices: Iterable[str]) -> int:
     """How many batches are read ahead where nobody says: none where a copy is no copy."""
     on_gpus = all(tf.DeviceSpec.from_string(device).device_type == "GPU" for device in devices)
     return AHEAD_ON_GPUS if on_gpus else 0
 
 
-def with_batches_ahead(extended: Any, batches: Any, call: TrainerCall) -> Any:
+def with_batches_ahead(
+    extended: PlacesAhead, batches: Iterable[object], call: TrainerCall
+) -> Iterable[object]:
     """`batches`, which `call` iterates over, placed ahead of their steps as the strategy says."""
     asked = extended._num_batches_ahead
     ahead = batches_ahead_by_default(extended.worker_devices) if asked is None else asked
@@ -59,7 +69,9 @@ class DatasetAhead:
         read_dataset: where they come from.
     """
 
-    def __init__(self, extended: Any, dataset: tf.data.Dataset, ahead: int, call: TrainerCall):
+    def __init__(
+        self, extended: PlacesAhead, dataset: tf.data.Dataset, ahead: int, call: TrainerCall
+    ):
         self.read_dataset, self._ahead = dataset, ahead
         self._place = BatchPlacement(extended, dataset.element_spec).place
         # Keras's iterator has this object, and shall go with its data when the call is over.
@@ -102,7 +114,7 @@ class BatchesAhead:
         self._begins_step = True  # Keras makes an iterator of an iterator for each execution
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PlacedBatch:
         """The next batch, placed.
 
         Raises:
@@ -154,7 +166,7 @@ class BatchesAhead:
         self._ahead.extend(self._reader.submit(_given, batch, self._place) for batch in batches)
 
 
-def _read(source: Iterator, place: Callable, has_ended: threading.Event) -> Any:
+def _read(source: Iterator, place: Callable, has_ended: threading.Event) -> object:
     if has_ended.is_set():
         return _END
     try:
@@ -165,5 +177,5 @@ def _read(source: Iterator, place: Callable, has_ended: threading.Event) -> Any:
     return batch, place(batch)
 
 
-def _given(batch: Any, place: Callable) -> tuple:
+def _given(batch: object, place: Callable) -> tuple:
     return batch, place(batch)

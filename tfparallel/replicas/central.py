@@ -1,7 +1,7 @@
 """Variables that exist once, in places of their own: replicas read them from there."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -64,7 +64,9 @@ class CentralExtended(LocalExtended):
         if self._changes is not None:
             self._changes.assign()
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:
             return super()._apply_reduced(apply, gradients, variables)

@@ -7,7 +7,7 @@ saves it with the optimizer.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -135,7 +135,9 @@ class CompressedGradients(WorkersExtended):
         with super()._step_of(model):
             yield
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: object) -> object:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         updated = super()._apply_reduced(apply, gradients, variables)
         if self._local_sgd is not None:
             distribute_lib.get_replica_context().merge_call(self._count_step)
@@ -188,7 +190,7 @@ class CompressedGradients(WorkersExtended):
             ),
         )
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> object:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if self._local_sgd is not None and call.model.built:
             mark_statistics(call.model)
             self._statistics = statistics_of(call.model)  # backups are restored before a step

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
 from tfparallel.internals import device_util
 
 
-def device_names(devices: Any, what: str) -> list[str]:
+def device_names(devices: object, what: str) -> list[str]:
     """The names of devices that were given in any of these ways.
 
     Args:
@@ -112,7 +112,7 @@ def _task_of(name: str) -> tuple:
     return spec.job, spec.task
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

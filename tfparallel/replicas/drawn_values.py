@@ -9,8 +9,7 @@ variable at a time.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -23,7 +22,7 @@ from tfparallel.replicas.row_draws import (
 )
 
 
-def _ones(shape: Any, first: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _ones(shape: Sequence[int], first: object, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     del first, seed
     return tf.ones(shape, dtype)
 
@@ -57,7 +56,7 @@ class Drawn:
         """The same with the `numbers` that all workers have agreed on."""
         return dataclasses.replace(self, numbers=numbers)
 
-    def announced(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def announced(self, kwargs: Mapping[str, object]) -> dict[str, object]:
         """What a creator gets, of the few numbers that workers agree on in the place of the value.
 
         Args:
@@ -80,7 +79,7 @@ class Drawn:
         return tf.pad(self.numbers_from(inside[0], count), [[0, end - begin - count]])
 
 
-def drawn_value(initial_value: Any) -> Drawn | None:
+def drawn_value(initial_value: object) -> Drawn | None:
     """What a variable of Keras begins with, if parts of it can be drawn; its seed is taken then.
 
     Args:
@@ -98,7 +97,7 @@ def drawn_value(initial_value: Any) -> Drawn | None:
     return None if call is None else call(shape, dtype)
 
 
-def form_of(initial_value: Any) -> tuple[tf.TensorShape, tf.DType] | None:
+def form_of(initial_value: object) -> tuple[tf.TensorShape, tf.DType] | None:
     """The shape and dtype that an initialiser will be asked for; None for any other value."""
     asked = asked_of(initial_value)
     return None if asked is None else (tf.TensorShape(asked[1]), tf.as_dtype(asked[2]))
@@ -108,27 +107,47 @@ class _Noting:
     """Stands for `keras.random` in an initialiser: notes what is drawn, in the place of drawing."""
 
     @staticmethod
-    def normal(shape: Any, mean: Any, stddev: Any, dtype: Any, seed: Any) -> Drawn | None:
+    def normal(
+        shape: Sequence[int], mean: float, stddev: float, dtype: tf.DType | str, seed: object
+    ) -> Drawn | None:
         return _drawn("normal", shape, dtype, seed, stddev, mean)
 
     @staticmethod
-    def truncated_normal(shape: Any, mean: Any, stddev: Any, dtype: Any, seed: Any) -> Drawn | None:
+    def truncated_normal(
+        shape: Sequence[int], mean: float, stddev: float, dtype: tf.DType | str, seed: object
+    ) -> Drawn | None:
         return _drawn("truncated_normal", shape, dtype, seed, stddev, mean)
 
     @staticmethod
-    def uniform(shape: Any, minval: Any, maxval: Any, dtype: Any, seed: Any) -> Drawn | None:
+    def uniform(
+        shape: Sequence[int], minval: float, maxval: float, dtype: tf.DType | str, seed: object
+    ) -> Drawn | None:
         low, high = (tf.cast(each, dtype) for each in (minval, maxval))
         return _drawn("uniform", shape, dtype, seed, high - low, low)
 
 
-def _drawn(kind: str, shape: Any, dtype: Any, seed: Any, scale: Any, shift: Any) -> Drawn | None:
+def _drawn(
+    kind: str,
+    shape: Sequence[int],
+    dtype: tf.DType | str,
+    seed: object,
+    scale: tf.Tensor | float,
+    shift: tf.Tensor | float,
+) -> Drawn | None:
     scale, shift = (tf.convert_to_tensor(each, dtype) for each in (scale, shift))
     if scale.shape.rank or shift.shape.rank:
         return None
     return _noted(kind, shape, dtype, seed_as_drawn(draw_seed(seed)), scale, shift)
 
 
-def _noted(kind: str, shape: Any, dtype: Any, seed: Any, scale: Any, shift: Any) -> Drawn:
+def _noted(
+    kind: str,
+    shape: Sequence[int],
+    dtype: tf.DType | str,
+    seed: object,
+    scale: tf.Tensor | float,
+    shift: tf.Tensor | float,
+) -> Drawn:
     numbers = [tf.cast(number, tf.float64) for number in (scale, shift)]
     numbers = tf.concat([tf.cast(seed, tf.float64), numbers], 0)
     return Drawn(kind, tf.TensorShape(shape), tf.as_dtype(dtype), numbers)

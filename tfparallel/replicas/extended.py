@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,10 +13,8 @@ from tfparallel.coordination.cluster import forget_blank_tf_config
 from tfparallel.internals import (
     BaseOptimizer,
     MirroredExtended,
-    ReduceOp,
     TrainerCall,
     device_util,
-    distribute_lib,
     distribute_utils,
     layer_of_late_variable,
     numpy_dataset,
@@ -24,17 +22,13 @@ from tfparallel.internals import (
     record,
     with_body,
 )
-from tfparallel.measure.operation_kinds import REDUCE_SCOPE
-from tfparallel.replicas.batch import with_int32_rows
 from tfparallel.replicas.batch_norm_hooks import hook_batch_norm
 from tfparallel.replicas.convolution_hooks import hook_convolution
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.gathers_rows import GathersRows
 from tfparallel.replicas.measured_replicas import MeasuredReplicas
-from tfparallel.replicas.noise_probe import replica_number
 from tfparallel.replicas.one_place import OnePlace
 from tfparallel.replicas.owners import hook_owner
-from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
 from tfparallel.replicas.variables import (
@@ -43,9 +37,12 @@ from tfparallel.replicas.variables import (
     is_statistics,
     mark_owner,
 )
+from tfparallel.replicas.weighed_gradients import WeighedGradients
 
 
-class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtended):
+class ReplicatedExtended(
+    OnePlace, GathersRows, MeasuredReplicas, WeighedGradients, MirroredExtended
+):
     """Replicas that compute alike, from gradients reduced once."""
 
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
@@ -53,7 +50,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         forget_blank_tf_config()
         super().__init__(*args, **kwargs)
 
@@ -73,7 +70,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         kwargs = self._begun_alike(kwargs)
         owner = owner_of_new_variable()
         hook_owner(owner, self._container_strategy())
@@ -89,7 +86,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         if self._seed_device is not None and isinstance(owner, keras.random.SeedGenerator):
             devices = (self._seed_device,) * len(devices)
 
-        def create_copies(**kwargs: Any) -> list[tf.Variable]:
+        def create_copies(**kwargs: object) -> list[tf.Variable]:
             copies: list = []
             name = kwargs.get("name") or "Variable"
             for i, device in enumerate(devices):
@@ -111,22 +108,27 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         return variable
 
     def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self,
+        variable_class: Any,
+        i: int,
+        device: str,
+        copies: Sequence,
+        kwargs: Mapping[str, object],
+    ) -> object:
         """What copy number `i` starts with: the value that all agree on, whatever its class."""
         del variable_class
         return self._agreed_initial_value(i, device, copies, kwargs)
 
     def _agreed_initial_value(
-        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, object]
+    ) -> object:
         """The whole value, or a function that gives it: rank 0's for copy 0, else a copy of it."""
         primary = copies[0] if copies else None
         return self._get_variable_creator_initial_value(
             replica_id=i, device=device, primary_var=primary, **kwargs
         )
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> Any:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return MetricVariable
         return ReplicatedVariable if is_statistics(owner, kwargs) else self._replicated_class
@@ -152,19 +154,19 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """What `num_replicas_in_sync` says outside of Keras's steps."""
         return self._num_replicas_in_sync
 
-    def _arguments_of_step(self, step_function: Any, args: tuple) -> tuple:
+    def _arguments_of_step(self, step_function: Callable, args: tuple) -> tuple:
         """What a Keras step is run with in the place of `args`, which begin with the batch."""
         del step_function
         return args
 
-    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._around_replicas(fn)(*args, **kwargs)
         run = super()._call_for_each_replica
         strategy = self._container_strategy()
         return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
 
-    def _around_replicas(self, function: Any) -> Callable:
+    def _around_replicas(self, function: tf.types.experimental.PolymorphicFunction) -> Callable:
         """`function`, a `tf.function` of one replica, as one of all: they meet in one graph only.
 
         As TensorFlow does it, which would then run the replicas without our hooks.
@@ -173,7 +175,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
             body = function.python_function  # not `function`, which is the key
 
             @functools.wraps(body)
-            def all_replicas(*args: Any, **kwargs: Any) -> Any:
+            def all_replicas(*args: object, **kwargs: object) -> object:
                 return self.call_for_each_replica(body, args, kwargs)
 
             self._functions_around_replicas[function] = with_body(function, all_replicas)
@@ -183,76 +185,21 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
     def _functions_around_replicas(self) -> weakref.WeakKeyDictionary:
         return weakref.WeakKeyDictionary()
 
-    # ---- how gradients meet ----------------------------------------------------------------------
+    # ---- around an update ------------------------------------------------------------------------
 
-    def _use_merge_call(self) -> bool:
-        """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
-        return False
-
-    @property
-    def _gathers_by_collectives(self) -> bool:
-        """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
-        return False
-
-    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Any, options: Any = None) -> Any:
-        context = distribute_lib.get_replica_context()
-
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
-            return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
-
-        if self._num_replicas_in_sync == 1:
-            return value
-        # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
-        flat = [
-            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
-            for t in tf.nest.flatten(value)
-        ]
-        flat = [with_int32_rows(t) for t in flat] if self._gathers_by_collectives else flat
-        reduced = context.merge_call(merge, args=flat)
-        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
-        # graph backwards from what it gets to what it gave, and through that of the other replicas
-        # to its beginning: each all-reduce again, unless no gradient leads further than this.
-        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
-            reduced = [tf.stop_gradient(t) for t in reduced]
-        return tf.nest.pack_sequence_as(value, reduced)
-
-    def _behind(self, part: Any) -> contextlib.AbstractContextManager:
+    def _behind(self, part: object) -> contextlib.AbstractContextManager:
         """Within it, a replica computes its step of `part`, its rows."""
         del part
         return contextlib.nullcontext()
-
-    def _weigh_and_reduce(self, gradients: list) -> list:
-        """Gradients of all rows, from those of this replica's; called in a replica context."""
-        step = current_replica_step()
-        if step is not None:
-            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
-        with tf.name_scope(REDUCE_SCOPE):
-            reduced = self._reduce_gradients(gradients)
-        if self._noise_probe is not None and step is not None:
-            self._noise_probe.note(
-                replica_number(),
-                step,
-                step.zero_without_rows(gradients),
-                reduced,
-            )
-        return reduced
-
-    def _reduce_gradients(self, gradients: list) -> list:
-        """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
-        step = current_replica_step()
-        if step is not None:
-            gradients = step.zero_without_rows(gradients)
-        return self._sum_gradients(gradients) if gradients else []
-
-    def _sum_gradients(self, gradients: list) -> list:
-        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
 
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
         """Methods of an optimizer, by name, that act otherwise here: `hook(original, *args)`."""
         del optimizer
         return {}
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         """Updates `variables` by `apply`, a method of an optimizer, with gradients of all rows."""
         return apply(gradients, variables)
 
@@ -272,7 +219,7 @@ class ReplicatedExtended(OnePlace, GathersRows, MeasuredReplicas, MirroredExtend
         """Whether a device computes a part of the rows, or of the batches, only."""
         return self._num_replicas_in_sync > 1
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         return dataset if self._workers is None else self._workers._keras_dataset(dataset, call)
 
     def _read_ahead(self, num_batches: int | None) -> None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.internals import BaseOptimizer, TrainerCall
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
 from tfparallel.replicas.batch import Batch
+from tfparallel.replicas.batches_ahead import PlacesAhead
 from tfparallel.replicas.local_replicas import LocalReplicas
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.row_seeds import RowSeeds
@@ -26,6 +27,11 @@ class KnownInReplicas(Protocol):
 
     _id_in_cluster: int
     _num_workers: int
+    _row_seeds: RowSeeds | None
+
+    @property
+    def _seed_device(self) -> str | None:
+        """Where the seeds of all replicas are, if that is not each replica's own device."""
 
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""
@@ -54,7 +60,6 @@ class KnownInReplicas(Protocol):
 class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
     """What `KerasStrategy` and the step around Keras's ask of `strategy.extended`."""
 
-    _row_seeds: RowSeeds | None
     _kept_in_step_of: Callable[[keras.Model], AbstractContextManager[None]]
 
     @property
@@ -72,10 +77,6 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
     @property
     def _gathers_for_layers(self) -> bool:
         """Whether a layer that needs the rows of all replicas gets them."""
-
-    @property
-    def _seed_device(self) -> str | None:
-        """Where the seeds of all replicas are, if that is not each replica's own device."""
 
     @property
     def _xla_can_predict(self) -> bool:
@@ -109,7 +110,7 @@ class StepDecisions(LocalReplicas, KnownInReplicas, Protocol):
         """The rows of all processes, one process after the other."""
 
 
-class KerasExtended(StepDecisions, MeasuredTraining, Protocol):
+class KerasExtended(StepDecisions, MeasuredTraining, PlacesAhead, Protocol):
     """All that is asked of the `extended` of a `KerasStrategy`, whatever its method."""
 
     def _join(self, workers: AxisOfProcesses) -> None:

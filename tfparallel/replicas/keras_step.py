@@ -24,6 +24,7 @@ from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
 from tfparallel.replicas.replica_step import ReplicaStep
+from tfparallel.replicas.weighed_gradients import active_step
 
 
 def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data: object) -> object:
@@ -46,7 +47,7 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
         step = ReplicaStep(
             batch.rows[i], batch.weights[i], weights_loss, statistics, part, batch.first_rows[i]
         )
-        with step.active(), extended._behind(part):
+        with active_step(step), extended._behind(part):
             return step_function(part)
 
     with model_hooks.hooked(model, extended, global_results):
@@ -71,7 +72,7 @@ def run_predict_step(
         step = ReplicaStep(
             batch.rows[i], batch.weights[i], False, statistics, part, batch.first_rows[i]
         )
-        with step.active():
+        with active_step(step):
             return predict_step(part)
 
     with model_hooks.gathering_layers(model, extended):

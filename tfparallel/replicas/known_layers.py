@@ -7,8 +7,8 @@ class Trainer:                           an attribute of the object whose method
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeGuard
 
 import keras
 
@@ -21,7 +21,7 @@ def layers_known_to(function: Callable) -> list[keras.Layer]:
     found: dict[int, keras.Layer] = {}
     seen: set[int] = set()
 
-    def look_at(value: Any) -> None:
+    def look_at(value: object) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -35,7 +35,7 @@ def layers_known_to(function: Callable) -> list[keras.Layer]:
             look_at_each(known_to(value))
             look_at_each(getattr(getattr(value, "__self__", None), "__dict__", {}).values())
 
-    def look_at_each(values: Any) -> None:
+    def look_at_each(values: Iterable[object]) -> None:
         for value in list(values):
             look_at(value)
 
@@ -43,12 +43,12 @@ def layers_known_to(function: Callable) -> list[keras.Layer]:
     return list(found.values())
 
 
-def _plain(function: Any) -> Any:
+def _plain(function: Callable) -> Callable:
     """The Python function of a `tf.function`."""
     return getattr(function, "python_function", function)
 
 
-def _is_of_user(value: Any) -> bool:
+def _is_of_user(value: object) -> TypeGuard[Callable]:
     """Whether `value` is a function, and not one of a library, whose globals are many."""
     plain = inspect.unwrap(_plain(value)) if callable(value) else value
     is_function = inspect.isfunction(plain) or inspect.ismethod(plain) or _is_partial(plain)
@@ -56,5 +56,5 @@ def _is_of_user(value: Any) -> bool:
     return is_function and module not in ("keras", "tensorflow", "tfparallel", "numpy")
 
 
-def _is_partial(value: Any) -> bool:
+def _is_partial(value: object) -> bool:
     return hasattr(value, "func") and hasattr(value, "keywords")

@@ -67,7 +67,7 @@ class CallsOfLayer:
         self._arguments: tuple = ()
         self._is_of_all_rows = False
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: object, **kwargs: object) -> object:
         """`layer.call`."""
         self._arguments, step = (args, kwargs), current_replica_step()
         self._is_of_all_rows = step is not None and step.has_all_rows
@@ -130,7 +130,7 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
     specs = [tf.TensorSpec([None, *flat[i].shape[1:]], flat[i].dtype) for i in at]
     is_random = []
 
-    def loss_of(rows: Sequence) -> Any:
+    def loss_of(rows: Sequence) -> tf.Tensor:
         filled = list(flat)
         for i, own in zip(at, rows, strict=True):
             filled[i] = own
@@ -140,7 +140,7 @@ def _tried(layer: keras.Layer, args: tuple, kwargs: dict, index: int, count: int
             raise ValueError(f"{len(losses)} losses instead of {count}")
         return tf.reduce_sum(losses[index % len(losses)])  # a shared layer adds some in each call
 
-    def outcome(_: Any, rows: Sequence, __: Any) -> TrialOutcome:
+    def outcome(_: object, rows: Sequence, __: object) -> TrialOutcome:
         loss = loss_of(rows)
         is_random.append(bool(loss != loss_of(rows)))
         return TrialOutcome(loss, loss)

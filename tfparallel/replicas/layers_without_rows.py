@@ -19,7 +19,6 @@ Operations of a user's own, such as `tf.nn.conv2d`, are no layer's call and end 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -54,7 +53,9 @@ def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[
 
 
 @contextlib.contextmanager
-def layers_never_without_rows(layers: Iterable[keras.Layer], extended: Any) -> Iterator[None]:
+def layers_never_without_rows(
+    layers: Iterable[keras.Layer], extended: LocalReplicas
+) -> Iterator[None]:
     """As `never_without_rows`, of these layers."""
     is_on_cpus = any("cpu" in device.lower() for device in extended.worker_devices)
     is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1

@@ -98,7 +98,7 @@ def _declared(loss: Any, kind: str) -> Any:
     except AttributeError:  # a bound method
 
         @functools.wraps(loss)
-        def function(*args: object, **kwargs: object) -> Any:
+        def function(*args: object, **kwargs: object) -> object:
             return loss(*args, **kwargs)
 
         return _declared(function, kind)
@@ -148,7 +148,7 @@ def kind_of_metric(
     return "rows" if kind == "masked" else kind
 
 
-def _is_of_rows(loss: Any, y_pred: Any) -> bool:
+def _is_of_rows(loss: keras.Loss, y_pred: object) -> bool:
     function, options = getattr(loss, "fn", None), options_of_loss(loss)
     return (
         type(loss).call is keras.losses.MeanSquaredError.call
@@ -168,16 +168,18 @@ def _have_columns(y_pred: object) -> bool:
     return all((leaf.shape.rank or 0) > 1 for leaf in keras.tree.flatten(y_pred))
 
 
-def _spec(tensor: Any) -> tf.TensorSpec | None:
+def _spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
     """What is the same on all workers, however many rows they have."""
     return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
-def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple:
+def number_and_values(
+    loss: keras.Loss, y_true: object, y_pred: object, sample_weight: object
+) -> tuple:
     """What `loss` gives, and the values, perhaps with a Keras mask, that it reduces to that."""
     values: list = []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> tf.Tensor:
         values.append(loss.call(*args, **kwargs))
         return values[-1]
 
@@ -185,7 +187,7 @@ def number_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     return number, values[-1] if values else number
 
 
-def copy_with_call(loss: Any, call: Callable) -> Any:
+def copy_with_call(loss: keras.Loss, call: Callable) -> keras.Loss:
     """A copy of a Keras loss that calls `call` in the place of its own.
 
     Not `loss` itself, which another replica's thread may be calling; and no `copy`, for which Keras
@@ -197,7 +199,7 @@ def copy_with_call(loss: Any, call: Callable) -> Any:
     return own
 
 
-def _tried(owner: Any, outcome: Callable, arguments: tuple) -> str:
+def _tried(owner: keras.Loss | keras.Metric, outcome: Callable, arguments: tuple) -> str:
     """The kind of `outcome`, a function of such arguments, that a loss or metric computes.
 
     Raises:
@@ -236,7 +238,7 @@ def _kind_of_outcome(owner: object, outcome: Callable, specs: tuple, is_masked: 
     return kinds[0] if kinds else "coupled"
 
 
-def _not_tried(owner: Any, error: BaseException | None) -> str:
+def _not_tried(owner: keras.Loss | keras.Metric, error: BaseException | None) -> str:
     tf.get_logger().warning(
         "'%s' cannot be tried on random rows (%r). It is computed on the rows of all replicas, "
         "which is right for any function of a batch. Where that is not needed, declare it: "

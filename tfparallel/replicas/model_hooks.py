@@ -7,7 +7,6 @@ shadowed only while the step runs on the replicas.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -195,7 +194,7 @@ def _in_cross_replica(
 ) -> Callable:
     """`result` computed once from the state of all replicas, the same tensors for each."""
 
-    def compute(_: tf.distribute.Strategy, *args: object, **kwargs: object) -> Any:
+    def compute(_: tf.distribute.Strategy, *args: object, **kwargs: object) -> object:
         with extended._metrics_read_together(metrics):
             return result(*args, **kwargs)
 

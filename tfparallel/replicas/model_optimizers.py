@@ -36,7 +36,7 @@ def optimizers_of(model: keras.Model) -> list[BaseOptimizer]:
     return list(found.values())
 
 
-def known_to(function: Callable | None) -> list[Any]:
+def known_to(function: Callable | None) -> list[object]:
     """The values that a function, partial or method uses and was not called with."""
     values: list[Any] = []
     while isinstance(function, functools.partial):

@@ -44,7 +44,11 @@ class InOnePiece:
         return piece
 
     def _export_to_saved_model_graph(
-        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
+        self,
+        object_map: dict,
+        tensor_map: dict,
+        options: tf.saved_model.SaveOptions | None = None,
+        **kwargs: object,
     ) -> list:
         piece = self.in_one_piece()
         resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)

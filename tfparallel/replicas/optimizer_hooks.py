@@ -10,7 +10,6 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -126,11 +125,12 @@ def _reduce_then_apply(
     strategy: tf.distribute.Strategy,
     apply: Callable,
     grads: Iterable,
-    trainable_variables: Any = None,
-) -> Any:
+    trainable_variables: Iterable[keras.Variable] | None = None,
+) -> object:
     context = distribute_lib.get_replica_context()
     if isinstance(context, BuildContext):
-        return build_optimizer(optimizer, trainable_variables)
+        build_optimizer(optimizer, trainable_variables)
+        return None
     if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
         # gradient for all of them here, as any other optimizer has.
@@ -167,10 +167,10 @@ def _reduce_then_apply_gradients(
     strategy: tf.distribute.Strategy,
     apply_gradients: Callable,
     grads_and_vars: Iterable,
-) -> Any:
+) -> object:
     pairs = list(grads_and_vars)
 
-    def apply(_: BaseOptimizer, grads: Iterable, variables: Iterable) -> Any:
+    def apply(_: BaseOptimizer, grads: Iterable, variables: Iterable) -> object:
         return apply_gradients(list(zip(grads, variables, strict=True)))
 
     bound = types.MethodType(apply, optimizer)  # strategies ask whose method it is
@@ -178,7 +178,7 @@ def _reduce_then_apply_gradients(
     return _reduce_then_apply(optimizer, strategy, bound, grads, variables)
 
 
-def build_optimizer(optimizer: BaseOptimizer, variables: Any) -> None:
+def build_optimizer(optimizer: BaseOptimizer, variables: Iterable[keras.Variable] | None) -> None:
     """Creates the slots of an optimizer that has none yet."""
     if not optimizer.built and variables is not None:
         with keras.name_scope(optimizer.name, caller=optimizer):  # as `apply` does

@@ -6,13 +6,13 @@ that the dataset tells, not for those of one batch: once, also where the last ba
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals.datasets import CompositeTensor
 from tfparallel.internals.distribute import first_replica_of_process, num_replicas_of
 from tfparallel.replicas.batch import InPlace, Rows, num_rows, split_rows
+from tfparallel.replicas.local_replicas import LocalReplicas
 
 
 class PlacedBatch(InPlace, CompositeTensor):
@@ -32,7 +32,7 @@ class PlacedBatch(InPlace, CompositeTensor):
         return self._spec
 
     @property
-    def total(self) -> Rows:
+    def total(self) -> Rows:  # type: ignore[override]
         """The rows of all replicas."""
         return self._tensors[-1] if self._spec.total is None else self._spec.total
 
@@ -55,7 +55,13 @@ class PlacedSpec(tf.TypeSpec):
         devices: of the local replicas.
     """
 
-    def __init__(self, element_spec: Any, bounds: Any, total: int | None, devices: Sequence[str]):
+    def __init__(
+        self,
+        element_spec: object,
+        bounds: tuple[tuple[int, int], ...] | None,
+        total: int | None,
+        devices: Sequence[str],
+    ):
         self.element_spec, self.bounds, self.total = element_spec, bounds, total
         self.devices = tuple(devices)
         self.num_tensors = len(tensor_specs(element_spec))
@@ -89,7 +95,7 @@ class BatchPlacement:
         element_spec: of the dataset, which `can_be_placed`.
     """
 
-    def __init__(self, extended: Any, element_spec: Any):
+    def __init__(self, extended: LocalReplicas, element_spec: object):
         self._devices, self._host_device = extended.worker_devices, extended._host_device
         self._num_replicas = num_replicas_of(extended)
         first = first_replica_of_process(extended)
@@ -102,7 +108,7 @@ class BatchPlacement:
     def _bounds(self, total: int) -> list[tuple]:
         return split_rows(total, self._num_replicas, self._replicas)
 
-    def place(self, batch: Any) -> PlacedBatch:
+    def place(self, batch: object) -> PlacedBatch:
         """`batch`, a nest of the host's tensors `[rows, ...]`, in parts; waits for the copies."""
         leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
         total = num_rows(batch)
@@ -118,7 +124,7 @@ class BatchPlacement:
         return PlacedBatch(self._spec, tensors)
 
 
-def can_be_placed(element_spec: Any) -> bool:
+def can_be_placed(element_spec: object) -> bool:
     """Whether batches of a dataset are dense tensors with rows, of types that devices have."""
     specs = [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
@@ -128,11 +134,11 @@ def can_be_placed(element_spec: Any) -> bool:
     return is_known and is_held and any(spec.shape.rank for spec in specs)
 
 
-def _is_none(spec: Any) -> bool:
+def _is_none(spec: object) -> bool:
     return spec is None or isinstance(spec, type(tf.type_spec_from_value(None)))
 
 
-def tensor_specs(element_spec: Any) -> list[tf.TensorSpec]:
+def tensor_specs(element_spec: object) -> list[tf.TensorSpec]:
     """Of the tensors of a batch, in order; None is none."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
 
@@ -141,7 +147,7 @@ def _of_rows(spec: tf.TensorSpec, rows: int | None) -> tf.TensorSpec:
     return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
 
 
-def packed(element_spec: Any, tensors: Sequence[tf.Tensor]) -> Any:
+def packed(element_spec: object, tensors: Sequence[tf.Tensor]) -> object:
     """`tensors` in the structure of `element_spec`, None where that has None."""
     given = iter(tensors)
     flat = [None if _is_none(s) else next(given) for s in tf.nest.flatten(element_spec)]

@@ -8,7 +8,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -21,7 +20,7 @@ _WEIGHTS_IN_KERAS_FILE = "model.weights.h5"
 _MOST_LISTED = 5
 
 
-def load_model(path: str | os.PathLike, **options: Any) -> keras.Model:
+def load_model(path: str | os.PathLike, **options: object) -> keras.Model:
     """`keras.saving.load_model`, which of a `.keras` file has one tensor at a time in memory.
 
     Keras's own reads the whole file into memory first, weights and slots, where it takes that to
@@ -125,7 +124,7 @@ def _load_safetensors(
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[dict[str, Any]]:
+def _opened(path: Path) -> Iterator[dict[str, safe_open]]:
     """The file that has it, of each tensor, by name."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
@@ -144,7 +143,7 @@ def _opened(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check(
-    wanted: list, tensors: dict[str, Any], path: Path, by_path: bool, has_final_shapes: bool
+    wanted: list, tensors: dict[str, safe_open], path: Path, by_path: bool, has_final_shapes: bool
 ) -> None:
     problems = [f"no tensor {name!r}" for _, name in wanted if name not in tensors]
     if by_path:

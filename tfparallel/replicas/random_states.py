@@ -6,10 +6,12 @@ They are what `keras.utils.set_random_seed` seeds. Generators of layers are vari
 """
 
 import random
-from typing import Any
+from types import ModuleType
+from typing import TypedDict
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfparallel.internals import (
     GLOBAL_SEED_GENERATOR,
@@ -19,18 +21,33 @@ from tfparallel.internals import (
 from tfparallel.internals.eager import operation_seeds, set_operation_seeds
 
 
-def host_random_state() -> dict[str, Any]:
+class HostRandomState(TypedDict):
+    """The state of the generators that need no framework."""
+
+    python: list
+    numpy: dict
+
+
+class RandomState(TypedDict):
+    """The state of all global generators; None of one that is not there."""
+
+    host: HostRandomState
+    tensorflow: list | None
+    keras: np.ndarray | None
+
+
+def host_random_state() -> HostRandomState:
     """The state of Python's and NumPy's global generators."""
     return {"python": _state_of(random), "numpy": np.random.get_state(legacy=False)}
 
 
-def set_host_random_state(state: dict[str, Any]) -> None:
+def set_host_random_state(state: HostRandomState) -> None:
     """Sets what `host_random_state` returned, in this process or another."""
     _set_state_of(random, state["python"])
     np.random.set_state(state["numpy"])
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> RandomState:
     """The state of all global generators."""
     seeds = operation_seeds()
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
@@ -41,7 +58,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any], strategy: Any) -> None:
+def set_random_state(state: RandomState, strategy: tf.distribute.Strategy) -> None:
     """Sets what `random_state` returned.
 
     Args:
@@ -58,11 +75,11 @@ def set_random_state(state: dict[str, Any], strategy: Any) -> None:
     set_host_random_state(state["host"])  # last: creating a generator draws from it
 
 
-def _state_of(generator: Any) -> list:
+def _state_of(generator: random.Random | ModuleType) -> list:
     version, internal, next_gauss = generator.getstate()
     return [version, np.array(internal, np.uint32), next_gauss]
 
 
-def _set_state_of(generator: Any, state: list) -> None:
+def _set_state_of(generator: random.Random | ModuleType, state: list) -> None:
     version, internal, next_gauss = state
     generator.setstate((version, tuple(internal.tolist()), next_gauss))

@@ -1,7 +1,7 @@
 """Layers made in a `keras.RematScope`, which says what of them is computed again, not how."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -67,7 +67,7 @@ def _size(outputs: object) -> int:
     return sum(_product(shape) for shape in shapes if shape is not None)
 
 
-def _product(shape: Any) -> int:
+def _product(shape: Iterable[int | None]) -> int:
     product = 1
     for size in shape:
         product *= size or 1

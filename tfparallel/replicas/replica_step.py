@@ -2,13 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-
-from tfparallel.internals import ReduceOp, distribute_lib
-from tfparallel.internals.hooks import shadowed, wrapped
 
 _thread = threading.local()
 
@@ -35,26 +32,17 @@ class ReplicaStep:
 
     def __init__(
         self,
-        rows: Any,
+        rows: int | tf.Tensor,
         weight: tf.Tensor,
         weights_loss: bool,
         statistics: list,
-        inputs: Any = None,
+        inputs: object = None,
         first_row: Any = None,
     ):
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
         self.summed_targets: list | None = None
         self.has_all_rows = False
-
-    def weigh_gradient(self, gradient: tf.Tensor | tf.IndexedSlices) -> object:
-        """`gradient * weight`, unless the loss already carries the weight."""
-        if self.weights_loss:
-            return gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            values = self.weigh_gradient(gradient.values)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.math.multiply_no_nan(gradient, tf.cast(self.weight, gradient.dtype))
 
     def zero_without_rows(self, gradients: list) -> list:
         """`gradients`, or zeros where this replica has no rows: a mean over no rows is NaN."""
@@ -82,58 +70,9 @@ class ReplicaStep:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this the step of the calling thread."""
+        """Makes this the step of the calling thread; see `weighed_gradients.active_step`."""
         _thread.step = self
         try:
-            with _weighing_backward_of_all_reduce(distribute_lib.get_replica_context(), self):
-                yield
+            yield
         finally:
             _thread.step = None
-
-
-def all_reduce_gradients(
-    context: Any, gradients: Sequence[tf.Tensor], reduce_op: ReduceOp = ReduceOp.SUM
-) -> list[tf.Tensor]:
-    """Reduces what the backward passes of all replicas send to one another.
-
-    Where gradients are weighted only at the end, by the weight of the replica they arrive at, what
-    replica j sends to replica i has to carry `w_j / w_i`.
-    """
-    step = current_replica_step()
-    if step is None or step.weights_loss:
-        return context.all_reduce(reduce_op, list(gradients))
-    sent = [step.weigh_gradient(gradient) for gradient in gradients]
-    received = context.all_reduce(reduce_op, sent)
-    return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in received]
-
-
-def _weighing_backward_of_all_reduce(
-    context: object, step: ReplicaStep
-) -> contextlib.AbstractContextManager:
-    """Within it, gradients that cross replicas are weighted when they do."""
-    if step.weights_loss:
-        return contextlib.nullcontext()
-
-    def weighted(
-        all_reduce: Callable, reduce_op: object, value: object, options: object = None
-    ) -> object:
-        flat = tf.nest.flatten(value)
-        if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
-            return all_reduce(reduce_op, value, options)
-
-        @tf.custom_gradient
-        def forward(*tensors: tf.Tensor) -> tuple:
-            def backward(*gradients: tf.Tensor) -> list:
-                return all_reduce_gradients(context, gradients, reduce_op)
-
-            return all_reduce(reduce_op, list(tensors), options), backward
-
-        return tf.nest.pack_sequence_as(value, forward(*flat))
-
-    return shadowed(
-        context,
-        "all_reduce",
-        wrapped(context, "all_reduce", weighted),
-        during="a replica's step",
-        why="Gradients that cross replicas are weighted when they do.",
-    )

@@ -2,7 +2,6 @@
 
 import contextlib
 from types import TracebackType
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,11 +13,13 @@ _MIXED = ("Mixing different tf.distribute.Strategy", "Mismatching tf.distribute.
 class ReportingScope(contextlib.ExitStack):
     """A scope within another context; like a plain scope, it may be entered and never left."""
 
-    def __init__(self, scope: Any, around: contextlib.AbstractContextManager):
+    def __init__(
+        self, scope: contextlib.AbstractContextManager, around: contextlib.AbstractContextManager
+    ):
         super().__init__()
         self._scope, self._around = scope, around
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> tf.distribute.Strategy:
         super().__enter__()
         self.enter_context(self._around)
         return self.enter_context(self._scope)
@@ -32,7 +33,7 @@ class LonelyScope:
         scope: what TensorFlow made for it.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, scope: Any):
+    def __init__(self, strategy: tf.distribute.Strategy, scope: contextlib.AbstractContextManager):
         self._strategy, self._scope = strategy, scope
 
     def __enter__(self) -> tf.distribute.Strategy:

@@ -6,7 +6,6 @@ The backward pass computes each chunk again, so that only one is in memory at an
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -109,7 +108,7 @@ def _gradients(
     live = [x for x in (*own, *every) if x.dtype.is_floating]
     num_own = len([x for x in own if x.dtype.is_floating])
 
-    def body(number: tf.Tensor, *state: Any) -> list:
+    def body(number: tf.Tensor, *state: tf.Tensor) -> list:
         parts = [starts.part(x, number) for x in own]
         arrays, sums = state[:num_own], state[num_own:]
         sources = [x for x in (*parts, *every) if x.dtype.is_floating]

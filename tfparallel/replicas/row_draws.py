@@ -18,8 +18,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox),
 https://doi.org/10.1145/2063384.2063405
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -27,7 +26,9 @@ _PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on 
 _COUNTS_OF_TRUNCATED = 64  # values of the counter that are kept for a number, of which four come
 
 
-def uniform_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def uniform_of_rows(
+    shape: Sequence[int] | tf.Tensor, first_row: int | tf.Tensor, seed: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
     """Rows of what `tf.random.stateless_uniform` draws for all rows, in [0, 1).
 
     Args:
@@ -39,7 +40,9 @@ def uniform_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType
     return _numbers_of_rows(tf.raw_ops.StatelessRandomUniformV2, shape, first_row, seed, dtype)
 
 
-def normal_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def normal_of_rows(
+    shape: Sequence[int] | tf.Tensor, first_row: int | tf.Tensor, seed: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
     """Rows of what `tf.random.stateless_normal` draws for all rows, of mean 0 and deviation 1.
 
     Args:
@@ -49,7 +52,7 @@ def normal_of_rows(shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType)
 
 
 def truncated_normal_of_rows(
-    shape: Any, first_row: Any, seed: tf.Tensor, dtype: tf.DType
+    shape: Sequence[int] | tf.Tensor, first_row: int | tf.Tensor, seed: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
     """Rows of what `tf.random.stateless_truncated_normal` draws for all rows, as `normal_of_rows`.
 
@@ -69,8 +72,8 @@ def seed_as_drawn(seed: tf.Tensor) -> tf.Tensor:
 
 def _numbers_of_rows(
     draw: Callable,
-    shape: Any,
-    first_row: Any,
+    shape: Sequence[int] | tf.Tensor,
+    first_row: int | tf.Tensor,
     seed: tf.Tensor,
     dtype: tf.DType,
     is_rejecting: bool = False,

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -86,7 +86,7 @@ class RowSeeds:
         return tf.stack([tf.cast(step.first_row, tf.int64), tf.cast(step.rows, tf.int64)])
 
     @contextlib.contextmanager
-    def placed(self, place: tf.Tensor | None, part: Any) -> Iterator[None]:
+    def placed(self, place: tf.Tensor | None, part: object) -> Iterator[None]:
         """Within it, the caller traces a part of the step, for rows at a `place` that it is given.
 
         Args:
@@ -127,7 +127,12 @@ class RowSeeds:
             self._thread.is_drawing = False
 
     def _numbers(
-        self, draw: Callable, generator: Any, shape: Any, dtype: Any, is_of_rows: bool = True
+        self,
+        draw: Callable,
+        generator: keras.random.SeedGenerator,
+        shape: Sequence[int | tf.Tensor] | tf.Tensor,
+        dtype: tf.DType | str,
+        is_of_rows: bool = True,
     ) -> tf.Tensor:
         """`draw`, a function of `row_draws.py`, for the caller's rows.
 
@@ -166,7 +171,13 @@ class RowSeeds:
         context = distribute_lib.get_replica_context()
         return self._is_active and context is not None and context.strategy is self._strategy()
 
-    def dropped(self, x: Any, rate: float, noise_shape: Any, generator: Any) -> Any:
+    def dropped(
+        self,
+        x: tf.Tensor,
+        rate: float,
+        noise_shape: Sequence[int | None] | None,
+        generator: keras.random.SeedGenerator,
+    ) -> tf.Tensor:
         """As `keras.random.dropout`, where a dim of `noise_shape` may be None for that of `x`."""
         if rate >= 1:
             return tf.zeros_like(x)
@@ -174,7 +185,13 @@ class RowSeeds:
         scaled = x * tf.convert_to_tensor(1 / (1 - rate), x.dtype)
         return tf.where(numbers >= tf.cast(rate, x.dtype), scaled, tf.zeros([], x.dtype))
 
-    def _uniform(self, x: Any, noise_shape: Any, generator: Any, dtype: Any) -> tf.Tensor:
+    def _uniform(
+        self,
+        x: tf.Tensor,
+        noise_shape: Sequence[int | None] | None,
+        generator: keras.random.SeedGenerator,
+        dtype: tf.DType | str,
+    ) -> tf.Tensor:
         own = tf.shape(x)
         sizes = [None] * x.shape.rank if noise_shape is None else noise_shape
         shape = [own[i] if size is None else size for i, size in enumerate(sizes)]
@@ -188,24 +205,28 @@ def drawn_by_row(seeds: RowSeeds | None, model: keras.Model) -> contextlib.Abstr
 
 def _by_row(
     seeds: RowSeeds,
-    layer: Any,
+    layer: keras.Layer,
     replacement: Callable,
     original: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> tf.Tensor:
     if not seeds._is_for_caller():
         return original(*args, **kwargs)
     return replacement(seeds, layer, *args, **kwargs)
 
 
-def _dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = False) -> Any:
+def _dropout(
+    seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor, training: bool | None = False
+) -> tf.Tensor:
     if not training or layer.rate <= 0:
         return inputs
     return seeds.dropped(inputs, layer.rate, layer.noise_shape, layer.seed_generator)
 
 
-def _spatial_dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = False) -> Any:
+def _spatial_dropout(
+    seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor, training: bool | None = False
+) -> tf.Tensor:
     if not training or layer.rate <= 0:
         return inputs
     channels = 1 if getattr(layer, "data_format", None) == "channels_first" else -1
@@ -214,25 +235,31 @@ def _spatial_dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = F
     return seeds.dropped(inputs, layer.rate, noise_shape, layer.seed_generator)
 
 
-def _gaussian_noise(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = False) -> Any:
+def _gaussian_noise(
+    seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor, training: bool | None = False
+) -> tf.Tensor:
     if not training or layer.stddev <= 0:
         return inputs
     return inputs + _normal(seeds, layer, inputs) * layer.stddev
 
 
-def _gaussian_dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = False) -> Any:
+def _gaussian_dropout(
+    seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor, training: bool | None = False
+) -> tf.Tensor:
     if not training or layer.rate <= 0:
         return inputs
     deviation = math.sqrt(layer.rate / (1.0 - layer.rate))
     return inputs * (_normal(seeds, layer, inputs) * deviation + 1)
 
 
-def _normal(seeds: RowSeeds, layer: Any, inputs: Any) -> tf.Tensor:
+def _normal(seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor) -> tf.Tensor:
     shape = tf.shape(inputs)
     return seeds._numbers(normal_of_rows, layer.seed_generator, shape, layer.compute_dtype)
 
 
-def _alpha_dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = False) -> Any:
+def _alpha_dropout(
+    seeds: RowSeeds, layer: keras.Layer, inputs: tf.Tensor, training: bool | None = False
+) -> tf.Tensor:
     if not training or layer.rate <= 0:
         return inputs
     floatx = keras.config.floatx()
@@ -242,7 +269,9 @@ def _alpha_dropout(seeds: RowSeeds, layer: Any, inputs: Any, training: Any = Fal
     return a * (inputs * kept + _ALPHA_P * (1 - kept)) - a * _ALPHA_P * layer.rate
 
 
-def _masks_of_cell(seeds: RowSeeds, cell: Any, step_input: Any, dropout_rate: float) -> Any:
+def _masks_of_cell(
+    seeds: RowSeeds, cell: DropoutRNNCell, step_input: tf.Tensor, dropout_rate: float
+) -> tf.Tensor | list[tf.Tensor]:
     def mask() -> tf.Tensor:
         return seeds.dropped(tf.ones_like(step_input), dropout_rate, None, cell.seed_generator)
 

@@ -119,9 +119,9 @@ def check_is_no_trial() -> None:
 
 def found_for(
     function: Callable,
-    targets: Any,
-    predictions: Any,
-    weights: Any,
+    targets: object,
+    predictions: object,
+    weights: object,
     computed_in: str | None = None,
 ) -> Found:
     """Tries a function of the rows of a batch.
@@ -179,13 +179,13 @@ def _compared(
     return Found(frozenset(kinds), whole.is_masked)
 
 
-def _numbers(value: Any) -> np.ndarray:
+def _numbers(value: tf.Tensor) -> np.ndarray:
     """In float64: numpy has no bfloat16, and sums of what is tried shall not be rounded."""
     is_floating = tf.is_tensor(value) and value.dtype.is_floating
     return np.asarray(tf.cast(value, tf.float64) if is_floating else value)
 
 
-def _rounding(values: Any, number: Any, computed_in: str | None) -> float:
+def _rounding(values: object, number: object, computed_in: str | None) -> float:
     """The relative error of a dtype of few digits among those of an outcome; else 0."""
     of_outcome = [getattr(each, "dtype", "float32") for each in (values, number)]
     dtypes = {tf.as_dtype(each) for each in (*of_outcome, computed_in or "float32")}
@@ -206,19 +206,21 @@ def _equal(whole: np.ndarray, parts: np.ndarray | None, rounding: float) -> bool
     return np.allclose(whole, parts, max(_RELATIVE, rounding), of_largest)
 
 
-def _part(rows: Any, part: slice) -> Any:
+def _part(rows: list, part: slice) -> list:
     return keras.tree.map_structure(
         lambda leaf: leaf if leaf is None else tf.constant(leaf[part]), rows
     )
 
 
-def _drawn(specs: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> Any:
+def _drawn(specs: object, draw: Draw, rng: np.random.Generator, is_target: bool) -> object:
     return keras.tree.map_structure(
         lambda spec: None if spec is None else _drawn_leaf(spec, draw, rng, is_target), specs
     )
 
 
-def _drawn_leaf(spec: Any, draw: Draw, rng: np.random.Generator, is_target: bool) -> np.ndarray:
+def _drawn_leaf(
+    spec: tf.TensorSpec, draw: Draw, rng: np.random.Generator, is_target: bool
+) -> np.ndarray:
     """Rows that differ in size as a whole, so that means of many positions differ too."""
     dims = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape[1:]]
     shape, of_rows = (_ROWS, *dims), (_ROWS, *[1 for _ in dims])

@@ -13,7 +13,6 @@ import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -54,28 +53,28 @@ def _next_of_replica(
     context = distribute_lib.get_replica_context()
     if context is None or context.strategy is not strategy:
         return next_seed(ordered=ordered)
-    row_seeds = getattr(strategy.extended, "_row_seeds", None)  # not of cores of a TPU
+    row_seeds = strategy.extended._row_seeds
     if row_seeds is not None:
         return row_seeds.seed_of(generator, lambda: next_seed(ordered=ordered))
-    device = getattr(strategy.extended, "_seed_device", None)
+    device = strategy.extended._seed_device
     with contextlib.nullcontext() if device is None else tf.device(device):
         seed = next_seed(ordered=ordered)
         return seed_of_stream(seed, context.replica_id_in_sync_group)
 
 
-def seed_of_stream(seed: tf.Tensor, number: Any) -> tf.Tensor:
+def seed_of_stream(seed: tf.Tensor, number: int | tf.Tensor) -> tf.Tensor:
     """The state `[seed, counter]` of stream `number`; 0 is the one that is stored."""
     number = tf.cast(number, seed.dtype)
     return seed + tf.stack([number * _STRIDE, tf.zeros_like(number)])
 
 
-def call_with_global_seed(strategy: tf.distribute.Strategy, run: Callable, fn: Callable) -> Any:
+def call_with_global_seed(strategy: tf.distribute.Strategy, run: Callable, fn: Callable) -> object:
     """`run(fn)`, where `fn` finds the caller's global seed generator in the thread of a replica."""
     exists = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
     generator = global_generator_under(strategy) if exists else _LateGlobalGenerator(strategy)
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
         return fn(*args, **kwargs)
 

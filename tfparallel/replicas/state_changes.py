@@ -138,7 +138,7 @@ class StateChanges:
         change = self._own().get(id(variable))
         return None if change is None else change.value
 
-    def take(self, variable: Any, value: Any) -> bool:
+    def take(self, variable: tf.Variable, value: tf.Tensor) -> bool:
         """Takes note of an assignment; whether it is thereby dealt with."""
         graph = self._graph if self._function is None else self._function.graph
         is_in_branch = tf.compat.v1.get_default_graph() is not graph
@@ -330,7 +330,7 @@ class StateChanges:
             weighted.append(present * tf.cast(weight, value.dtype))
         return self._sum_over_workers([tf.add_n(weighted)])[0]
 
-    def _name(self, variable: Any) -> str:
+    def _name(self, variable: tf.Variable) -> str:
         for layer in layers_of(self._model):
             for own in own_variables(layer):
                 if behind(own) is variable:

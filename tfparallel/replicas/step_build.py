@@ -16,7 +16,6 @@ So every variable is there before the first step, the same on all workers, and n
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -160,7 +159,7 @@ def _are_alike(given: object, inputs: object) -> bool:
     )
 
 
-def _placeholder_like(output: Any) -> tf.Tensor:
+def _placeholder_like(output: keras.KerasTensor) -> tf.Tensor:
     return tf.compat.v1.placeholder(output.dtype, output.shape)
 
 

@@ -10,7 +10,6 @@ of: the same values, with gradients divided.
 """
 
 import functools
-from typing import Any
 
 import tensorflow as tf
 
@@ -42,7 +41,7 @@ def _divided(step: ReplicaStep, gradient: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(gradient, tf.cast(step.weight, gradient.dtype))
 
 
-def _is_by_row(value: Any, rows: Any) -> bool:
+def _is_by_row(value: tf.Tensor, rows: int | tf.Tensor) -> bool:
     """Whether the first dim of `value` is the replica's `rows`, as far as tracing knows."""
     if not tf.is_tensor(value) or not value.shape.rank:
         return False

@@ -25,11 +25,11 @@ Outside of replicas one device computes: it reads and differentiates copy 0 of w
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import DTypeLike
 
 from tfparallel.internals import (
     BaseOptimizer,
@@ -61,7 +61,7 @@ class ReadsAsNumber:
     def __complex__(self) -> complex:
         return complex(self.numpy())  # type: ignore[attr-defined]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype)  # type: ignore[attr-defined]
 
 
@@ -103,7 +103,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
             return super()._update_replica(update_fn, value, **kwargs)
         return update_fn(self._get_replica(_replica_id()), value, **kwargs)
 
-    def _check_is_of_each_replica(self, value: Any) -> None:
+    def _check_is_of_each_replica(self, value: tf.Tensor | float) -> None:
         extended = self.distribute_strategy.extended
         if len(extended.worker_devices) == 1 or (not tf.is_tensor(value) and not np.any(value)):
             return

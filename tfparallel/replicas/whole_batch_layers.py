@@ -23,7 +23,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -165,7 +164,7 @@ def _of_all_rows(
         outputs = call(*args, **kwargs)
     count, total = tf.shape(own[0])[0], tf.shape(every[0])[0]
 
-    def own_part(output: Any, are_rows: bool) -> object:
+    def own_part(output: tf.Tensor, are_rows: bool) -> object:
         if not are_rows:
             return output
         times = tf.math.floordiv(tf.shape(output)[0], tf.maximum(total, 1))
@@ -234,7 +233,7 @@ def _trace(
     return TracedCall(assigns_rows, [isinstance(x, tf.Tensor) and _has_rows(x) for x in outputs])
 
 
-def _has_as_many(output: Any, rows: tf.Tensor) -> bool:
+def _has_as_many(output: tf.Tensor, rows: tf.Tensor) -> bool:
     is_dense = isinstance(output, tf.Tensor) and output.shape.rank not in (None, 0)
     return is_dense and output.shape[0] == rows.shape[0]
 

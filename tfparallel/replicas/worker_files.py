@@ -9,7 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 
@@ -21,7 +21,9 @@ _PATHS = {
 }
 
 
-def keep_files_of_other_workers_apart(callbacks: Any) -> None:
+def keep_files_of_other_workers_apart(
+    callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
+) -> None:
     """Moves what `callbacks` of this worker (not the chief) write into a folder deleted at exit.
 
     Args:

@@ -7,7 +7,6 @@ meanwhile neither, and what shares its memory with another tensor (a reshape) co
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -60,7 +59,7 @@ def kept_bytes(
     return _bytes_of(_kept(operations[:begin], operations[begin:], without))
 
 
-def _placeholder(spec: Any) -> tf.Tensor:
+def _placeholder(spec: keras.KerasTensor) -> tf.Tensor:
     return tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 

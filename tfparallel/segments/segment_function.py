@@ -46,7 +46,7 @@ class StageFunction:
     def __init__(
         self,
         name: str,
-        concrete: Any,
+        concrete: tf.types.experimental.ConcreteFunction,
         watched: Sequence[bool],
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
     ):
@@ -214,7 +214,9 @@ def _operations(**calls: _Called) -> dict[str, tf.Operation]:
     return {kind: call.operation for kind, call in calls.items() if call.values and call.operation}
 
 
-def inference_function(name: str, concrete: Any) -> GraphFunction:
+def inference_function(
+    name: str, concrete: tf.types.experimental.ConcreteFunction
+) -> GraphFunction:
     """A traced computation as a function that keeps nothing for gradients.
 
     It returns what the computation does, or one number where that is nothing: a call needs a

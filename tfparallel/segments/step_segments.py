@@ -99,8 +99,8 @@ class StepSegments:
         self._segments = [each for each in self._segments if each not in own]
         self._thread.own = []
 
-    def _shadowed(self, called: Called) -> Any:
-        def call(original: Callable, *args: object, **kwargs: object) -> Any:
+    def _shadowed(self, called: Called) -> contextlib.AbstractContextManager:
+        def call(original: Callable, *args: object, **kwargs: object) -> object:
             return self._call(called, original, args, kwargs)
 
         layer = called.layer

@@ -274,6 +274,6 @@ def _timed(strategy: tf.distribute.Strategy, bench: Bench) -> Iterator[float]:
         yield time.perf_counter() - begin
 
 
-def _wait(logs: Any) -> None:
+def _wait(logs: object) -> None:
     for value in tf.nest.flatten(logs):
         np.asarray(value)

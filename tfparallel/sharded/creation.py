@@ -26,7 +26,7 @@ class CreatesParts(SharesCopies):
     _new_value: tf.Tensor | Drawn | None = None  # of a variable in parts that is created
     _new_is_slot = False
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         leader = kwargs.get("colocate_with")
         if self._num_shards == 1 or not (kwargs.get("trainable") or is_sharded(leader)):
             return super()._create_variable(next_creator, **kwargs)
@@ -42,7 +42,7 @@ class CreatesParts(SharesCopies):
         finally:
             self._new_value = None
 
-    def _begin_new(self, kwargs: dict, leader: Any) -> dict:
+    def _begin_new(self, kwargs: dict, leader: tf.Variable | None) -> dict:
         """`kwargs` with the initial value, which is `_new_value` if the variable will be in parts.
 
         What replicas store whole is drawn whole.
@@ -62,7 +62,7 @@ class CreatesParts(SharesCopies):
         self._new_value = whole if self._is_cut(whole.shape, whole.dtype, leader) else None
         return {**kwargs, "initial_value": whole}
 
-    def _is_cut(self, shape: tf.TensorShape, dtype: tf.DType, leader: Any) -> bool:
+    def _is_cut(self, shape: tf.TensorShape, dtype: tf.DType, leader: tf.Variable | None) -> bool:
         """Whether a variable of this value is kept in parts.
 
         A scalar is not, though an optimizer (Nadam) may have a trainable one.
@@ -99,8 +99,13 @@ class CreatesParts(SharesCopies):
         return self._new_value is not None and is_there
 
     def _initial_value(
-        self, variable_class: Any, i: int, device: str, copies: Sequence, kwargs: Mapping[str, Any]
-    ) -> Any:
+        self,
+        variable_class: Any,
+        i: int,
+        device: str,
+        copies: Sequence,
+        kwargs: Mapping[str, object],
+    ) -> object:
         if self._new_value is None:
             return super()._initial_value(variable_class, i, device, copies, kwargs)
         if i == 0:  # replicas of one process start from one value
@@ -112,7 +117,7 @@ class CreatesParts(SharesCopies):
         with tf.device(self._devices[i]):  # bits may be others on a host, where the part may be
             return value.padded_part(index * shards.length, (index + 1) * shards.length)
 
-    def _agree_on_new(self, device: str, kwargs: Mapping[str, Any]) -> None:
+    def _agree_on_new(self, device: str, kwargs: Mapping[str, object]) -> None:
         """Replaces `_new_value` by rank 0's."""
         new = self._new_value
         given = new.announced(kwargs) if isinstance(new, Drawn) else kwargs
@@ -121,7 +126,7 @@ class CreatesParts(SharesCopies):
         self._new_value = new.agreed(value) if isinstance(new, Drawn) else value
 
 
-def _evaluated(value: Any, dtype: Any) -> tf.Tensor:
+def _evaluated(value: object, dtype: tf.DType | None) -> tf.Tensor:
     if callable(value):
         with tf.init_scope():
             value = value()

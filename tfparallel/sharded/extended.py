@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,6 +14,7 @@ from tfparallel.internals import (
     values_util,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.device_names import hosts_of
 from tfparallel.replicas.optimizer_hooks import gradient_source
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
@@ -125,7 +125,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
         is_keras_own = step is not None and step.weights_loss and self._trained is not None
         return is_keras_own and id(variable) not in (self._trained or ())
 
-    def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Any) -> Any:
+    def _gradient_of_read(self, variable: ShardedVariable, i: int, gradient: Gradient) -> Gradient:
         """What a tape gets where replica `i` has read the whole of `variable`."""
         if self._backward is None:
             return gradient
@@ -188,7 +188,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
     def _reduce_scatter(self, padded: list) -> list:
         """This replica's shards of the sums of all replicas' `[num_shards * length]`."""
 
-        def merge(_: tf.distribute.Strategy, *per_replica: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *per_replica: tf.distribute.DistributedValues) -> list:
             parts = [self._local_results(each) for each in per_replica]
             sums = self._scattered_among_workers(parts)
             return [distribute_utils.regroup(tuple(each), always_wrap=True) for each in sums]
@@ -250,5 +250,5 @@ def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
         return part if dtype is None else tf.cast(part, dtype)
 
 
-def _is_gathered(variable: Any) -> bool:
+def _is_gathered(variable: object) -> bool:
     return is_sharded(variable) and not isinstance(variable, KeptWholeVariable)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -135,7 +135,7 @@ def _stored(variables: Sequence[object], i: int, on_host: bool) -> int:
     )
 
 
-def _own(variable: object, i: int) -> tuple[Any, bool]:
+def _own(variable: object, i: int) -> tuple[tf.Variable, bool]:
     """What replica `i` has of a variable, and whether it is kept on the host."""
     copies = getattr(variable, "values", None)
     is_on_host = isinstance(variable, ShardedVariable) and variable.is_on_host
@@ -178,7 +178,7 @@ def _is_gathered(variable: object) -> bool:
     return isinstance(variable, ShardedVariable) and not isinstance(variable, KeptWholeVariable)
 
 
-def _units(extended: ShardedExtended, model: keras.Model) -> list[list[Any]]:
+def _units(extended: ShardedExtended, model: keras.Model) -> list[list[ShardedVariable]]:
     """The variables in parts of each unit, in the order of layers; each where it is first."""
     known: set[int] = set()
     units = []
@@ -206,7 +206,7 @@ def _activations(extended: ShardedExtended, model: keras.Model, inputs: object) 
     return kept_bytes(model, specs, sources, with_weights, in_step, extended.worker_devices[0])
 
 
-def _of_replica(leaf: Any, replicas: int) -> tf.TensorSpec:
+def _of_replica(leaf: tf.Tensor, replicas: int) -> tf.TensorSpec:
     """Of the rows of a replica that has most."""
     rows, *rest = leaf.shape
     dtype = keras.backend.standardize_dtype(leaf.dtype)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph, distribute_lib, record
 
 
-def loops_around() -> tuple[list, Any]:
+def loops_around() -> tuple[list, tf.Graph]:
     """The loops and branches around the calling code, innermost first, and the graph around them.
 
     Raises:
@@ -48,7 +48,7 @@ def _graph_of_step() -> object:
     return next((graph for graph in graphs if isinstance(graph, FuncGraph)), None)
 
 
-def _outer_graphs(graph: object) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[tf.Graph]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         if graph is not None:
@@ -56,7 +56,7 @@ def _outer_graphs(graph: object) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def outside_of(graphs: list, around: Any) -> Iterator[None]:
+def outside_of(graphs: list, around: tf.Graph) -> Iterator[None]:
     """Within it, operations are traced in the graph `around` the loops `graphs`, if there are."""
     with around.as_default() if graphs else contextlib.nullcontext():
         yield

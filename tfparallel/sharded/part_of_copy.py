@@ -1,7 +1,5 @@
 """A replica's part of a variable that it keeps whole: what its optimizer updates."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable
@@ -62,15 +60,15 @@ class PartOfCopy:
     def __add__(self, other: object) -> tf.Tensor:
         return self.read_value() + other
 
-    def assign(self, value: Any) -> "PartOfCopy":
+    def assign(self, value: object) -> "PartOfCopy":
         """Writes the part."""
         self._own.assign(tf.convert_to_tensor(value, self.dtype))
         return self
 
-    def assign_add(self, delta: Any) -> "PartOfCopy":
+    def assign_add(self, delta: tf.Tensor | float) -> "PartOfCopy":
         return self.assign(self + delta)
 
-    def assign_sub(self, delta: Any) -> "PartOfCopy":
+    def assign_sub(self, delta: tf.Tensor | float) -> "PartOfCopy":
         return self.assign(self.read_value() - delta)
 
     def scatter_add(self, rows: tf.IndexedSlices) -> "PartOfCopy":

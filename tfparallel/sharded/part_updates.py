@@ -1,7 +1,7 @@
 """How replicas that hold parts update them: each its own, or, where one asks for it, the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -27,6 +27,8 @@ from tfparallel.sharded.sharded_variables import (
 )
 from tfparallel.sharded.update import ReducedGradients, global_numbers, hooks_of
 
+Value = TypeVar("Value")
+
 
 class PartUpdates(SharesCopies):
     """The last of the five decisions of `ShardedExtended`."""
@@ -43,7 +45,9 @@ class PartUpdates(SharesCopies):
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
         return hooks_of(optimizer)
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         optimizer = apply.__self__  # type: ignore[attr-defined]
         own = list(trained_by(optimizer) if variables is None else variables)
         present = [v for g, v in zip(gradients, own, strict=True) if g is not None]
@@ -51,7 +55,8 @@ class PartUpdates(SharesCopies):
             return super()._apply_reduced(apply, gradients, variables)
         build_optimizer(optimizer, own)
         if not self._updates_parts(optimizer, present):
-            return self._apply_to_wholes(optimizer, apply, gradients, variables)
+            self._apply_to_wholes(optimizer, apply, gradients, variables)
+            return None
         i = values_util.get_current_replica_id_as_int()
         reduced = ReducedGradients(gradients, own, self._shard_of(i))
         kept = [value for value in reduced.values if isinstance(value, KeptWholeVariable)]
@@ -65,7 +70,7 @@ class PartUpdates(SharesCopies):
         self._publish(kept)
         return None
 
-    def _sum_over_shards(self, value: Any) -> Any:
+    def _sum_over_shards(self, value: Value) -> Value:
         """The sum of what the replicas have that share one copy; called in a replica context."""
         if self._num_shards == self._num_replicas_in_sync:
             return self._replica_ctx_all_reduce(ReduceOp.SUM, value)
@@ -73,7 +78,7 @@ class PartUpdates(SharesCopies):
             own = value if self._is_in_first_copy else tf.nest.map_structure(tf.zeros_like, value)
             return self._replica_ctx_all_reduce(ReduceOp.SUM, own)
 
-        def merge(_: tf.distribute.Strategy, *tensors: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
             parts = [self._local_results(tensor) for tensor in tensors]
             return [tf.add_n(each[: self._devices_of_copy]) for each in parts]
 
@@ -82,7 +87,11 @@ class PartUpdates(SharesCopies):
         return tf.nest.pack_sequence_as(value, total)
 
     def _apply_to_wholes(
-        self, optimizer: BaseOptimizer, apply: Callable, gradients: list, variables: Any
+        self,
+        optimizer: BaseOptimizer,
+        apply: Callable,
+        gradients: list,
+        variables: Sequence[keras.Variable] | None,
     ) -> None:
         """One update for all replicas of this process: gathers, computes, keeps the parts."""
 
@@ -115,15 +124,17 @@ class PartUpdates(SharesCopies):
         return tf.concat([variable.component(i).read_value() for i in local], 0)
 
     def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if not is_sharded(var):
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
         part = var.component_of_caller()
         with tf.device(part.device):
             return fn(part, *args, **kwargs)
 
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         """Outside of replicas one device updates the whole, which each replica cuts for itself."""
         if not is_sharded(var):
             return super()._update(var, fn, args, kwargs, group)

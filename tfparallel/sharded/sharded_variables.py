@@ -13,7 +13,6 @@ alike. A `KeptWholeVariable` is there on each replica, which makes reading free 
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -61,10 +60,10 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: tf.distribute.Strategy,
         values: Sequence,
-        aggregation: Any,
-        var_policy: Any = None,
+        aggregation: tf.VariableAggregation,
+        var_policy: object = None,
         *,
         shards: FlatShards,
     ):
@@ -88,11 +87,11 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def component(self, i: int) -> Any:
+    def component(self, i: int) -> tf.Variable:
         """The part that replica `i` of this process updates, as a variable `[length]`."""
         return self._values[i]
 
-    def component_of_caller(self) -> Any:
+    def component_of_caller(self) -> tf.Variable:
         """`component` of the calling replica."""
         return self.component(values_util.get_current_replica_id_as_int())
 
@@ -103,7 +102,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
             return None
         return values_util.get_current_replica_id_as_int()
 
-    def _viewed(self) -> Any:
+    def _viewed(self) -> tf.Variable | None:
         """The calling replica's part inside an update; None everywhere else."""
         i = self._local_replica()
         return None if i is None or current_numbers() is None else self.component(i)
@@ -163,8 +162,8 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         return self._primary
 
     def _dense_var_to_tensor(
-        self, dtype: Any = None, name: Any = None, as_ref: bool = False
-    ) -> Any:
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         del as_ref
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
@@ -181,16 +180,16 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
     # ---- assigning -------------------------------------------------------------------------------
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, value: object, *args: object, **kwargs: object) -> object:
         """Assigns a whole value, or in an update the part."""
         del args, kwargs
         return self._store(self._reduced(self._like(value)))
 
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, delta: object, *args: object, **kwargs: object) -> object:
         del args, kwargs
         return self._store(self.value() + self._reduced(self._like(delta)))
 
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, delta: object, *args: object, **kwargs: object) -> object:
         del args, kwargs
         return self._store(self.value() - self._reduced(self._like(delta)))
 
@@ -206,7 +205,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
             )
         return distribute_lib.get_replica_context().all_reduce(_REDUCTIONS[self.aggregation], value)
 
-    def _store(self, value: tf.Tensor) -> Any:
+    def _store(self, value: tf.Tensor) -> object:
         if tf.compat.v1.get_default_graph() in self._read_before:
             raise NotImplementedError(
                 "A sharded variable is gathered before the loop or branch that needs its gradient, "
@@ -221,7 +220,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
             self._store_parts([value] * len(self._values))
         else:  # together: the next read of any replica gathers the parts of all
 
-            def merge(strategy: tf.distribute.Strategy, value: Any) -> None:
+            def merge(strategy: tf.distribute.Strategy, value: object) -> None:
                 self._store_parts(strategy.experimental_local_results(value))
 
             distribute_lib.get_replica_context().merge_call(merge, args=(value,))
@@ -241,19 +240,19 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
             with tf.device(own.device):
                 own.assign(self.stored(self.shards, whole, extended._shard_of(i)))
 
-    def _like(self, value: Any) -> tf.Tensor:
+    def _like(self, value: object) -> tf.Tensor:
         return tf.convert_to_tensor(value, self.dtype)
 
-    def scatter_add(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+    def scatter_add(self, rows: tf.IndexedSlices, *args: object, **kwargs: object) -> object:
         return self._scatter("scatter_add", tf.tensor_scatter_nd_add, rows)
 
-    def scatter_sub(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+    def scatter_sub(self, rows: tf.IndexedSlices, *args: object, **kwargs: object) -> object:
         return self._scatter("scatter_sub", tf.tensor_scatter_nd_sub, rows)
 
-    def scatter_update(self, rows: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+    def scatter_update(self, rows: tf.IndexedSlices, *args: object, **kwargs: object) -> object:
         return self._scatter("scatter_update", tf.tensor_scatter_nd_update, rows)
 
-    def _scatter(self, name: str, scatter: Callable, rows: tf.IndexedSlices) -> Any:
+    def _scatter(self, name: str, scatter: Callable, rows: tf.IndexedSlices) -> object:
         part = self._viewed()
         if part is not None:
             return getattr(part, name)(rows)
@@ -293,7 +292,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         """Whether `numbers_here` are of the first copy: those of others are the same."""
         return self._distribute_strategy.extended._is_in_first_copy
 
-    def assign_here(self, numbers: Any) -> None:
+    def assign_here(self, numbers: tf.Tensor) -> None:
         """Assigns what `numbers_here` returns."""
         numbers = self._like(numbers)
         missing = len(self._values) * self.shards.length - numbers.shape[0]
@@ -314,7 +313,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
 
         return {_VALUE_KEY: SaveSpec(read, "", _VALUE_KEY, self.dtype, device=host)}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> object:
         return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
 
 
@@ -327,10 +326,10 @@ class UpdatedInCopiesVariable(ShardedVariable):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: tf.distribute.Strategy,
         values: Sequence,
-        aggregation: Any,
-        var_policy: Any = None,
+        aggregation: tf.VariableAggregation,
+        var_policy: object = None,
         *,
         shards: FlatShards,
     ):
@@ -388,6 +387,6 @@ class UpdatedOnHostVariable(UpdatedInCopiesVariable):
         on_host.leave()
 
 
-def is_sharded(variable: Any) -> bool:
+def is_sharded(variable: object) -> bool:
     """Whether a variable of TensorFlow is one that replicas update in parts."""
     return isinstance(variable, ShardedVariable)

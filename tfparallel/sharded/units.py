@@ -11,7 +11,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -140,7 +139,7 @@ def _is_with_inner(layer: keras.Layer) -> bool:
     return isinstance(layer, (keras.layers.RNN, keras.layers.Wrapper))
 
 
-def unit_variables(layer: keras.Layer, with_inner: bool) -> list[Any]:
+def unit_variables(layer: keras.Layer, with_inner: bool) -> list[tf.Variable]:
     """TensorFlow's variables of a unit, each once."""
     own = [x for each in (layers_of(layer) if with_inner else [layer]) for x in own_variables(each)]
     return list({id(behind(x)): behind(x) for x in own}.values())

@@ -7,13 +7,13 @@ norms that clip, and whether all gradients are finite. Inside of it there may be
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer
 from tfparallel.internals.keras_layers import accumulated_gradient, moving_averages
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.clipping import (
     clipped_by_norm,
     clips_by_norm,
@@ -49,7 +49,7 @@ class ReducedGradients:
         ]
 
     @staticmethod
-    def _is_cut(gradient: Any, value: Any) -> bool:
+    def _is_cut(gradient: object, value: object) -> bool:
         return isinstance(value, ShardedVariable) and isinstance(gradient, tf.IndexedSlices)
 
     def present(self) -> list[int]:
@@ -58,7 +58,7 @@ class ReducedGradients:
         return [k for k, (gradient, variable) in enumerate(pairs) if is_clipped(gradient, variable)]
 
 
-def is_clipped(gradient: Any, variable: Any) -> bool:
+def is_clipped(gradient: object, variable: object) -> bool:
     """Whether an optimizer that clips does so with a gradient of `variable`."""
     return gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
 
@@ -97,7 +97,7 @@ def _count_not_finite(reduced: ReducedGradients) -> tf.Tensor:
     )
 
 
-def _numbers(gradient: Any) -> tf.Tensor:
+def _numbers(gradient: Gradient) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -155,14 +155,14 @@ def hooks_of(optimizer: BaseOptimizer) -> dict[str, Callable]:
     }
 
 
-def _check_finite(check_finite: Callable, gradients: Any) -> Any:
+def _check_finite(check_finite: Callable, gradients: Sequence) -> tf.Tensor:
     numbers = current_numbers()
     if numbers is None or numbers.is_finite is None:
         return check_finite(gradients)
     return numbers.is_finite
 
 
-def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> Any:
+def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> list:
     numbers = current_numbers()
     if numbers is None or numbers.squares is None:
         return clip_gradients(gradients)
@@ -173,14 +173,14 @@ def _clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequenc
     return clipped_by_norm(optimizer, gradients, squares, scaled_gradient)
 
 
-def _where_kept(slot: Any) -> contextlib.AbstractContextManager:
+def _where_kept(slot: object) -> contextlib.AbstractContextManager:
     """Where the calling replica keeps its part of a slot: the host, it may be."""
     if not isinstance(slot, ShardedVariable):
         return contextlib.nullcontext()
     return tf.device(slot.component_of_caller().device)
 
 
-def _average(optimizer: BaseOptimizer, update_average: Callable, variables: Sequence) -> Any:
+def _average(optimizer: BaseOptimizer, update_average: Callable, variables: Sequence) -> object:
     """As Keras's, past `KerasVariable.assign`, which expects the whole shape."""
     if current_numbers() is None or not optimizer.use_ema:
         return update_average(variables)

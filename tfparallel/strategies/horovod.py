@@ -1,13 +1,13 @@
 """Data parallel over the ranks that `horovodrun` starts: one replica in each process."""
 
 import contextlib
-from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.horovod_collectives import (
+    ProcessSet,
     hvd,
     start,
 )
@@ -80,7 +80,7 @@ class HorovodStrategy(KerasStrategy):
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
         stall_timeout_s: float | None = 300.0,
-        process_set: Any = None,
+        process_set: ProcessSet | None = None,
         check_weights_every: int | None = None,
         inner: Inner | None = None,
         memory: MemoryPolicy | None = None,
@@ -168,7 +168,7 @@ def _check_seconds(**limits: float | None) -> None:
             raise ValueError(f"{name} must be positive, or None. Received: {seconds}.")
 
 
-def _job(process_set: Any) -> Job:
+def _job(process_set: ProcessSet) -> Job:
     return Job(
         mpi_started=hvd.mpi_enabled(),
         nccl_built=bool(hvd.nccl_built()),

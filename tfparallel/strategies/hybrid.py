@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
@@ -114,11 +115,11 @@ class HybridStrategy(KerasStrategy):
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: keras.distribution.DeviceMesh | Mapping[str, int],
         *,
         shard: Sharding | None = None,
         pipeline: PipelineOptions | None = None,
-        layout_map: Any = None,
+        layout_map: keras.distribution.LayoutMap | str | None = None,
         memory: MemoryPolicy | None = None,
         seed_by: str = "replica",
         prefetch_batches: int | None = None,
@@ -126,7 +127,7 @@ class HybridStrategy(KerasStrategy):
         timeouts: WorkerTimeouts | None = None,
     ):
         check_choice("seed_by", seed_by, ("replica", "row"))
-        options = {
+        options: dict[str, Any] = {
             "shard": shard,
             "pipeline": pipeline,
             "layout_map": layout_map,
@@ -248,7 +249,9 @@ class HybridStrategy(KerasStrategy):
         (first, *others), schedule = later.before, options.schedule_for(stages)
         return PipelineExtended(self, first, schedule, options, others=others, later=later)
 
-    def _layouts(self, groups: np.ndarray, layout_map: Any) -> Layouts:
+    def _layouts(
+        self, groups: np.ndarray, layout_map: keras.distribution.LayoutMap | str | None
+    ) -> Layouts:
         """Of the devices `[group, model]`; without an axis of the model nothing is laid out."""
         names = self._mesh.names
         axes = names.get("data"), names.get("model")
@@ -259,7 +262,11 @@ class HybridStrategy(KerasStrategy):
         return Layouts(layout_map, of_devices)
 
     def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+        self,
+        fn: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: tf.distribute.RunOptions | None = None,
     ) -> Any:
         """`tf.distribute.Strategy.run`; a layout that is to be found is found before."""
         if isinstance(self.extended, HoldsParts):
@@ -273,7 +280,7 @@ class HybridStrategy(KerasStrategy):
         """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
         return self._of_axis("pipeline")._stages_of(model)
 
-    def profile(self, model: keras.Model, batch: Any) -> DrawnStep:
+    def profile(self, model: keras.Model, batch: object) -> DrawnStep:
         """With pipelines, the passes of all; as `PipelineStrategy.profile`."""
         if "pipeline" in self._mesh.names:
             return measure_step(self, model, batch)

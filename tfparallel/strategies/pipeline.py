@@ -7,7 +7,6 @@ every data-parallel strategy. What is different is where a layer computes, and i
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -169,7 +168,7 @@ class PipelineStrategy(KerasStrategy):
         """A table of the stages of `model`, which must be built; `print` it."""
         return self.extended._summary_of(model)
 
-    def profile(self, model: keras.Model, batch: Any) -> Swimlane:
+    def profile(self, model: keras.Model, batch: object) -> Swimlane:
         """Measures when each pass of a training step starts and ends.
 
         `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is

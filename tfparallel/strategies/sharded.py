@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 
@@ -107,7 +106,7 @@ class ShardedStrategy(KerasStrategy):
         names = self.extended._names_lost_ranks() if self.num_workers > 1 else None
         return super().scope() if names is None else ReportingScope(super().scope(), names)
 
-    def summary(self, model: keras.Model, inputs: Any = None) -> MemoryTable:
+    def summary(self, model: keras.Model, inputs: object = None) -> MemoryTable:
         """What a step of `model` takes of each device of this process, in bytes; `print` it.
 
         Creates the optimizer's slots, if no step has done so yet. Nothing is gathered or sent.

@@ -71,10 +71,10 @@ class TensorParallelStrategy(KerasStrategy):
 
     def __init__(
         self,
-        layout: Any,
+        layout: keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str,
         batch_dim_name: str | None = None,
         *,
-        device_mesh: Any = None,
+        device_mesh: keras.distribution.DeviceMesh | None = None,
         sequence_parallel: bool = False,
         memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -131,13 +131,17 @@ class TensorParallelStrategy(KerasStrategy):
         return super().scope() if reports is None else ReportingScope(super().scope(), reports())
 
     def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+        self,
+        fn: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: tf.distribute.RunOptions | None = None,
     ) -> Any:
         """`tf.distribute.Strategy.run`; a layout that is to be found is found before."""
         self.extended.prepare_for(fn, args)
         return super().run(fn, args, kwargs, options)
 
-    def summary(self, model: keras.Model, inputs: Any = None) -> LayoutSummary:
+    def summary(self, model: keras.Model, inputs: object = None) -> LayoutSummary:
         """A table of what the layout made of `model`'s weights; `print` it.
 
         Under `layout="auto"` it puts the weights in parts, if no step has done so yet.
@@ -159,7 +163,7 @@ class TensorParallelStrategy(KerasStrategy):
         return summary(model, self.extended.layouts, inputs)
 
 
-def _made_without_mesh(layout: Any) -> Callable | None:
+def _made_without_mesh(layout: object) -> Callable | None:
     """What makes the layouts of a group's devices, for a `layout` that names none."""
     if isinstance(layout, dict):
         return functools.partial(given_branches, layout)
@@ -168,7 +172,7 @@ def _made_without_mesh(layout: Any) -> Callable | None:
     return None if kind is None else functools.partial(kind, None)
 
 
-def _all_devices(of_cluster: Sequence[str] | None) -> Any:
+def _all_devices(of_cluster: Sequence[str] | None) -> keras.distribution.DeviceMesh:
     """One group of all GPUs, or of all CPUs; of the processes of a cluster, if there is one."""
     if of_cluster is not None:
         numbers = [f"cpu:{i}" for i in range(len(of_cluster))]

@@ -41,8 +41,8 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
 
     def __init__(
         self,
-        tpu_cluster_resolver: Any = None,
-        experimental_device_assignment: Any = None,
+        tpu_cluster_resolver: tf.distribute.cluster_resolver.TPUClusterResolver | None = None,
+        experimental_device_assignment: tf.tpu.experimental.DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
         tpu: str = "local",
@@ -64,7 +64,9 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
         self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
         first_words.say_of(self)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: object, axis: int | None
+    ) -> Any:
         """`tf.distribute.Strategy.reduce`, also over nests."""
         if is_symbolic_build():
             return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)

@@ -4,9 +4,8 @@ A weight of a branch is whole on its device: a variable in one part, which is no
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import keras
 
@@ -51,7 +50,7 @@ class FoundBranches(FoundLayouts):
 _SCALAR = "a scalar is on the first device"
 
 
-def _whole_on(device: int | None) -> Any:
+def _whole_on(device: int | None) -> Callable[[tuple], Rows | None]:
     """Makes of a shape how a weight is kept: on that device, if it is not the first."""
 
     def rows(shape: tuple) -> Rows | None:

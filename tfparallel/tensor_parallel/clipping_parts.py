@@ -11,11 +11,11 @@ A sparse gradient, of an Embedding, has its rows in one place, and is clipped as
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.clipping import (
     clipped_by_norm,
     clips_by_norm,
@@ -27,7 +27,7 @@ from tfparallel.tensor_parallel.gradients import as_whole
 from tfparallel.tensor_parallel.known_parts import known_parts
 
 
-def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> Any:
+def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> list:
     """`_clip_gradients` of `optimizer`, also of gradients in parts."""
     gradients = list(gradients)
     if not any(_is_in_parts(gradient) for gradient in gradients):
@@ -49,11 +49,11 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
     ]
 
 
-def _is_in_parts(gradient: Any) -> bool:
+def _is_in_parts(gradient: object) -> bool:
     return isinstance(gradient, GradientInParts) or known_parts(gradient) is not None
 
 
-def squares_in_parts(gradient: Any) -> tf.Tensor:
+def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
     """The sum of squares of a gradient, which may be in parts: each is squared where it is."""
     if isinstance(gradient, GradientInParts):
         numbers = gradient.numbers()
@@ -69,19 +69,25 @@ def squares_in_parts(gradient: Any) -> tf.Tensor:
     return tf.add_n(squares)
 
 
-def scaled_in_parts(gradient: Any, scale: tf.Tensor) -> Any:
+def scaled_in_parts(
+    gradient: Gradient | GradientInParts, scale: tf.Tensor
+) -> Gradient | GradientInParts:
     """A gradient, which may be in parts, times a number."""
     if not _is_in_parts(gradient):
         return scaled_gradient(gradient, scale)
     return _mapped(gradient, lambda part: scaled_gradient(part, scale))
 
 
-def _scaled_dense(gradient: Any, scale: tf.Tensor) -> Any:
+def _scaled_dense(
+    gradient: Gradient | GradientInParts, scale: tf.Tensor
+) -> Gradient | GradientInParts:
     dense = gradient.dense() if isinstance(gradient, GradientInParts) else gradient
     return scaled_in_parts(dense, scale)
 
 
-def _mapped(gradient: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+def _mapped(
+    gradient: Gradient | GradientInParts, function: Callable[[tf.Tensor], tf.Tensor]
+) -> Gradient | GradientInParts:
     """What `function` makes of each part of a gradient, on the part's device."""
     if isinstance(gradient, GradientInParts):
         return gradient.mapped(function)

@@ -211,7 +211,7 @@ def _embedding(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | No
     )
 
 
-def _reversed_embedding(layer: Any, table: Any, outputs: Shapes) -> Cuts:
+def _reversed_embedding(layer: keras.Layer, table: keras.Variable, outputs: Shapes) -> Cuts:
     """Of a tied table, or of the one beside it: logits by columns."""
     kernel, dim = (table, 0) if layer.tie_weights else (layer.reverse_embeddings, 1)
     column = Cut(kernel.shape[dim], ((kernel, dim),), len(outputs[0]) - 1)
@@ -242,7 +242,7 @@ def _attention(layer: keras.Layer, inputs: Shapes, outputs: Shapes) -> Cuts | No
     return Cuts({"heads": Cut(size, tuple(dims))}, _flops_of_attention(to_heads, query, key))
 
 
-def _declared_attention(layer: Any, heads: HeadsOf, outputs: Shapes) -> Cuts | None:
+def _declared_attention(layer: keras.Layer, heads: HeadsOf, outputs: Shapes) -> Cuts | None:
     """The output's kernel, which is by heads under any layout, comes first."""
     to_heads, from_heads = heads.to_heads(layer), getattr(layer, heads.output)
     if not outputs or not all(_is_one_variable(each) for each in (*to_heads, from_heads)):

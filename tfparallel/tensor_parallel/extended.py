@@ -6,7 +6,7 @@ else on its first. How rows are split, and how a step runs, stay as under `Mirro
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -60,7 +60,7 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
         devices = names_of_groups(self._groups)
         return f"num_replicas={self._num_replicas_in_sync}, devices={devices}"
 
-    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Any:
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if self.reports_lost_processes is not None:
             surround_epochs(call, self.reports_lost_processes)
         return super()._keras_dataset(dataset, call)

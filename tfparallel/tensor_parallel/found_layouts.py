@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -139,14 +139,14 @@ def _models_that_are_called(model: keras.Model) -> list:
     return [each for each in direct_layers(model) if isinstance(each, keras.Model)]
 
 
-def _build(strategy: Any, model: Any, inputs: Any) -> None:
+def _build(strategy: tf.distribute.Strategy, model: keras.Model, inputs: object) -> None:
     """Makes the variables of a model that gets them from its first batch."""
     if not model.built and inputs is not None:
         with strategy.scope():
             model(keras.tree.map_structure(_symbolic, inputs))
 
 
-def _symbolic(tensor: Any) -> keras.KerasTensor:
+def _symbolic(tensor: tf.Tensor) -> keras.KerasTensor:
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return keras.KerasTensor((None, *tensor.shape[1:]), dtype)
 
@@ -194,7 +194,7 @@ def _rows_of(call: LayerCall, decision: Decision, parts: int) -> dict[int, Found
 
 
 def _place_variable(
-    extended: PutsInParts, layer: Any, variable: Any, found: Mapping[int, Found]
+    extended: PutsInParts, layer: keras.Layer, variable: keras.Variable, found: Mapping[int, Found]
 ) -> None:
     layouts: FoundLayouts = extended.layouts
     if split_of(variable) is not None or not isinstance(behind(variable), ReplicatedVariable):

@@ -13,8 +13,10 @@ those, as one device takes it. Where one device makes it dense, each part become
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.known_parts import known_parts, put_together
 from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
@@ -71,10 +73,10 @@ class GradientInParts:
         """An argument of an update, for each part: a tensor, or rows of it."""
         return self.variable.pieces(self.slices) if self._parts is None else self._parts
 
-    def __truediv__(self, number: Any) -> "GradientInParts":
+    def __truediv__(self, number: tf.Tensor | float) -> "GradientInParts":
         return self.mapped(lambda numbers: numbers / number)
 
-    def __add__(self, accumulated: Any) -> "GradientInParts":
+    def __add__(self, accumulated: keras.Variable) -> "GradientInParts":
         split = split_of(accumulated)
         if split is None or split.stored != self.variable.stored:
             raise TypeError(
@@ -88,7 +90,7 @@ class GradientInParts:
                 sums.append(part + before)
         return GradientInParts(self.variable, sums)
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         if self._parts is None:
             return tf.convert_to_tensor(self.slices, dtype, name=name)
         return tf.convert_to_tensor(
@@ -96,7 +98,9 @@ class GradientInParts:
         )
 
 
-def for_optimizer(gradient: Any, variable: Any) -> Any:
+def for_optimizer(
+    gradient: Gradient | None, variable: keras.Variable
+) -> "Gradient | GradientInParts | None":
     """A gradient as an optimizer gets it that treats every number alike.
 
     Args:

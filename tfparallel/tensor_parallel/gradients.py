@@ -1,7 +1,6 @@
 """Gradients of split variables stay in parts: each is summed over replicas on its own devices."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -40,7 +39,7 @@ def in_parts(
 def sum_parts(
     gradients: list[list[tf.Tensor]],
     firsts: list[int],
-    groups: Any,
+    groups: Sequence[Sequence[str]],
     over_workers: Callable[[list], list] | None,
 ) -> list[list[tf.Tensor]]:
     """Sums over replicas of gradients in parts, on each part's devices.
@@ -59,7 +58,7 @@ def sum_parts(
     starts = zip(firsts, sizes, strict=True)
     places = [first + k for first, size in starts for k in range(size)]
 
-    def merge(_: tf.distribute.Strategy, *values: Any) -> list:
+    def merge(_: tf.distribute.Strategy, *values: tf.distribute.DistributedValues) -> list:
         sums = [_sum_on(groups[0][k], value) for k, value in zip(places, values, strict=True)]
         if over_workers is not None:
             sums = over_workers(sums)
@@ -77,7 +76,7 @@ def _sum_on(device: str, value: object) -> tf.Tensor:
         return tf.add_n(list(getattr(value, "values", [value])))
 
 
-def _copies(groups: Any, part: int, total: tf.Tensor) -> object:
+def _copies(groups: Sequence[Sequence[str]], part: int, total: tf.Tensor) -> object:
     """A copy of `total` on device number `part` of each group."""
     copies = []
     for group in groups:

@@ -3,8 +3,8 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_state import autocast
@@ -53,7 +53,7 @@ class Group:
         self._output_layout, self._model_axis = output_layout, model_axis
         self._cuts_sequences = cuts_sequences
 
-    def dim_of_output(self, layer: Any, rank: int) -> int | None:
+    def dim_of_output(self, layer: keras.Layer, rank: int) -> int | None:
         """The dim along which the layout asks for the layer's output in parts; None for none.
 
         Raises:
@@ -69,7 +69,7 @@ class Group:
             )
         return list(layout).index(self._model_axis)
 
-    def rows(self, variable: Any) -> Rows | None:
+    def rows(self, variable: keras.Variable) -> Rows | None:
         """How a Keras variable is in parts, one for each device; None for any other, and no one's.
 
         A variable that is in one part is stored in pieces of that, and computed with as a whole.
@@ -79,7 +79,7 @@ class Group:
             return None
         return split.rows
 
-    def read(self, variable: Any) -> list[tf.Tensor]:
+    def read(self, variable: keras.Variable) -> list[tf.Tensor]:
         """The parts of a split Keras variable, each on its device, in the layer's dtype."""
         split = split_of(variable)
         if split is None:
@@ -90,7 +90,7 @@ class Group:
                 values.append(autocast(variable, value))
         return values
 
-    def read_or_slice(self, variable: Any, rows: Rows) -> list[tf.Tensor]:
+    def read_or_slice(self, variable: keras.Variable, rows: Rows) -> list[tf.Tensor]:
         """The parts of a Keras variable along `rows`: its own, or slices of the whole."""
         if self.rows(variable) == rows:
             return self.read(variable)
@@ -127,16 +127,18 @@ class Group:
             shared[key] = tensor, copy_on_each(tensor, self.devices)
         return shared[key][1]
 
-    def known_rows(self, tensor: Any) -> Rows | None:
+    def known_rows(self, tensor: tf.Tensor) -> Rows | None:
         """How `tensor` is in parts already; None for one that is not."""
         known = known_parts(tensor)
         return None if known is None or len(known[1]) != len(self.devices) else known[0]
 
-    def parts(self, tensor: Any, rows: Rows) -> list[tf.Tensor]:
+    def parts(self, tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
         """The parts of `tensor` along `rows`: those that it is in already, or slices."""
         return parts_of(tensor, rows)
 
-    def compute(self, function: Callable, *inputs: Sequence[Any] | tf.Tensor) -> list[tf.Tensor]:
+    def compute(
+        self, function: Callable, *inputs: Sequence[tf.Tensor] | tf.Tensor
+    ) -> list[tf.Tensor]:
         """`function` of each part on its device, forward and backward.
 
         Args:

@@ -26,6 +26,7 @@ from tfparallel.internals.keras_state import (
     shape_of_new,
     variable_under_creation,
 )
+from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.drawn_values import Drawn, drawn_value
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.extended import ReplicatedExtended
@@ -69,7 +70,7 @@ class HoldsParts(ReplicatedExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         rows = self._rows(kwargs)
         if rows is None:
             return super()._create_variable(next_creator, **kwargs)
@@ -94,12 +95,12 @@ class HoldsParts(ReplicatedExtended):
         value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
         return value, {**kwargs, "initial_value": value}
 
-    def _shards_of(self, rows: Rows, leader: Any) -> int:
+    def _shards_of(self, rows: Rows, leader: object) -> int:
         """How many replicas store a copy of the variable together that is created."""
         del rows
         return leader.shards if isinstance(leader, SplitVariable) else 1
 
-    def _rows(self, kwargs: Mapping[str, Any]) -> Rows | None:
+    def _rows(self, kwargs: Mapping[str, object]) -> Rows | None:
         """How the variable that is created will be in parts."""
         asked = getattr(self._thread, "asked", None)
         if asked is not None:
@@ -152,7 +153,7 @@ class HoldsParts(ReplicatedExtended):
         keep_number(new, old)
         return new
 
-    def _note_slot(self, leader: Any, keras_variable: Any) -> None:
+    def _note_slot(self, leader: object, keras_variable: keras.Variable | None) -> None:
         """Has a slot be put in parts with its weight, if that is to come."""
         if not isinstance(self.layouts, FoundLayouts) or keras_variable is None:
             return
@@ -163,7 +164,7 @@ class HoldsParts(ReplicatedExtended):
     def _new(self) -> tuple[Rows, int, NewPieces] | None:
         return getattr(self._thread, "new", None)
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, Any]) -> Any:
+    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> Any:
         if self._new is None:
             return super()._variable_class(owner, kwargs)
         rows, shards, _ = self._new
@@ -180,8 +181,8 @@ class HoldsParts(ReplicatedExtended):
         raise NotImplementedError
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> object:
         if self._new is None:
             return super()._get_variable_creator_initial_value(
                 replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
@@ -209,7 +210,7 @@ class HoldsParts(ReplicatedExtended):
             self.layouts.check_patterns(model)
             self.layouts.hook(model, self)
 
-    def prepare_for(self, fn: Any, args: tuple) -> None:
+    def prepare_for(self, fn: Callable, args: tuple) -> None:
         """Before `run(fn, args)`, of what is no step of Keras that trains or evaluates."""
         if is_predict_step(fn):
             self.prepare(model_of_predict_step(fn), args)
@@ -230,7 +231,9 @@ class HoldsParts(ReplicatedExtended):
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         self._thread.updates_parts = is_elementwise(optimizer)
         trained = list(variables or trained_by(optimizer))
@@ -244,8 +247,8 @@ class HoldsParts(ReplicatedExtended):
             self._thread.updates_parts = False
 
     def _replica_ctx_update(
-        self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool
-    ) -> Any:
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if not isinstance(var, SplitVariable):
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
         if not getattr(self._thread, "updates_parts", False):
@@ -259,7 +262,9 @@ class HoldsParts(ReplicatedExtended):
                 fn(part, *(each[i] for each in pieces), **kwargs)
         return None
 
-    def _update(self, var: Any, fn: Callable, args: tuple, kwargs: dict, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
+    ) -> object:
         if not isinstance(var, SplitVariable):
             return super()._update(var, fn, args, kwargs, group)
         updates = []
@@ -271,7 +276,7 @@ class HoldsParts(ReplicatedExtended):
         return distribute_utils.update_regroup(self, updates, group)
 
 
-def _pieces(var: SplitVariable, arg: Any) -> list:
+def _pieces(var: SplitVariable, arg: Gradient | GradientInParts | tf.Variable) -> list:
     """An argument of an update, for each part: of the same shape in parts, all else as it is."""
     if isinstance(arg, GradientInParts):
         return arg.pieces()
@@ -284,5 +289,5 @@ def _pieces(var: SplitVariable, arg: Any) -> list:
     return [arg] * len(var.stored.sizes)
 
 
-def _of_replica(replica: int, arg: Any) -> Any:
+def _of_replica(replica: int, arg: object) -> object:
     return arg if isinstance(arg, SplitVariable) else distribute_utils.select_replica(replica, arg)

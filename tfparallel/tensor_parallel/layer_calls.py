@@ -72,7 +72,7 @@ def calls_of(model: keras.Model, inputs: object = None) -> ModelCalls:
     return ModelCalls(calls, [*_tensors(given), *_tensors(outputs)])
 
 
-def _placeholder(spec: Any) -> tf.Tensor:
+def _placeholder(spec: keras.KerasTensor) -> tf.Tensor:
     dtype = keras.backend.standardize_dtype(spec.dtype)
     return tf.compat.v1.placeholder(dtype, spec.shape)
 
@@ -95,7 +95,7 @@ def _noting(model: keras.Model, calls: list[LayerCall]) -> Iterator[None]:
 
 
 def _noted(layer: keras.Layer, calls: list[LayerCall]) -> Callable:
-    def call(original: Callable, *args: object, **kwargs: object) -> Any:
+    def call(original: Callable, *args: object, **kwargs: object) -> object:
         before = len(calls)
         outputs = original(*args, **kwargs)
         del calls[before:]  # of layers within: those of attention

@@ -12,7 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -77,7 +77,7 @@ def rules_of(layer: keras.Layer) -> list[_Rule]:
     return []
 
 
-def hook_layer(layer: Any, extended: ComputingGroups) -> None:
+def hook_layer(layer: keras.Layer, extended: ComputingGroups) -> None:
     """Lets the groups of `extended` compute `layer` by its rules. Twice changes nothing."""
     for rule in rules_of(layer) if isinstance(layer, keras.Layer) else ():
         by_rule = functools.partial(_call, extended, layer, rule.function)
@@ -89,7 +89,7 @@ def hook_layer(layer: Any, extended: ComputingGroups) -> None:
         )
 
 
-def hook_layers_of(outermost: Any, extended: ComputingGroups) -> None:
+def hook_layers_of(outermost: keras.Layer, extended: ComputingGroups) -> None:
     """`hook_layer` for a layer and all in it, once."""
     if outermost not in _hooked_around:
         _hooked_around.add(outermost)
@@ -97,7 +97,7 @@ def hook_layers_of(outermost: Any, extended: ComputingGroups) -> None:
             hook_layer(layer, extended)
 
 
-def name_layers_without_rule(layer: Any, path: str) -> None:
+def name_layers_without_rule(layer: keras.Layer, path: str) -> None:
     """Says once that a layer with a split weight computes with the whole of it."""
     if isinstance(layer, keras.Layer) and not rules_of(layer):
         _log.warning(
@@ -111,12 +111,12 @@ def name_layers_without_rule(layer: Any, path: str) -> None:
 
 def _call(
     extended: ComputingGroups,
-    layer: Any,
+    layer: keras.Layer,
     rule: Callable,
     original: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> tf.Tensor:
     if not computes_in_parts(extended):
         return original(*args, **kwargs)
     _hook_around(extended)
@@ -145,6 +145,6 @@ def _hook_around(extended: ComputingGroups) -> None:
         hook_layers_of(outermost, extended)
 
 
-def is_plain_tensor(tensor: Any) -> bool:
+def is_plain_tensor(tensor: object) -> bool:
     """Whether a rule can compute with it: a dense tensor of known rank."""
     return isinstance(tensor, tf.Tensor) and tensor.shape.rank is not None

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -56,7 +55,7 @@ class LayoutSummary:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def summary(model: keras.Model, layouts: Layouts, inputs: Any = None) -> LayoutSummary:
+def summary(model: keras.Model, layouts: Layouts, inputs: object = None) -> LayoutSummary:
     """The tables of `model`, which has been built.
 
     Args:

@@ -94,7 +94,7 @@ class Layouts:
             return None, "the model's axis has one device"
         return even_rows(dim, shape[dim], self.groups.parts, blocks), ""
 
-    def _layout_of_table(self, path: str) -> Any:
+    def _layout_of_table(self, path: str) -> keras.distribution.TensorLayout | None:
         """Of logits beside a table, which presets of KerasHub forget: that of the table, turned."""
         layer, _, name = path.rpartition("/")
         table = self._layout_of(f"{layer}/embeddings") if name == "reverse_embeddings" else None
@@ -102,7 +102,7 @@ class Layouts:
             return None
         return keras.distribution.TensorLayout(table.axes[::-1], table.device_mesh)
 
-    def _layout_of(self, path: str) -> Any:
+    def _layout_of(self, path: str) -> keras.distribution.TensorLayout | None:
         layout = self.layout_map[path]  # raises where several patterns match
         for pattern in self.layout_map:
             if self.layout_map[pattern] is layout:

@@ -14,7 +14,6 @@ Source: the vocabulary-parallel cross entropy of Megatron-LM, https://arxiv.org/
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -53,7 +52,7 @@ def logits_in_parts(model: keras.Model, extended: ComputingGroups) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _by_devices(asked: Any, name: str, by_parts: Callable) -> Iterator[None]:
+def _by_devices(asked: keras.Loss | keras.Metric, name: str, by_parts: Callable) -> Iterator[None]:
     with shadowed(
         asked,
         name,
@@ -72,7 +71,7 @@ def losses_of_logits(model: keras.Model) -> list:
     return [x for x in of_class if type(x).call is stock and options_of_loss(x).get("from_logits")]
 
 
-def _metrics(model: keras.Model) -> list[tuple[Any, Callable]]:
+def _metrics(model: keras.Model) -> list[tuple[keras.Metric, Callable]]:
     """Those that are computed in parts, each once, and how."""
     compiled = getattr(compiled_metrics_of(model), "metrics", ())
     found = {}
@@ -101,8 +100,8 @@ def _loss(
 def _crossentropy(
     extended: ComputingGroups,
     original: Callable,
-    y_true: Any,
-    y_pred: Any,
+    y_true: tf.Tensor,
+    y_pred: tf.Tensor,
     from_logits: bool = False,
     ignore_class: int | None = None,
     axis: int = -1,
@@ -169,7 +168,9 @@ def _largest(group: Group, values: list[tf.Tensor]) -> tf.Tensor:
         return functools.reduce(tf.maximum, values)
 
 
-def _accuracy(extended: ComputingGroups, original: Callable, y_true: Any, y_pred: Any) -> tf.Tensor:
+def _accuracy(
+    extended: ComputingGroups, original: Callable, y_true: tf.Tensor, y_pred: tf.Tensor
+) -> tf.Tensor:
     """`keras.metrics.sparse_categorical_accuracy`; of equal logits, the first counts."""
     found = _group_and_rows(extended, y_pred)
     if found is None:

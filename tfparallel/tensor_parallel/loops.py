@@ -47,7 +47,7 @@ def _default_graph() -> tf.Graph:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _recording_graph() -> tuple[Any, bool]:
+def _recording_graph() -> tuple[tf.Graph, bool]:
     """The outermost graph that loops lead to, and whether the step's own is not further out."""
     graph: Any = _default_graph()
     step = _step_graph()
@@ -64,7 +64,7 @@ def _step_graph() -> tf.Graph:
     return next((each.graph for each in knows if getattr(each, "graph", None) is not None), None)
 
 
-def _outer_graphs(graph: object) -> Iterator[Any]:
+def _outer_graphs(graph: object) -> Iterator[tf.Graph]:
     while isinstance(graph, FuncGraph):
         graph = graph.outer_graph
         yield graph

@@ -11,7 +11,6 @@ on another device each of these reads would be a message:
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -44,21 +43,21 @@ def update_on(device: str) -> Iterator[None]:
 class NumberOfUpdate(ReplicatedVariable):
     """A variable of which updates of parts read a copy on the part's device, if it is a number."""
 
-    def _get(self) -> Any:
+    def _get(self) -> tf.Tensor:
         sent = self._sent()
         return super()._get() if sent is None else sent
 
-    def value(self) -> Any:
+    def value(self) -> tf.Tensor:
         sent = self._sent()
         return super().value() if sent is None else sent
 
-    def read_value(self) -> Any:
+    def read_value(self) -> tf.Tensor:
         sent = self._sent()
         return super().read_value() if sent is None else sent
 
     def _dense_var_to_tensor(
-        self, dtype: Any = None, name: Any = None, as_ref: bool = False
-    ) -> Any:
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         sent = self._sent()
         if sent is not None:
             return tf.convert_to_tensor(sent, dtype, name=name)
@@ -74,7 +73,7 @@ class NumberOfUpdate(ReplicatedVariable):
             sent[key] = tf.identity(super()._get())
         return sent[key]
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> object:
         sent = getattr(_thread, "sent", None) or {}
         for key in [key for key in sent if key[0] == id(self)]:
             del sent[key]

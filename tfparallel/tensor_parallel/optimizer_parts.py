@@ -6,7 +6,6 @@ ask whether they are finite, and to divide them by a loss scale).
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,7 +33,7 @@ def optimizer_hooks(optimizer: BaseOptimizer) -> Mapping[str, Callable]:
     }
 
 
-def _check_finite(original: Callable, gradients: Sequence) -> Any:
+def _check_finite(original: Callable, gradients: Sequence) -> tf.Tensor:
     in_parts = [g for g in gradients if isinstance(g, GradientInParts)]
     if not in_parts:
         return original(gradients)
@@ -47,14 +46,21 @@ def _check_finite(original: Callable, gradients: Sequence) -> Any:
 
 
 def _unscale(
-    optimizer: Any, original: Callable, gradients: Sequence, trainable_variables: Any
-) -> Any:
+    optimizer: BaseOptimizer,
+    original: Callable,
+    gradients: Sequence,
+    trainable_variables: Sequence[keras.Variable],
+) -> object:
     """Has the inner optimizer get gradients in parts; Keras's division makes wholes of them."""
     if not any(isinstance(g, GradientInParts) for g in gradients):
         return original(gradients, trainable_variables)
     inner, scale = optimizer.inner_optimizer, tf.convert_to_tensor(optimizer.dynamic_scale)
 
-    def apply(inner_apply: Callable, others: Sequence, trainable_variables: Any = None) -> Any:
+    def apply(
+        inner_apply: Callable,
+        others: Sequence,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> object:
         both = zip(gradients, others, strict=True)
         unscaled = [
             gradient.mapped(lambda numbers: keras.ops.divide(numbers, scale))
@@ -90,7 +96,7 @@ def _reset(optimizer: BaseOptimizer, original: Callable) -> None:
                     part.assign(tf.zeros(part.shape, part.dtype))
 
 
-def _average(optimizer: Any, original: Callable, variables: Sequence) -> None:
+def _average(optimizer: BaseOptimizer, original: Callable, variables: Sequence) -> None:
     averages = moving_averages(optimizer) if optimizer.use_ema else []
     if not any(split_of(each) is not None for each in averages if each is not None):
         original(variables)
@@ -105,7 +111,9 @@ def _average(optimizer: Any, original: Callable, variables: Sequence) -> None:
                     _assign_average(optimizer, variable, average)
 
 
-def _assign_average(optimizer: Any, variable: Any, average: Any) -> None:
+def _assign_average(
+    optimizer: BaseOptimizer, variable: keras.Variable, average: keras.Variable | None
+) -> None:
     """As Keras's, past `KerasVariable.assign`, which expects the whole shape."""
     if average is None:
         return

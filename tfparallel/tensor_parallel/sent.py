@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfparallel.tensor_parallel.cuts import Cut, numbers_of
 from tfparallel.tensor_parallel.layer_calls import LayerCall, ModelCalls
@@ -101,7 +102,7 @@ def costs_of(
     return costs
 
 
-def _cost_of_loss(output: Any, rows: Rows | None, takes_logits: bool) -> LayerCost:
+def _cost_of_loss(output: tf.Tensor, rows: Rows | None, takes_logits: bool) -> LayerCost:
     is_last = rows is not None and rows.dim == len(output.shape) - 1
     if not (takes_logits and is_last):
         both = (Sent("gather", is_forward, _bytes(output)) for is_forward in (True, False))
@@ -207,5 +208,5 @@ def _states(call: LayerCall) -> Iterator[Sent]:
     yield Sent("sum", False, size_bytes)
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: tf.Tensor) -> int:
     return numbers_of(tensor.shape) * tensor.dtype.size

@@ -17,7 +17,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -56,7 +56,7 @@ def in_part(index: int) -> Iterator[None]:
         _thread.part = None
 
 
-def split_of(variable: Any) -> "SplitVariable | None":
+def split_of(variable: object) -> "SplitVariable | None":
     """The split variable behind a Keras variable or a `tf.Variable`, if it is one."""
     value = behind(variable) if isinstance(variable, keras.Variable) else variable
     return value if isinstance(value, SplitVariable) else None
@@ -99,10 +99,10 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: tf.distribute.Strategy,
         values: Sequence,
-        aggregation: Any,
-        var_policy: Any = None,
+        aggregation: tf.VariableAggregation,
+        var_policy: object = None,
         *,
         rows: Rows,
         shards: int = 1,
@@ -198,7 +198,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
             )
         return values
 
-    def _tape_variable(self) -> Any:
+    def _tape_variable(self) -> tf.Variable:
         """The part whose handle stands for the whole in `tape.gradient`: that of `handle`."""
         return self.own_parts()[0]
 
@@ -217,14 +217,14 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         told_of_gradient()
         return self._tape_variable().handle
 
-    def _get_replica(self, replica_id: int) -> Any:
+    def _get_replica(self, replica_id: int) -> tf.Variable:
         return super()._get_replica(replica_id) if self.shards == 1 else self.own_parts()[0]
 
-    def _current(self) -> Any:
+    def _current(self) -> tf.Variable | None:
         part = getattr(_thread, "part", None)
         return None if part is None else self.own_parts()[part]
 
-    def _get(self) -> Any:  # what operators such as `*` compute with
+    def _get(self) -> tf.Tensor | tf.Variable:  # what operators such as `*` compute with
         part = self._current()
         return self.value() if part is None else part
 
@@ -242,8 +242,8 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
     read_value = value
 
     def _dense_var_to_tensor(
-        self, dtype: Any = None, name: Any = None, as_ref: bool = False
-    ) -> Any:
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         del as_ref
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
@@ -261,25 +261,25 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     # ---- assigning -------------------------------------------------------------------------------
 
-    def _refused(self, name: str) -> Any:
+    def _refused(self, name: str) -> NoReturn:
         raise NotImplementedError(
             f"A variable in parts takes assign, assign_add, assign_sub, scatter_add, scatter_sub "
             f"and scatter_update. Received: {name} of '{self.name}'. Leave it out of the layout."
         )
 
-    def scatter_max(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refused("scatter_max")
+    def scatter_max(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refused("scatter_max")
 
-    def scatter_min(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refused("scatter_min")
+    def scatter_min(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refused("scatter_min")
 
-    def scatter_mul(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refused("scatter_mul")
+    def scatter_mul(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refused("scatter_mul")
 
-    def scatter_div(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refused("scatter_div")
+    def scatter_div(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refused("scatter_div")
 
-    def _to_parts(self, name: str, value: Any) -> Any:
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
         part = self._current()
         if part is not None:
             return getattr(part, name)(value)
@@ -292,7 +292,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                     getattr(target, name)(piece)
         return self
 
-    def pieces(self, value: Any) -> list:
+    def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
         """A value of the whole, dense or sparse, as one for each part."""
         if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
             value = tf.convert_to_tensor(value)
@@ -324,11 +324,15 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         """The full name of the CPU: a file for a shorter one would count as another task's."""
         return device_util.canonicalize("/device:CPU:0", self.parts[0][0].device)
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> object:
         return self.assign(tf.ensure_shape(restored_tensors[_VALUE_KEY], self.shape))
 
     def _export_to_saved_model_graph(
-        self, object_map: Any = None, tensor_map: Any = None, options: Any = None, **kwargs: Any
+        self,
+        object_map: dict,
+        tensor_map: dict,
+        options: tf.saved_model.SaveOptions | None = None,
+        **kwargs: object,
     ) -> list:
         piece = self._piece.updated(self._own_name(), self.trainable)
         resources = piece._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)

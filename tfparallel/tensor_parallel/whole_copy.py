@@ -5,7 +5,6 @@ A SavedModel holds whole variables. The copy lives as long as the function that 
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -29,7 +28,7 @@ class OnePiece:
         self._read_parts, self._rows, self._device = read_parts, rows, device
         self._piece: weakref.ref | None = None
 
-    def updated(self, name: str, trainable: bool) -> Any:
+    def updated(self, name: str, trainable: bool) -> tf.Variable:
         """The copy, a `tf.Variable`, with the value of now."""
         piece = None if self._piece is None else self._piece()
         with tf.init_scope(), context.eager_mode(), tf.device(self._device):
@@ -41,7 +40,7 @@ class OnePiece:
                 piece.assign(whole)
         return piece
 
-    def kept_by_graph(self, name: str, trainable: bool) -> Any:
+    def kept_by_graph(self, name: str, trainable: bool) -> tf.Variable:
         """`updated`, for the function that is traced right now."""
         piece, graph = self.updated(name, trainable), tf.compat.v1.get_default_graph()
         while getattr(graph, "outer_graph", None) is not None:

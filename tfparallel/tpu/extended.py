@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.internals import TPUExtended
 from tfparallel.machine.packages import check_tpu_packages, installed
-from tfparallel.tpu.spmd_step import SpmdExtended
+from tfparallel.tpu.spmd_extended import SpmdExtended
 
 _HOSTS_OF_SLICE = "TPU_WORKER_HOSTNAMES"  # set on hosts of a slice, by what starts them
 

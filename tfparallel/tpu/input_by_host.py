@@ -11,8 +11,6 @@ So a step is of one batch, that of one device, and no row goes from host to host
 read the same batches: what shuffles has a seed.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfparallel.internals import TrainerCall, context
@@ -32,7 +30,7 @@ def distributed_by_host(
     call: TrainerCall,
     size: BatchSize,
     num_replicas: int,
-) -> Any:
+) -> tf.distribute.DistributedDataset:
     """`dataset` as a distributed one, whose batches are of `size`.
 
     Raises:

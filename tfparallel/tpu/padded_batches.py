@@ -47,7 +47,7 @@ class PaddedBatch(NamedTuple):
 
 
 @functools.cache
-def of_size(kind: Any, rows: int) -> Any:
+def of_size(kind: type, rows: int) -> type:
     """A type for batches of `kind` that give each replica so many rows.
 
     Keras's functions of a batch would be traced for any number of rows once they have had two, of
@@ -56,7 +56,7 @@ def of_size(kind: Any, rows: int) -> Any:
     return type(f"{kind.__name__}Of{rows}", (kind,), {"__slots__": ()})
 
 
-def padded(data: Any, num_replicas: int, rows: int) -> PaddedBatch:
+def padded(data: object, num_replicas: int, rows: int) -> PaddedBatch:
     """`data` with `rows` rows for each replica, one replica's after the other's.
 
     Args:
@@ -67,7 +67,7 @@ def padded(data: Any, num_replicas: int, rows: int) -> PaddedBatch:
     total = num_rows(data)
     places, totals = _places(total, num_replicas, rows)
 
-    def filled(leaf: Any) -> Any:
+    def filled(leaf: tf.Tensor | None) -> tf.Tensor | None:
         if leaf is None or leaf.shape.rank == 0:
             return leaf
         return tf.ensure_shape(tf.gather(leaf, places), [num_replicas * rows, *leaf.shape[1:]])
@@ -84,10 +84,10 @@ def _places(total: Rows, num_replicas: int, rows: int) -> tuple[tf.Tensor, tf.Te
     return tf.reshape(tf.minimum(own, total - 1), [-1]), tf.reshape(totals, [-1])
 
 
-def parts_by_replica(data: Any, num_replicas: int, rows: int) -> Any:
+def parts_by_replica(data: object, num_replicas: int, rows: int) -> object:
     """A nest of `[num_replicas * rows, ...]` as one of `PerReplica`s, each replica's rows alone."""
 
-    def part(leaf: Any, replica: int) -> Any:
+    def part(leaf: tf.Tensor | None, replica: int) -> tf.Tensor | None:
         if leaf is None or leaf.shape.rank == 0:
             return leaf
         return tf.ensure_shape(leaf[replica * rows : (replica + 1) * rows], [rows, *leaf.shape[1:]])
@@ -160,7 +160,7 @@ def batch_size_of(
     return BatchSize(rows, may_differ=True)
 
 
-def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..., Any]:
+def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..., object]:
     """A function for `Dataset.map`: of a batch what the replicas `own` get, one after the other."""
     rows = -(-size.rows // num_replicas)
     total = num_replicas * rows
@@ -169,7 +169,7 @@ def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..
         part = leaf[own.start * rows : own.stop * rows]
         return tf.ensure_shape(part, [len(own) * rows, *leaf.shape[1:]])
 
-    def cut(*elements: Any) -> Any:
+    def cut(*elements: object) -> object:
         data = elements if len(elements) > 1 else elements[0]
         if size.may_differ:
             batch = padded(data, num_replicas, rows)
@@ -182,12 +182,12 @@ def parts_on_host(size: BatchSize, num_replicas: int, own: range) -> Callable[..
     return cut
 
 
-def checked_at_most(data: Any, limit: int) -> Any:
+def checked_at_most(data: object, limit: int) -> tf.Operation:
     """An operation that fails if a batch has more rows than a program was compiled for."""
     return tf.debugging.assert_less_equal(num_rows(data), limit, _TOO_MANY)
 
 
-def checked_to_fit(totals: tf.Tensor) -> Any:
+def checked_to_fit(totals: tf.Tensor) -> tf.Operation:
     """An operation that fails if `totals` are of a batch of more rows than fit.
 
     In the step: an error of the input pipeline may come to it as the end of the data.

@@ -8,7 +8,6 @@ random rows: if a row changes when the others do, padding would change it too.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -102,7 +101,7 @@ def without_padding(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def _enter_hooks_of(layer: Any, hooks: contextlib.ExitStack) -> None:
+def _enter_hooks_of(layer: keras.Layer, hooks: contextlib.ExitStack) -> None:
     if isinstance(layer, keras.layers.BatchNormalization):
         hooks.enter_context(
             shadowed(
@@ -138,14 +137,14 @@ def _enter_hooks_of(layer: Any, hooks: contextlib.ExitStack) -> None:
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def _moments_of_real_rows(layer: Any) -> Callable:
+def _moments_of_real_rows(layer: keras.Layer) -> Callable:
     """`BatchNormalization._moments`, of the rows that are no padding; of all replicas if it syncs.
 
     A replica without such rows has zeros.
     """
     moments = moments_method(layer)
 
-    def mean_and_variance(inputs: tf.Tensor, mask: Any) -> tuple:
+    def mean_and_variance(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
         step = current_replica_step()
         if not isinstance(step, PaddedStep):
             return moments(inputs, mask)
@@ -201,7 +200,7 @@ def _no_own_losses(layer: keras.Layer) -> Callable:
     return none
 
 
-def _check_layer(layer: Any) -> None:
+def _check_layer(layer: keras.Layer) -> None:
     problem = None
     regularizer = getattr(layer, "activity_regularizer", None)
     if isinstance(layer, keras.layers.BatchNormalization) and not has_stock_moments(layer):
@@ -222,7 +221,7 @@ def _check_layer(layer: Any) -> None:
 # ---- models --------------------------------------------------------------------------------------
 
 
-def check_rows_are_apart(model: keras.Model, inputs: Any) -> None:
+def check_rows_are_apart(model: keras.Model, inputs: object) -> None:
     """Refuses a model in which a row of padding may change others; called where a step is traced.
 
     Keras's layers are known. Of anything else the whole model is computed twice, on four random
@@ -249,7 +248,7 @@ def _operations_of(model: keras.Model) -> list:
     return [*layers_of(model), *plain]
 
 
-def _is_known(operation: Any) -> bool:
+def _is_known(operation: keras.Operation) -> bool:
     """Whether it is a layer of Keras's, which computes each row of its own."""
     is_layer = isinstance(operation, keras.Layer) and _is_of_keras(operation)
     axes = getattr(operation, "axis", None)
@@ -257,11 +256,11 @@ def _is_known(operation: Any) -> bool:
     return is_layer and not along_rows and not isinstance(operation, keras.layers.Lambda)
 
 
-def _is_of_keras(layer: Any) -> bool:
+def _is_of_keras(layer: keras.Layer) -> bool:
     return type(layer).__module__.startswith("keras.src.")
 
 
-def _try(model: keras.Model, inputs: Any) -> None:
+def _try(model: keras.Model, inputs: object) -> None:
     rng = np.random.default_rng(0)
     first = keras.tree.map_structure(lambda leaf: _drawn(leaf, rng), inputs)
     second = keras.tree.map_structure(lambda leaf: _drawn(leaf, rng), inputs)
@@ -286,7 +285,7 @@ def _try(model: keras.Model, inputs: Any) -> None:
         )
 
 
-def _drawn(leaf: Any, rng: np.random.Generator) -> Any:
+def _drawn(leaf: tf.Tensor | None, rng: np.random.Generator) -> np.ndarray | None:
     if leaf is None:
         return None
     shape = [4, *[3 if dim is None else dim for dim in leaf.shape[1:]]]
@@ -295,7 +294,7 @@ def _drawn(leaf: Any, rng: np.random.Generator) -> Any:
     return rng.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
 
 
-def _outputs(model: Any, inputs: Any, training: bool) -> list[np.ndarray]:
+def _outputs(model: keras.Model, inputs: object, training: bool) -> list[np.ndarray]:
     given = keras.tree.map_structure(lambda x: x if x is None else tf.constant(x), inputs)
     own = model(given, training=training) if call_takes_training(model) else model(given)
     return [np.asarray(x) for x in keras.tree.flatten(own) if x is not None]

@@ -6,7 +6,6 @@ computed row by row.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,10 +21,12 @@ _WAY_OUT = (
 )
 
 
-def loss_of_real_rows(loss: Any) -> Callable:
+def loss_of_real_rows(loss: keras.Loss) -> Callable:
     """`loss` of the rows that are no padding, for a step that weighs it by their share."""
 
-    def on_replica(y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+    def on_replica(
+        y_true: object, y_pred: object, sample_weight: tf.Tensor | None = None
+    ) -> tf.Tensor:
         step = padded_step()
         if step is None:
             return loss(y_true, y_pred, sample_weight)
@@ -47,7 +48,7 @@ def loss_of_real_rows(loss: Any) -> Callable:
     return on_replica
 
 
-def by_row(function: Callable, *arguments: Any) -> tf.Tensor:
+def by_row(function: Callable, *arguments: object) -> tf.Tensor:
     """`[rows]`: what a function of nests of tensors `[rows, ...]` and None gives for each row."""
     flat = keras.tree.flatten(arguments)
     at = [i for i, leaf in enumerate(flat) if leaf is not None]
@@ -63,7 +64,11 @@ def by_row(function: Callable, *arguments: Any) -> tf.Tensor:
 
 
 def _of_rows(
-    loss: Any, step: PaddedStep, y_true: Any, y_pred: Any, sample_weight: Any
+    loss: keras.Loss,
+    step: PaddedStep,
+    y_true: object,
+    y_pred: object,
+    sample_weight: tf.Tensor | None,
 ) -> tf.Tensor:
     reduction = getattr(loss, "reduction", "mean")
     if reduction in ("none", None):
@@ -73,7 +78,7 @@ def _of_rows(
         )
     masks: list = []
 
-    def call(y_true: Any, y_pred: Any) -> tf.Tensor:
+    def call(y_true: object, y_pred: object) -> tf.Tensor:
         values = tf.convert_to_tensor(loss.call(y_true, y_pred))
         if not step.has_places(values):
             raise ValueError(
@@ -100,7 +105,7 @@ def _of_rows(
     return step.mean_over_rows(value)
 
 
-def _mask_of(values: tf.Tensor, y_pred: Any, step: PaddedStep) -> tf.Tensor | None:
+def _mask_of(values: tf.Tensor, y_pred: object, step: PaddedStep) -> tf.Tensor | None:
     """The mask that predictions or values have, without rows of padding; None without a mask."""
     own = [get_keras_mask(each) for each in (values, y_pred) if isinstance(each, tf.Tensor)]
     present = [tf.cast(mask, tf.bool) for mask in own if mask is not None]
@@ -110,7 +115,7 @@ def _mask_of(values: tf.Tensor, y_pred: Any, step: PaddedStep) -> tf.Tensor | No
     return step.without_padding(mask)
 
 
-def _check_rows(loss: Any, step: PaddedStep, *arguments: Any) -> None:
+def _check_rows(loss: keras.Loss, step: PaddedStep, *arguments: object) -> None:
     tensors = [leaf for leaf in keras.tree.flatten(arguments) if leaf is not None]
     other = [tensor.shape for tensor in tensors if not step.has_places(tensor)]
     if other:

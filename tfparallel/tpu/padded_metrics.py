@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -36,7 +35,7 @@ def update_of_real_rows(metric: keras.Metric, counts_rows: bool) -> Callable:
     else:
         own = _of_rows
 
-    def on_replica(*args: Any, **kwargs: Any) -> Any:
+    def on_replica(*args: object, **kwargs: object) -> object:
         step = padded_step()
         if step is None:
             return update_state(*args, **kwargs)
@@ -46,8 +45,12 @@ def update_of_real_rows(metric: keras.Metric, counts_rows: bool) -> Callable:
 
 
 def _of_values(
-    metric: Any, update_state: Callable, step: PaddedStep, values: Any, sample_weight: Any = None
-) -> Any:
+    metric: keras.Metric,
+    update_state: Callable,
+    step: PaddedStep,
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+) -> object:
     """`Mean` and `Sum`: of a number of the batch, such as its loss, or of values of rows."""
     values = tf.convert_to_tensor(values)
     if values.shape.rank:
@@ -61,8 +64,12 @@ def _of_values(
 
 
 def _of_loss(
-    metric: Any, update_state: Callable, step: PaddedStep, values: Any, sample_weight: Any = None
-) -> Any:
+    metric: keras.Metric,
+    update_state: Callable,
+    step: PaddedStep,
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+) -> object:
     del metric, sample_weight  # all rows that the replica computes on
     return update_state(_zero_without_rows(values, step), sample_weight=step.rows)
 
@@ -73,13 +80,13 @@ def _zero_without_rows(number: tf.Tensor, step: PaddedStep) -> tf.Tensor:
 
 
 def _of_function(
-    metric: Any,
+    metric: keras.Metric,
     update_state: Callable,
     step: PaddedStep,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
-) -> Any:
+    y_true: object,
+    y_pred: object,
+    sample_weight: tf.Tensor | None = None,
+) -> object:
     _check_rows(metric, step, y_true, y_pred)
     kind, mask = kind_of_metric(metric, y_true, y_pred, sample_weight), get_keras_mask(y_pred)
     function, options = function_of_metric(metric)
@@ -88,7 +95,8 @@ def _of_function(
         number = tf.reduce_sum(step.without_padding(values))
         if kind == "mean":
             number = tf.math.divide_no_nan(number, tf.cast(step.rows, number.dtype))
-        return count_once(metric, number, kind, step)
+        count_once(metric, number, kind, step)
+        return None
     if kind != "rows":
         raise ValueError(
             f"Metric '{metric.name}' is a function of all rows of a batch, of which some are "
@@ -104,7 +112,9 @@ def _of_function(
     return update_state(y_true, y_pred, sample_weight=weight)
 
 
-def _of_rows(metric: Any, update_state: Callable, step: PaddedStep, *args: Any, **kw: Any) -> Any:
+def _of_rows(
+    metric: keras.Metric, update_state: Callable, step: PaddedStep, *args: object, **kw: object
+) -> object:
     """Any other metric of Keras's, which all take weights."""
     update = type(metric).update_state
     if not update.__module__.startswith("keras.src.metrics"):
@@ -124,13 +134,15 @@ def _of_rows(metric: Any, update_state: Callable, step: PaddedStep, *args: Any, 
     return update_state(y_true, y_pred, sample_weight=weight)
 
 
-def _weights(sample_weight: Any, step: PaddedStep, rank: int, dtype: Any) -> tf.Tensor:
+def _weights(
+    sample_weight: tf.Tensor | None, step: PaddedStep, rank: int, dtype: tf.DType | str
+) -> tf.Tensor:
     if sample_weight is None:
         return step.weights_of_rows(rank, dtype)
     return step.without_padding(tf.cast(sample_weight, dtype))
 
 
-def _check_rows(metric: Any, step: PaddedStep, *tensors: Any) -> None:
+def _check_rows(metric: keras.Metric, step: PaddedStep, *tensors: tf.Tensor) -> None:
     other = [tensor.shape for tensor in tensors if not step.has_places(tensor)]
     if other:
         raise ValueError(

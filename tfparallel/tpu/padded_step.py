@@ -1,7 +1,6 @@
 """What a replica's thread knows of a Keras step on a batch with rows of padding."""
 
 import collections
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,7 @@ class PaddedStep(ReplicaStep):
         weight = tf.math.divide_no_nan(tf.cast(rows, dtype), tf.cast(total, dtype))
         super().__init__(rows, weight, weights_loss, statistics=[])
 
-    def weights_of_rows(self, rank: int, dtype: Any) -> tf.Tensor:
+    def weights_of_rows(self, rank: int, dtype: tf.DType | str) -> tf.Tensor:
         """1 for each row of the batch, 0 for one of padding: `[places, 1, ...]` of that rank."""
         return tf.cast(tf.reshape(self.is_real, [-1, *[1] * (rank - 1)]), dtype)
 
@@ -36,7 +35,7 @@ class PaddedStep(ReplicaStep):
         is_real = tf.reshape(self.is_real, [-1, *[1] * (tensor.shape.rank - 1)])
         return tf.where(is_real, tensor, tf.zeros([], tensor.dtype))
 
-    def has_places(self, tensor: Any) -> bool:
+    def has_places(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` has as many rows as the replica computes on."""
         return bool(tensor.shape.rank) and tensor.shape[0] == self.places
 

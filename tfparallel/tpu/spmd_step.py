@@ -7,19 +7,17 @@ for all. The mathematics are the same.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import (
-    BaseOptimizer,
     PerReplica,
     ReduceOp,
     calling_trainer,
-    device_util,
     distribute_lib,
     is_called_by_trainer,
     is_compiled_step,
@@ -27,21 +25,17 @@ from tfparallel.internals import (
     is_predict_step,
     is_stock_step,
     model_of_predict_step,
-    owner_of_new_variable,
     trainer_that_builds,
 )
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
-from tfparallel.replicas.batch import concat_rows, num_rows
+from tfparallel.replicas.batch import OfRows, Rows, concat_rows, num_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
-from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
-from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
-from tfparallel.replicas.tape_hooks import told_of_gradient
-from tfparallel.replicas.variables import is_statistics
+from tfparallel.replicas.weighed_gradients import active_step
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.segments.step_segments import StepSegments
 from tfparallel.tpu.input_by_host import distributed_by_host
@@ -61,6 +55,8 @@ from tfparallel.tpu.padded_layers import (
 )
 from tfparallel.tpu.padded_step import PaddedStep, average_statistics
 
+Nest = TypeVar("Nest")
+
 
 class SpmdKerasSteps(DescribedStrategy):
     """Mixin, before a `tf.distribute.Strategy`: `run` of a Keras step is right for the whole batch.
@@ -78,7 +74,11 @@ class SpmdKerasSteps(DescribedStrategy):
         return super().scope()
 
     def run(
-        self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
+        self,
+        fn: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: tf.distribute.RunOptions | None = None,
     ) -> Any:
         """`tf.distribute.Strategy.run`; a batch that is not distributed yet is split."""
         if is_keras_step(fn):
@@ -99,7 +99,9 @@ class SpmdKerasSteps(DescribedStrategy):
         with spoken_of(self, fn):
             return super().run(fn, args, kwargs, options)
 
-    def _predict(self, fn: Callable, data: Any, options: Any) -> Any:
+    def _predict(
+        self, fn: Callable, data: object, options: tf.distribute.RunOptions | None
+    ) -> object:
         """Predictions of all rows of a batch, in its order, without those of padding."""
         model = model_of_predict_step(fn)
         batch = self._distributed(data, model)
@@ -107,8 +109,8 @@ class SpmdKerasSteps(DescribedStrategy):
             own_rows = batch.data if isinstance(batch, WholeBatch) else batch
             return self._rows_in_order(super().run(fn, (own_rows,), None, options), None)
 
-        def on_replica(batch: PaddedBatch) -> Any:
-            with _padded_step(batch, weights_loss=False).active():
+        def on_replica(batch: PaddedBatch) -> object:
+            with active_step(_padded_step(batch, weights_loss=False)):
                 _check_rows_are_apart(model, batch)
                 return fn(batch.data)
 
@@ -116,7 +118,9 @@ class SpmdKerasSteps(DescribedStrategy):
             outputs = super().run(on_replica, (batch,), None, options)
         return self._rows_in_order(outputs, batch.totals)
 
-    def _rows_in_order(self, outputs: Any, totals: Any) -> Any:
+    def _rows_in_order(
+        self, outputs: object, totals: tf.distribute.DistributedValues | None
+    ) -> object:
         """The rows that all replicas have computed, but for those of padding.
 
         Replicas have them in their order, over all hosts. Keras would take another for a TPU's.
@@ -125,7 +129,7 @@ class SpmdKerasSteps(DescribedStrategy):
         with tf.device(self.extended._cutting_host):
             are_real = None if totals is None else [part > 0 for part in local(totals)]
 
-            def joined(value: Any) -> Any:
+            def joined(value: tf.distribute.DistributedValues) -> OfRows:
                 parts = local(value)
                 if are_real is not None:
                     parts = [_real_rows(*each) for each in zip(parts, are_real, strict=True)]
@@ -133,7 +137,7 @@ class SpmdKerasSteps(DescribedStrategy):
 
             return keras.tree.map_structure(joined, outputs)
 
-    def _distributed(self, data: Any, model: keras.Model) -> Any:
+    def _distributed(self, data: object, model: keras.Model) -> object:
         """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
         if isinstance(data, PaddedBatch | WholeBatch):
             if isinstance(data, PaddedBatch) and self._batch_rows is not None:
@@ -167,7 +171,9 @@ class SpmdKerasSteps(DescribedStrategy):
                 data = keras.tree.map_structure(_identity, data)
             return parts_by_replica(padded(data, count, rows), count, rows)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Iterable:
         """`tf.distribute.Strategy.experimental_distribute_dataset`.
 
         For `fit`, `evaluate` and `predict`, batches that may differ in size are filled with rows of
@@ -182,11 +188,11 @@ class SpmdKerasSteps(DescribedStrategy):
         model_hooks.build_without_reading(call, dataset.element_spec)
         return distributed_by_host(self, dataset, call, size, count)
 
-    def all_rows(self, tensors: Any) -> Any:
+    def all_rows(self, tensors: Nest) -> Nest:
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
         return all_rows(self, tensors)
 
-    def profile(self, model: keras.Model, batch: Any) -> NoReturn:
+    def profile(self, model: keras.Model, batch: object) -> NoReturn:
         """Not on a TPU: other strategies have it, a TPU tells its own profiler alone.
 
         Raises:
@@ -207,112 +213,13 @@ class SpmdKerasSteps(DescribedStrategy):
         return 1 if current_replica_step() is not None else super().num_replicas_in_sync
 
 
-class SpmdExtended(tf.distribute.StrategyExtended):
-    """Mixin of `SpmdKerasSteps`' extended: hooks for what is created in the scope."""
-
-    _id_in_cluster, _num_workers = 0, 1  # one process drives the devices of all hosts
-
-    def _description(self) -> str:
-        """What the strategy is made of, for its `repr`."""
-        return (
-            f"num_replicas={self._num_replicas_in_sync}, devices={short_names(self.worker_devices)}"
-        )
-
-    @property
-    def _cutting_host(self) -> str:
-        """The CPU that a batch is cut on which is not distributed by TensorFlow."""
-        return device_util.get_host_for_device(self.worker_devices[0])
-
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        owner = owner_of_new_variable()
-        hook_owner(owner, self._container_strategy())
-        if is_statistics(owner, kwargs):
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
-            kwargs["aggregation"] = tf.VariableAggregation.MEAN
-        variable = super()._create_variable(next_creator, **kwargs)
-        if hasattr(type(variable), "handle"):
-            variable.__class__ = _telling_of_gradients(type(variable))  # type: ignore[arg-type]
-        return variable
-
-    def _reduce_gradients(self, gradients: list) -> list:
-        context = distribute_lib.get_replica_context()
-        return context.all_reduce(ReduceOp.SUM, gradients) if gradients else []
-
-    def _weigh_and_reduce(self, gradients: list) -> list:
-        """Gradients of all rows, from those of this replica's."""
-        step = current_replica_step()
-        if step is not None:
-            gradients = [step.weigh_gradient(gradient) for gradient in gradients]
-        return self._reduce_gradients(gradients)
-
-    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
-        """None: an optimizer computes as ever."""
-        del optimizer
-        return {}
-
-    def _apply_reduced(self, apply: Callable, gradients: list, variables: Any) -> Any:
-        return apply(gradients, variables)
-
-    def _all_rows(self, tensors: list) -> list:
-        """The rows of all replicas of each tensor; a sum of what each has at its own place."""
-        return [self._placed_and_summed(tensor) for tensor in tensors]
-
-    def _own_rows_of_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """This replica's rows of the sum of all replicas' `rows`, of equally many each."""
-        context = distribute_lib.get_replica_context()
-        number, total = context.replica_id_in_sync_group, context.all_reduce(ReduceOp.SUM, rows)
-        count = rows.shape[0] // self._num_replicas_in_sync
-        del counts  # an XLA program knows the length of a slice when it is compiled
-        return tf.slice(
-            total, [number * count, *[0] * (rows.shape.rank - 1)], [count, *rows.shape[1:]]
-        )
-
-    def _placed_and_summed(self, tensor: tf.Tensor) -> tf.Tensor:
-        context = distribute_lib.get_replica_context()
-        number, count = context.replica_id_in_sync_group, self._num_replicas_in_sync
-        rows = tensor.shape[0]
-        if isinstance(current_replica_step(), PaddedStep):
-            raise ValueError(
-                "all_rows would gather rows of padding, too, which fill up batches that may differ "
-                "in size. Use batches of one size, a multiple of the number of replicas "
-                "(drop_remainder=True)."
-            )
-        if rows is None:
-            raise ValueError(
-                "One program for all replicas gathers rows of which each has as many, a number "
-                f"that is known when tracing. Received: shape {tensor.shape}. Use batches of one "
-                "size, a multiple of the number of replicas (drop_remainder=True)."
-            )
-        sent = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
-        own = tf.one_hot(number, count, dtype=sent.dtype)
-        placed = tf.reshape(own, [count, *[1] * sent.shape.rank]) * sent[tf.newaxis]
-        total = context.all_reduce(ReduceOp.SUM, tf.stop_gradient(placed))
-        return tf.cast(tf.reshape(total, [count * rows, *tensor.shape[1:]]), tensor.dtype)
-
-
-class _TellsOfGradients:
-    """A variable of TensorFlow's that says when its handle is read, as ours do."""
-
-    @property
-    def handle(self) -> tf.Tensor:
-        """The resource of the calling replica's copy."""
-        told_of_gradient()
-        return super().handle  # type: ignore[misc]
-
-
-@functools.cache
-def _telling_of_gradients(kind: type) -> type:
-    """A class for those variables of class `kind` that are ours."""
-    return type(kind.__name__, (_TellsOfGradients, kind), {})
-
-
-def _step_on_replica(step_function: Any, segments: StepSegments) -> Callable:
+def _step_on_replica(step_function: MethodType, segments: StepSegments) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
     is_training = step_function.__name__ == "train_step"
     weights_loss = is_training and is_stock_step(step_function)
     model = step_function.__self__
 
-    def on_replica(batch: Any) -> Any:
+    def on_replica(batch: object) -> object:
         step: ReplicaStep
         if isinstance(batch, PaddedBatch):
             step, data = _padded_step(batch, weights_loss), batch.data
@@ -322,7 +229,7 @@ def _step_on_replica(step_function: Any, segments: StepSegments) -> Callable:
             dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
             weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
             step = ReplicaStep(rows, weight, weights_loss, statistics=[])
-        with step.active():
+        with active_step(step):
             if isinstance(batch, PaddedBatch):
                 _check_rows_are_apart(model, batch)
             outputs = step_function(data)
@@ -352,15 +259,15 @@ def _real_rows(rows: tf.Tensor, is_real: tf.Tensor) -> tf.Tensor:
     return tf.boolean_mask(rows, is_real)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> OfRows | None:
     return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _identity(leaf: Any) -> Any:
+def _identity(leaf: OfRows | None) -> OfRows | None:
     return leaf if leaf is None else tf.identity(leaf)
 
 
-def _rows_of_all(data: Any) -> tuple[Any, Any]:
+def _rows_of_all(data: object) -> tuple[Rows, Rows]:
     """How many rows this replica has, and all together; no communication where they are known."""
     context, rows = distribute_lib.get_replica_context(), num_rows(data)
     if isinstance(rows, int):  # one program for all replicas: it is the same number for each
@@ -368,7 +275,7 @@ def _rows_of_all(data: Any) -> tuple[Any, Any]:
     return rows, context.all_reduce(ReduceOp.SUM, rows)
 
 
-def _mean_over_rows(outputs: Any, weight: tf.Tensor) -> Any:
+def _mean_over_rows(outputs: object, weight: tf.Tensor) -> object:
     """The scalars among `outputs` averaged over all rows, in one all-reduce."""
     flat = keras.tree.flatten(outputs)
     chosen = [

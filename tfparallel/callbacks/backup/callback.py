@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -306,7 +305,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._notice is not None:
             self._notice.unwatch()
 
-    def _in_writer(self, action: Any) -> None:
+    def _in_writer(self, action: Callable[[], object]) -> None:
         """Runs `action`, which may raise what the writing of a backup raised."""
         try:
             action()
@@ -317,7 +316,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 raise BackupError(f"A backup could not be written: {error}") from error
             tf.get_logger().error("Training goes on without a new backup. %s", error)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, object]:
         return {
             "epoch": self._progress.epoch,
             "batch": self._progress.batch,
@@ -336,11 +335,17 @@ def _is_needed(call: FitCall, writer: Writer) -> bool:
     return writer.is_busy or call.runs()
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: tf.Tensor) -> object:
     return value.numpy() if tf.is_tensor(value) else value
 
 
-def _check(backup_dir: Any, save_freq: Any, keep: Any, on_error: Any, lease_s: Any) -> None:
+def _check(
+    backup_dir: str | os.PathLike,
+    save_freq: object,
+    keep: object,
+    on_error: object,
+    lease_s: object,
+) -> None:
     if not os.fspath(backup_dir):
         raise ValueError("`backup_dir` must name a folder. Received: an empty string.")
     is_number = isinstance(save_freq, int) and save_freq >= 0 and save_freq is not True

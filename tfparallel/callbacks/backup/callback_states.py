@@ -29,7 +29,7 @@ _ATTRIBUTES = {
 }
 
 
-def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
+def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, object]:
     """The state of every callback that has one, by its class and its position in that class."""
     return {
         name: callback.get_state()
@@ -79,6 +79,6 @@ def _attributes(callback: keras.callbacks.Callback) -> list[str]:
     ]
 
 
-def _copied(value: object) -> Any:
+def _copied(value: object) -> object:
     """`value` with lists and dicts of its own; arrays are shared, Keras replaces them whole."""
     return keras.tree.map_structure(lambda leaf: leaf, value)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,6 +18,7 @@ from tfparallel.callbacks.backup.plain_variables import unsaved_variables
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
 from tfparallel.internals.keras_trainer import (
+    EpochIterator,
     dataset_of_iterator,
     fit_that_tells,
     is_fit_under,
@@ -48,8 +48,8 @@ class FitCall:
     def __init__(
         self,
         model: keras.Model,
-        callbacks: Any,
-        epoch_iterator: Any,
+        callbacks: keras.callbacks.CallbackList,
+        epoch_iterator: EpochIterator,
         epochs: int,
         running: RunningCall | None,
     ):
@@ -148,7 +148,7 @@ class FitCall:
             run = _run_plainly if strategy is None else strategy.run
             run(self.model.train_step, (tf.nest.map_structure(_zeros, spec),))
 
-    def _spec(self) -> Any:
+    def _spec(self) -> object:
         return dataset_of_iterator(self.epoch_iterator).element_spec
 
     def start_at(self, epoch: int) -> None:
@@ -230,7 +230,7 @@ def _optimizers_in_own_scope(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def _run_plainly(step: Callable, arguments: tuple) -> Any:
+def _run_plainly(step: Callable, arguments: tuple) -> object:
     return step(*arguments)
 
 

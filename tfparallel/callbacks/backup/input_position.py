@@ -39,7 +39,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.callbacks.backup.not_taken import begun_with, is_whole, not_taken_of, source_of
+from tfparallel.callbacks.backup.iterator_checkpoint import (
+    can_restore,
+    checkpoint_of,
+    is_of_numbers,
+    num_seeds_drawn,
+    restore,
+)
+from tfparallel.callbacks.backup.not_taken import begun_with, not_taken_of, source_of
 from tfparallel.callbacks.backup.read_ahead import ReadAhead, differ
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
 from tfparallel.callbacks.backup.storage import BackupError
@@ -48,11 +55,10 @@ from tfparallel.internals.datasets import (
     fills_a_cache,
     num_shuffles,
     repeats_a_shuffle,
-    set_state_of_iterator,
-    state_of_iterator,
     unrepeatable_parts,
 )
 from tfparallel.internals.keras_trainer import (
+    EpochIterator,
     dataset_of_iterator,
     hook_steps,
     iterator_of_epochs,
@@ -62,10 +68,12 @@ from tfparallel.internals.keras_trainer import (
     set_steps_seen,
     steps_of_iterator,
 )
-from tfparallel.replicas.random_states import host_random_state, set_host_random_state
+from tfparallel.replicas.random_states import (
+    HostRandomState,
+    host_random_state,
+    set_host_random_state,
+)
 
-# What TensorFlow calls, in a checkpoint, how many seeds a `shuffle` has drawn.
-_SEEDS_DRAWN = b"num_random_samples"
 _DRAWN_PER_SHUFFLE = 2  # by its iterator, and by the generator of its passes' seeds
 
 
@@ -79,7 +87,7 @@ class InputPosition:
         checks: whether the first batches after a resume must be those that the backup tells of.
     """
 
-    def __init__(self, epoch_iterator: Any, num_workers: int = 1, checks: bool = True):
+    def __init__(self, epoch_iterator: EpochIterator, num_workers: int = 1, checks: bool = True):
         self._epoch_iterator, self._checks = epoch_iterator, checks
         self._dataset = dataset_of_iterator(epoch_iterator)
         # What this process reads batches from; None where others do, and this one only counts.
@@ -88,7 +96,7 @@ class InputPosition:
         self._taken: list[int] = []  # batches, of each iterator made so far
         self._is_read_to_its_end = False  # whether the first iterator is asked for a batch too many
         self._last: Any = None  # the newest iterator
-        self._random_state: dict[str, Any] = {}  # before the newest iterator was made
+        self._random_state: HostRandomState | None = None  # before the newest iterator was made
         generator = GeneratorPosition.of(epoch_iterator.data_adapter)
         self._generator = generator if num_workers == 1 else None
         self._beginning: list[np.ndarray] | None = None  # the newest iterator's first checkpoint
@@ -127,7 +135,7 @@ class InputPosition:
         """Tells that the next epoch begins with steps that are not done again."""
         self._steps_left_out = num_steps
 
-    def _make_iterator(self) -> Any:
+    def _make_iterator(self) -> Iterator:
         self._read_ahead = None
         self._random_state = host_random_state()
         self._last = iter(self._dataset)
@@ -191,7 +199,7 @@ class InputPosition:
             "not_taken": not_taken if goes_on else None,  # batches before the checkpoint
             "num_to_drop": num_to_drop,  # batches after the checkpoint
             "reads_all_again": reads_all_again,  # earlier passes, too
-            "is_of_numbers": _is_of_numbers(self._last),
+            "is_of_numbers": is_of_numbers(self._last),
             "generator": self._generator and [self._generator.state(sum(self._taken))],
         }
 
@@ -208,7 +216,7 @@ class InputPosition:
     def _lacks_seeds(self, checkpoint: list[np.ndarray]) -> bool:
         """Whether later passes would be wrong after it, in an order that can be right."""
         num_expected = _DRAWN_PER_SHUFFLE * num_shuffles(self._read_dataset)
-        is_lacking = _num_seeds_drawn(checkpoint) < num_expected
+        is_lacking = num_seeds_drawn(checkpoint) < num_expected
         return is_lacking and not unrepeatable_parts(self._read_dataset)
 
     def _next_batches(self, goes_on: bool, checkpoint: list[np.ndarray] | None) -> list[str] | None:
@@ -233,11 +241,11 @@ class InputPosition:
             return False  # a pass that Keras does not read to its end does not fill a cache
         return bool(self._has_checkpoints) or ends_in_a_prefetch(self._read_dataset)
 
-    def _can_compare(self, iterator: Any) -> bool:
+    def _can_compare(self, iterator: Iterator) -> bool:
         shows_batches = isinstance(iterator, tf.data.Iterator) or hasattr(iterator, "peek")
         return shows_batches and not unrepeatable_parts(self._read_dataset)
 
-    def _read_ahead_of(self, iterator: Any, checkpoint: list[np.ndarray] | None) -> list[str]:
+    def _read_ahead_of(self, iterator: Iterator, checkpoint: list[np.ndarray] | None) -> list[str]:
         ahead = ReadAhead(iterator, self._epoch_iterator.steps_per_execution, checkpoint)
         self._read_ahead = ahead if ahead.hashes else None
         return ahead.hashes
@@ -246,15 +254,7 @@ class InputPosition:
         """The state of the last iterator, or None where the dataset has none that can be saved."""
         if self._read_ahead is not None:
             return self._read_ahead.checkpoint
-        iterator = _position(self._last)
-        if not is_whole(self._last) or not isinstance(iterator, tf.data.Iterator):
-            return None
-        try:
-            states = tf.unstack(state_of_iterator(iterator))
-        except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
-            tf.get_logger().info("This dataset has no checkpoint: %s", error.message)
-            return None
-        return [np.frombuffer(tf.io.serialize_tensor(s).numpy(), np.uint8) for s in states]
+        return checkpoint_of(self._last)
 
     def _not_taken(self) -> list[list[np.ndarray]] | None:
         """The batches between what was trained on and the checkpoint."""
@@ -304,7 +304,7 @@ class InputPosition:
         if all_batches:
             self._count_cost(num_read, started)
 
-    def _iterator_at(self, state: dict[str, Any]) -> Any:
+    def _iterator_at(self, state: dict[str, Any]) -> Iterator:
         """The iterator that was the last one, with the batches to come; draws nothing."""
         started, now = time.monotonic(), host_random_state()
         set_host_random_state(state["random"])
@@ -312,9 +312,8 @@ class InputPosition:
         self._taken[-1] = state["taken"][-1]
         if self._generator is not None and state["generator"]:
             pass  # it begins where it should
-        elif _can_restore(iterator, state):
-            parts = [tf.io.parse_tensor(part.tobytes(), tf.variant) for part in state["checkpoint"]]
-            set_state_of_iterator(_position(iterator), tf.stack(parts))
+        elif can_restore(iterator, state):
+            restore(iterator, state["checkpoint"])
             self._beginning = state["checkpoint"] if state.get("num_to_drop", 0) else None
             _drop(iterator, state.get("num_to_drop", 0))
         else:
@@ -326,7 +325,7 @@ class InputPosition:
         self._log_cost()
         return iterator
 
-    def _check(self, iterator: Any, state: dict[str, Any]) -> None:
+    def _check(self, iterator: Iterator, state: dict[str, Any]) -> None:
         """Compares the first batches of an iterator with those that a backup tells of.
 
         Raises:
@@ -370,29 +369,7 @@ class InputPosition:
             )
 
 
-def _position(iterator: Any) -> Any:
-    """What a checkpoint is of: the iterator, or the one of `tf.data` that it reads, if any."""
-    source = source_of(iterator)
-    return getattr(source, "position", source)
-
-
-def _is_of_numbers(iterator: Any) -> bool:
-    return _position(iterator) is not source_of(iterator)
-
-
-def _can_restore(iterator: Any, state: dict[str, Any]) -> bool:
-    """Whether `iterator` can be set to the checkpoint, which may be another strategy's."""
-    position = _position(iterator)
-    is_of_same = state.get("is_of_numbers", False) == _is_of_numbers(iterator)
-    return state["checkpoint"] is not None and is_of_same and isinstance(position, tf.data.Iterator)
-
-
-def _num_seeds_drawn(checkpoint: list[np.ndarray]) -> int:
-    """How often a checkpoint tells how far the seeds of a shuffle have come."""
-    return sum(part.tobytes().count(_SEEDS_DRAWN) for part in checkpoint)
-
-
-def _py_dataset(epoch_iterator: Any) -> Any:
+def _py_dataset(epoch_iterator: EpochIterator) -> keras.utils.PyDataset | None:
     return getattr(epoch_iterator.data_adapter, "py_dataset", None)
 
 

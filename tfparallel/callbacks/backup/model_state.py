@@ -173,7 +173,7 @@ def _bounds(variable: keras.Variable) -> Any:
     return getattr(behind(variable), "worker_bounds", None)
 
 
-def _snapshot(variable: Any) -> np.ndarray:
+def _snapshot(variable: keras.Variable | tf.Variable) -> np.ndarray:
     """The value of a variable as it is now, read-only.
 
     On the host nothing is copied here: an update of a variable whose value somebody holds writes
@@ -187,7 +187,7 @@ def _plain_arrays(state: dict[str, Any]) -> Sequence[np.ndarray]:
 
 
 def _check_same_model(
-    paths: Sequence[str], variables: Sequence[Any], state: dict[str, Any]
+    paths: Sequence[str], variables: Sequence[keras.Variable], state: dict[str, Any]
 ) -> None:
     """Compares shapes, dtypes and last names: what comes before depends on who built the model."""
     mine = [

@@ -4,7 +4,7 @@ trained | read, and placed on devices | what the iterator gives next
         ^ where the training is       ^ where its checkpoint is
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,24 +15,24 @@ from tfparallel.replicas.batches_ahead import BatchesAhead
 from tfparallel.replicas.placed_batch import packed, tensor_specs
 
 
-def source_of(iterator: Any) -> Any:
+def source_of(iterator: Iterator) -> Iterator:
     """What batches are read from, which may be ahead of what `iterator` has given."""
     return iterator.source if isinstance(iterator, BatchesAhead) else iterator
 
 
-def is_whole(iterator: Any) -> bool:
+def is_whole(iterator: Iterator) -> bool:
     """Whether all that was read ahead can be given; waits for what is being read."""
     return not isinstance(iterator, BatchesAhead) or iterator.is_whole()
 
 
-def not_taken_of(iterator: Any) -> list[list[np.ndarray]] | None:
+def not_taken_of(iterator: Iterator) -> list[list[np.ndarray]] | None:
     """The tensors of each batch that was read and not given; None where nothing reads ahead."""
     if not isinstance(iterator, BatchesAhead):
         return None
     return [[_bytes_of(leaf) for leaf in _leaves(batch)] for batch in iterator.not_taken()]
 
 
-def begun_with(iterator: Any, batches: Sequence[Sequence[np.ndarray]], num_taken: int) -> Any:
+def begun_with(iterator: Any, batches: Sequence[Sequence[np.ndarray]], num_taken: int) -> Iterator:
     """An iterator that gives `batches` first, then those of `iterator`.
 
     Args:
@@ -53,7 +53,7 @@ def begun_with(iterator: Any, batches: Sequence[Sequence[np.ndarray]], num_taken
     return iterator
 
 
-def _batch(tensors: Sequence[np.ndarray], element_spec: Any) -> Any:
+def _batch(tensors: Sequence[np.ndarray], element_spec: object) -> object:
     specs = tensor_specs(element_spec)
     try:
         pairs = zip(tensors, specs, strict=True)
@@ -66,7 +66,7 @@ def _batch(tensors: Sequence[np.ndarray], element_spec: Any) -> Any:
     return packed(element_spec, parsed)
 
 
-def _leaves(batch: Any) -> list[tf.Tensor]:
+def _leaves(batch: object) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 

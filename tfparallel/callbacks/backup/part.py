@@ -85,7 +85,7 @@ def read_part(storage: Storage, number: int, name: str) -> BackupPart:
     return part
 
 
-def _encode(value: object, path: str, tensors: dict[str, np.ndarray]) -> Any:
+def _encode(value: object, path: str, tensors: dict[str, np.ndarray]) -> object:
     """`value` as JSON, its arrays moved to `tensors`; what JSON lacks as {"__kind__": ...}."""
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -40,7 +40,7 @@ class ReadAhead:
         self._batches = list(take(most))
         self.hashes = [hash_of(batch) for batch in self._batches]
 
-    def iterator(self) -> Any:
+    def iterator(self) -> Iterator:
         """Gives the batches; of the element spec of the iterator that they were taken from."""
         if self._still_come:
             return self._from
@@ -50,7 +50,7 @@ class ReadAhead:
         return iter(tf.data.experimental.from_variant(variant, self._from.element_spec))
 
 
-def _taken(iterator: tf.data.Iterator, most: int) -> Iterator[Any]:
+def _taken(iterator: tf.data.Iterator, most: int) -> Iterator[object]:
     for _ in range(most):
         batch = iterator.get_next_as_optional()
         if not batch.has_value():
@@ -58,7 +58,7 @@ def _taken(iterator: tf.data.Iterator, most: int) -> Iterator[Any]:
         yield batch.get_value()
 
 
-def hash_of(batch: Any) -> str:
+def hash_of(batch: object) -> str:
     """Sixteen hexadecimal digits that differ where batches do.
 
     Args:
@@ -77,7 +77,7 @@ def hash_of(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: object) -> object:
     if not isinstance(leaf, tf.experimental.Optional):
         return leaf
     return leaf.get_value() if leaf.has_value() else None

@@ -13,17 +13,17 @@ trained on                 ^ a backup made here holds s3
 
 import inspect
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol
 
 
 class ResumableBatches(Protocol):
     """What a user writes: an iterable of batches whose position can be asked for and set."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator:
         """Goes on from the present position."""
 
-    def get_state(self) -> Any:
+    def get_state(self) -> object:
         """The position after the last batch: of the types that a callback's state may have.
 
         It must not change afterwards: return copies.
@@ -70,7 +70,7 @@ class _Record:
             self._states[self._num_made] = self.batches.get_state()
             yield batch
 
-    def state_after(self, num_batches: int) -> Any:
+    def state_after(self, num_batches: int) -> object:
         return self._states[num_batches]
 
     def forget_before(self, num_batches: int) -> None:
@@ -107,7 +107,7 @@ class GeneratorPosition:
         record = _records.get(generator) if isinstance(generator, Generator) else None
         return None if record is None else cls(data_adapter, record)
 
-    def state(self, num_trained: int) -> Any:
+    def state(self, num_trained: int) -> object:
         """The state after so many batches."""
         return self._record.state_after(num_trained)
 
@@ -115,7 +115,7 @@ class GeneratorPosition:
         """Tells that positions before this one will not be asked for."""
         self._record.forget_before(num_trained)
 
-    def go_to(self, num_trained: int, state: Any) -> None:
+    def go_to(self, num_trained: int, state: object) -> None:
         """Makes Keras read on after so many batches: also past those it has looked at already."""
         self._record.go_to(num_trained, state)
         generator = self._record.generator()

@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf
@@ -20,15 +20,17 @@ from tfparallel.callbacks.backup.tensor_file import dtype_of
 LARGEST_MANIFEST_BYTES = 1 << 26
 _MOST_WORKERS = 1_000_000
 
+State = TypeVar("State")
 
-def _as_python(value: Any) -> Any:
+
+def _as_python(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _accepted_by(set_state: Callable) -> Callable:
     """What lets a state through that `set_state`, of a generator of its own, takes."""
 
-    def check(state: Any) -> Any:
+    def check(state: State) -> State:
         try:
             set_state(state)
         except Exception as error:  # of whatever type a generator has for a state that is none

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tfparallel.callbacks.backup.backup_names import FILE, MANIFEST, Draft
 from tfparallel.callbacks.backup.disk import Disk
@@ -65,7 +65,7 @@ class Files(Protocol):
     def numbers(self) -> list[int]:
         """The numbers of the backups that were published and not deleted, ascending."""
 
-    def path(self, number: int, kind: str = "backup") -> Any:
+    def path(self, number: int, kind: str = "backup") -> Path | str:
         """Where a backup lies, for messages."""
 
     def sweep(self, token: str = "", fence: int = 0) -> int:
@@ -160,7 +160,7 @@ class Storage:
         """The numbers of the backups that claim to be complete, ascending."""
         return self.files.numbers()
 
-    def path(self, number: int, kind: str = "backup") -> Any:
+    def path(self, number: int, kind: str = "backup") -> Path | str:
         """Where a backup lies: a `Path`, or the text of a URL."""
         return self.files.path(number, kind)
 

@@ -121,7 +121,7 @@ class AdaptiveReducer(BucketReducer):
         )
         self._countdown = ResourceVariable(1, dtype=tf.int32, name="countdown")
 
-    def compressor_of(self, bucket: int) -> Any:
+    def compressor_of(self, bucket: int) -> object:
         """What was chosen last; while it measures, what it measures."""
         level = int(self._levels[bucket])
         return [*self._adaptive.levels, self._adaptive][level]

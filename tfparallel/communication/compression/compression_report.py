@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+
+from tfparallel.communication.compression.compressor import Compressor
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class VariableReport:
 
     @classmethod
     def of(
-        cls, variable: str, shape: tuple[int, ...], compressor: Any, world_size: int
+        cls, variable: str, shape: tuple[int, ...], compressor: Compressor | None, world_size: int
     ) -> "VariableReport":
         """For a compressor, or None where nothing is compressed."""
         dense = 4 * math.prod(shape)

@@ -58,7 +58,7 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """The payload that stands for `tensor`, and what `decompress` needs besides.
 
@@ -121,7 +121,7 @@ class Compressor(abc.ABC):
         return [tf.add_n(each) for each in terms]
 
 
-def with_residual(tensor: tf.Tensor, state: Mapping[str, Any]) -> tf.Tensor:
+def with_residual(tensor: tf.Tensor, state: Mapping[str, tf.Variable]) -> tf.Tensor:
     """`tensor` and what was left out of those before it."""
     return tensor + state["residual"] if "residual" in state else tensor
 

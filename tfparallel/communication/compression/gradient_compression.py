@@ -3,8 +3,8 @@
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -40,7 +40,7 @@ class GradientCompression(tf.Module):
     def __init__(
         self,
         compressor: "Compressor | str",
-        variables: Sequence[Any],
+        variables: Sequence[(keras.Variable | tf.Variable)],
         bucket_bytes: int = COMPRESSED_BUCKET_BYTES,
     ):
         super().__init__(name="gradient_compression")
@@ -57,10 +57,10 @@ class GradientCompression(tf.Module):
     @tf.autograph.experimental.do_not_convert
     def reduce(
         self,
-        gradients: Sequence[Any],
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
         transport: Transport,
-        variables: Sequence[Any] | None = None,
-        loss_scale: Any = None,
+        variables: Sequence[(keras.Variable | tf.Variable)] | None = None,
+        loss_scale: tf.Tensor | None = None,
     ) -> list:
         """Sums gradients over ranks. All ranks call it, with gradients of the same variables.
 
@@ -225,7 +225,7 @@ def _sum_of_sparse(gradient: tf.IndexedSlices, transport: Transport) -> tf.Index
     )
 
 
-def _name(variable: Any) -> str:
+def _name(variable: keras.Variable | tf.Variable) -> str:
     return getattr(variable, "path", None) or variable.name
 
 

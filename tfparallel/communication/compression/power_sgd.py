@@ -68,7 +68,7 @@ class PowerSGD(Compressor):
         return {**super().initial_state(shape, seed), "q": q}
 
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """Both factors of one tensor by itself, for a parameter server. Rings use `rounds`."""
         del ranks

@@ -24,7 +24,7 @@ class _RandomRounding(Compressor):
         return {"counter": tf.constant([seed, 0], tf.int64)}
 
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """Levels, packed into uint8, and the largest absolute value of each chunk, float32."""
         size = num_elements(tensor.shape)

@@ -39,7 +39,7 @@ class RandomK(Compressor):
         return {**super().initial_state(shape, seed), "counter": tf.constant([seed, 0], tf.int64)}
 
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """Values float32 `[k]`; their places are known to all."""
         del ranks

@@ -26,7 +26,7 @@ class SignSGD(Compressor):
         return "SignSGD()"
 
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """Signs, packed into uint8, and the mean absolute value, float32 `[]`."""
         del state, ranks

@@ -41,7 +41,7 @@ class TopK(Compressor):
         return len(shape) >= 2 and self.payload_bytes(shape) < 4 * num_elements(shape)
 
     def compress(
-        self, tensor: tf.Tensor, state: Mapping[str, Any], ranks: Ranks
+        self, tensor: tf.Tensor, state: Mapping[str, tf.Variable], ranks: Ranks
     ) -> tuple[list[tf.Tensor], Any]:
         """Values float32 `[k]` and indices int32 `[k]`."""
         del state, ranks

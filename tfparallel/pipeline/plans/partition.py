@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -57,7 +56,27 @@ def balanced_cuts(
     too. There sending is a stage of its own; here the sender pays, as a copy may well wait for the
     computation before it.
     """
-    num_layers = len(costs)
+    _check_can_be_cut(len(costs), num_stages, memory, memory_limit)
+    times = _times_of_runs(costs, boundary_costs, num_devices)
+    bytes_ = _bytes_per_stage(memory, num_stages, len(costs))
+    sizes = np.stack([run_totals(stage_bytes) for stage_bytes in bytes_])
+    if memory_limit is not None:
+        smallest_limit, _ = _best_cut(sizes, num_stages, np.maximum)
+        if smallest_limit > memory_limit:
+            names = layer_names or [f"layer {i}" for i in range(len(costs))]
+            _raise_too_large(bytes_.min(axis=0), names, num_stages, memory_limit, smallest_limit)
+        times = np.where(sizes <= memory_limit, times, math.inf)
+    # Each goal in turn; the ones before it become limits.
+    slowest, _ = _best_cut(times, num_stages, np.maximum)
+    fullest, _ = _best_cut(np.where(times <= slowest, sizes, math.inf), num_stages, np.maximum)
+    allowed = (times <= slowest) & (sizes <= fullest)
+    _, stages = _best_cut(np.where(allowed, times**2, math.inf), num_stages, np.add)
+    return stages
+
+
+def _check_can_be_cut(
+    num_layers: int, num_stages: int, memory: object, memory_limit: float | None
+) -> None:
     check_counts(num_stages=num_stages)
     if num_stages > num_layers:
         raise ValueError(
@@ -69,29 +88,23 @@ def balanced_cuts(
             f"A memory limit needs the layers' bytes. Received: memory_limit={memory_limit}, "
             "memory=None. Pass memory too."
         )
-    names = [f"layer {i}" for i in range(num_layers)] if layer_names is None else layer_names
-    times = run_totals(_checked("costs", costs, num_layers))[None]
+
+
+def _times_of_runs(
+    costs: Sequence[float],
+    boundary_costs: Sequence[float] | None,
+    num_devices: Sequence[int] | None,
+) -> np.ndarray:
+    """Time of layers start to stop - 1 as a stage `[stage, start, stop]`; one if all are alike."""
+    times = run_totals(_checked("costs", costs, len(costs)))[None]
     if boundary_costs is not None:
-        times[:, :, 1:-1] += _checked("boundary_costs", boundary_costs, num_layers - 1)
+        times[:, :, 1:-1] += _checked("boundary_costs", boundary_costs, len(costs) - 1)
     if num_devices is not None:
         times = times / np.asarray(num_devices, np.float64)[:, None, None]
-    bytes_ = _bytes_per_stage(memory, num_stages, num_layers)
-    sizes = np.stack([run_totals(stage_bytes) for stage_bytes in bytes_])
-
-    if memory_limit is not None:
-        smallest_limit, _ = _best_cut(sizes, num_stages, np.maximum)
-        if smallest_limit > memory_limit:
-            _raise_too_large(bytes_.min(axis=0), names, num_stages, memory_limit, smallest_limit)
-        times = np.where(sizes <= memory_limit, times, math.inf)
-    # Each goal in turn; the ones before it become limits.
-    slowest, _ = _best_cut(times, num_stages, np.maximum)
-    fullest, _ = _best_cut(np.where(times <= slowest, sizes, math.inf), num_stages, np.maximum)
-    allowed = (times <= slowest) & (sizes <= fullest)
-    _, stages = _best_cut(np.where(allowed, times**2, math.inf), num_stages, np.add)
-    return stages
+    return times
 
 
-def _bytes_per_stage(memory: Any, num_stages: int, num_layers: int) -> np.ndarray:
+def _bytes_per_stage(memory: Sequence | None, num_stages: int, num_layers: int) -> np.ndarray:
     """Bytes `[stage, layer]`; one row if all stages are alike."""
     if memory is None:
         return np.zeros((1, num_layers))

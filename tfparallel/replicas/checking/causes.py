@@ -9,22 +9,23 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import compile_loss_of, layers_of, seed_generators_of
+from tfparallel.replicas.checking.pair import Pair
 from tfparallel.replicas.checking.step import StepOutcome, TracedStep, variables_of
 from tfparallel.replicas.compressed_gradients import CompressedGradients
 
 _COUPLED = 1e-3  # relative; far above what rounding does to a loss
 
 
-def explain(pair: Any) -> tuple[list[str], bool]:
+def explain(pair: Pair) -> tuple[list[str], bool]:
     """Sentences on what was found, and whether that is why the steps differ.
 
     Args:
@@ -47,7 +48,7 @@ def explain(pair: Any) -> tuple[list[str], bool]:
 # ---- what can be left out ------------------------------------------------------------------------
 
 
-def _training_only(pair: Any) -> dict[int, str]:
+def _training_only(pair: Pair) -> dict[int, str]:
     """Layers that compute in training what differs by replica by design: why, by their index."""
     drawing = _indices_of_drawing_layers(pair)
     found = {}
@@ -67,7 +68,7 @@ def _is_alone(layer: keras.layers.BatchNormalization) -> bool:
     return layer.trainable and not layer.synchronized
 
 
-def _indices_of_drawing_layers(pair: Any) -> set[int]:
+def _indices_of_drawing_layers(pair: Pair) -> set[int]:
     """Layers whose seeds a step on one device moves on, and RNNs around such a cell."""
     pair.step_on_one_device(TracedStep(pair.one_device))
     start = dict(zip(map(id, variables_of(pair.one_device)), pair.state, strict=True))
@@ -88,7 +89,7 @@ def _indices_of_drawing_layers(pair: Any) -> set[int]:
 
 
 @contextlib.contextmanager
-def _inference_mode(pair: Any, indices: Iterable[int]) -> Iterator[None]:
+def _inference_mode(pair: Pair, indices: Iterable[int]) -> Iterator[None]:
     """Within it, these layers of both models compute as if they were not trained."""
     layers = [
         layer
@@ -119,7 +120,7 @@ def _untrained(call: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _uncompressed(strategy: tf.distribute.Strategy) -> Iterator[Any]:
+def _uncompressed(strategy: tf.distribute.Strategy) -> Iterator[Compressor | None]:
     """Within it, gradients are sent as they are; gives the compressor that is left out, if any."""
     workers = strategy.extended._workers or strategy.extended
     compresses = isinstance(workers, CompressedGradients) and workers._num_workers > 1
@@ -136,7 +137,7 @@ def _uncompressed(strategy: tf.distribute.Strategy) -> Iterator[Any]:
 # ---- what is seen on one device ------------------------------------------------------------------
 
 
-def _seen_on_one_device(pair: Any) -> list[str]:
+def _seen_on_one_device(pair: Pair) -> list[str]:
     found = []
     step = TracedStep(pair.one_device)
     first, second = pair.step_on_one_device(step), pair.step_on_one_device(step)
@@ -163,7 +164,7 @@ def _are_same(one: StepOutcome, other: StepOutcome) -> bool:
     return all(np.array_equal(a[0], b[0], equal_nan=True) for a, b in pairs)
 
 
-def _draws_from_global_generator(pair: Any) -> bool:
+def _draws_from_global_generator(pair: Pair) -> bool:
     before = pair.random["keras"]
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     if before is None:

@@ -91,7 +91,7 @@ def _with_dtype(config: object, dtype: str) -> object:
     return dtype if config in ("float16", "bfloat16", "float32", "mixed_float16") else config
 
 
-def _compile_arguments(model: keras.Model, dtype: str | None) -> dict[str, Any]:
+def _compile_arguments(model: keras.Model, dtype: str | None) -> dict[str, object]:
     """Those that `model` was compiled with; optimizer and metrics of their own.
 
     Losses have no state, but may have a dtype.
@@ -117,7 +117,7 @@ def _again(made: object) -> object:
     return type(made).from_config(config)
 
 
-def _custom_objects(model: keras.Model) -> dict[str, Any]:
+def _custom_objects(model: keras.Model) -> dict[str, object]:
     """Classes and functions that the layers of `model` are made of, also those in functions."""
     layers = layers_of(model)
     attributes = [value for layer in layers for value in vars(layer).values()]

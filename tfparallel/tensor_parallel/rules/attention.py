@@ -29,15 +29,15 @@ _HEADS_OF_SCORES = 1  # `[rows, heads, queries, keys]`
 @layer_rule(keras.layers.GroupQueryAttention, "_compute_attention")
 def attention(
     group: Group,
-    layer: Any,
+    layer: keras.Layer,
     original: Callable,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
     attention_mask: Any = None,
-    training: Any = None,
+    training: bool | None = None,
     return_attention_scores: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """`MultiHeadAttention._compute_attention` of each device's heads."""
     rows = group.known_rows(query)
@@ -63,18 +63,20 @@ def attention(
 
 @layer_rule(keras.layers.MultiHeadAttention)
 @layer_rule(keras.layers.GroupQueryAttention)
-def projections(group: Group, layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def projections(
+    group: Group, layer: keras.Layer, original: Callable, *args: object, **kwargs: object
+) -> tuple:
     """Query, key and value of one tensor: a device sends one gradient of it."""
     del group, layer
     with shared_inputs():
         return original(*args, **kwargs)
 
 
-def _dropout_rate(layer: Any) -> float:
+def _dropout_rate(layer: keras.Layer) -> float:
     return float(getattr(layer, "dropout", 0.0) or 0.0)
 
 
-def _masks_of_scores(group: Group, layer: Any, heads: list, rows: Rows) -> list[tf.Tensor]:
+def _masks_of_scores(group: Group, layer: keras.Layer, heads: list, rows: Rows) -> list[tf.Tensor]:
     """What one device multiplies scores `[rows, heads, queries, keys]` with, by device."""
     (queries, *_), (keys, *_), _ = heads
     shape = [_size(queries, 0), sum(rows.sizes), _size(queries, 1), _size(keys, 1)]
@@ -83,17 +85,17 @@ def _masks_of_scores(group: Group, layer: Any, heads: list, rows: Rows) -> list[
         return group.parts(whole, Rows(_HEADS_OF_SCORES, rows.sizes))
 
 
-def _size(tensor: tf.Tensor, dim: int) -> Any:
+def _size(tensor: tf.Tensor, dim: int) -> int | tf.Tensor:
     return tf.shape(tensor)[dim] if tensor.shape[dim] is None else tensor.shape[dim]
 
 
-def _dropped_by(layer: Any, *masks: tf.Tensor) -> contextlib.AbstractContextManager:
+def _dropped_by(layer: keras.Layer, *masks: tf.Tensor) -> contextlib.AbstractContextManager:
     """Within it, `layer` drops scores by this mask, if there is one."""
     if not masks:
         return contextlib.nullcontext()
     (mask,) = masks
 
-    def drop(scores: tf.Tensor, training: Any = False) -> tf.Tensor:
+    def drop(scores: tf.Tensor, training: bool | None = False) -> tf.Tensor:
         del training
         return masked(scores, tf.cast(mask, scores.dtype))
 
@@ -106,7 +108,7 @@ def _dropped_by(layer: Any, *masks: tf.Tensor) -> contextlib.AbstractContextMana
     )
 
 
-def _mask_of_heads(group: Group, mask: Any, rows: Rows) -> Any:
+def _mask_of_heads(group: Group, mask: tf.Tensor, rows: Rows) -> list[tf.Tensor] | tf.Tensor | None:
     """A mask `[rows, (heads), queries, keys]` for each device; None where it cannot be told."""
     mask = tf.convert_to_tensor(mask)
     if mask.shape.rank is None or mask.shape.rank > 4:

@@ -5,7 +5,6 @@ separable one is that, then one of a single point, by filters or channels.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,6 +12,7 @@ from keras import layers
 
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
+from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.rules.linear import (
     Linear,
     compute_linear,
@@ -97,7 +97,9 @@ def depthwise_convolution(
 
 @layer_rule(layers.SeparableConv1D)
 @layer_rule(layers.SeparableConv2D)
-def separable_convolution(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def separable_convolution(
+    group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor
+) -> tf.Tensor:
     """`BaseSeparableConv.call`: depthwise, then of a single point."""
     del original
     depthwise, pointwise = layer.depthwise_kernel, layer.pointwise_kernel
@@ -123,7 +125,7 @@ def separable_convolution(group: Group, layer: Any, original: Callable, inputs: 
     return _computed(group, hidden, linear)
 
 
-def _rows(group: Group, kernel: keras.Variable, inputs: object) -> Any:
+def _rows(group: Group, kernel: keras.Variable, inputs: object) -> Rows | None:
     return group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
 
 

@@ -59,7 +59,7 @@ class HeadsOf:
     whole_if: Sequence[str] = ("cache",)
     applies: Callable[[Any], bool] = lambda layer: True
 
-    def to_heads(self, layer: Any) -> list:
+    def to_heads(self, layer: keras.Layer) -> list:
         """The three projections."""
         return [getattr(layer, name) for name in (self.query, self.key, self.value)]
 
@@ -80,7 +80,7 @@ def attention_by_heads(layer_type: type, heads: HeadsOf | None = None) -> None:
     layer_rule(layer_type)(_by_heads)
 
 
-def heads_of(layer: Any) -> HeadsOf | None:
+def heads_of(layer: keras.Layer) -> HeadsOf | None:
     """What was declared of a built layer that can be computed by heads; None for any other."""
     rules_of(layer)  # declares what is known by name
     for cls in type(layer).__mro__:
@@ -91,19 +91,21 @@ def heads_of(layer: Any) -> HeadsOf | None:
     return None
 
 
-def _drops(layer: Any) -> bool:
+def _drops(layer: keras.Layer) -> bool:
     """Whether it draws masks, which devices would draw anew."""
     return any(isinstance(x, keras.layers.Dropout) and x.rate > 0 for x in layers_of(layer))
 
 
-def heads_dim(projection: Any, is_output: bool) -> int:
+def heads_dim(projection: keras.layers.EinsumDense, is_output: bool) -> int:
     """The dim of an `EinsumDense`'s kernel that is its heads."""
     terms, output = projection.equation.replace(" ", "").split("->")
     left, right = terms.split(",")
     return right.index((left if is_output else output)[_HEADS])
 
 
-def _by_heads(group: Group, layer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _by_heads(
+    group: Group, layer: keras.Layer, original: Callable, *args: object, **kwargs: object
+) -> tf.Tensor:
     heads = heads_of(layer)
     rows = None if heads is None else _rows_of_heads(group, layer, heads)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -126,7 +128,7 @@ def _by_heads(group: Group, layer: Any, original: Callable, *args: Any, **kwargs
     return getattr(layer, heads.output)(group.joined(attended, _HEADS))
 
 
-def _rows_of_heads(group: Group, layer: Any, heads: HeadsOf) -> list[Rows] | None:
+def _rows_of_heads(group: Group, layer: keras.Layer, heads: HeadsOf) -> list[Rows] | None:
     """How queries, keys and values are in parts: as the output's kernel, each with its queries."""
     output, projections = getattr(layer, heads.output), heads.to_heads(layer)
     dim = heads_dim(output, True)
@@ -143,18 +145,18 @@ def _rows_of_heads(group: Group, layer: Any, heads: HeadsOf) -> list[Rows] | Non
     return found
 
 
-def _is_cut_elsewhere(layer: Any, projections: Sequence) -> bool:
+def _is_cut_elsewhere(layer: keras.Layer, projections: Sequence) -> bool:
     others = [each for each in layers_of(layer) if each not in projections]
     return any(split_of(w) is not None for each in others for w in own_variables(each))
 
 
 def _own_heads(
-    layer: Any, heads: HeadsOf, original: Callable, own: Sequence, args: tuple, kwargs: dict
+    layer: keras.Layer, heads: HeadsOf, original: Callable, own: Sequence, args: tuple, kwargs: dict
 ) -> tf.Tensor:
     """What a device's heads make of their queries, keys and values, before the last projection."""
     taken: list[tf.Tensor] = []
 
-    def take(attended: tf.Tensor, *_: Any, **__: Any) -> tf.Tensor:
+    def take(attended: tf.Tensor, *_: object, **__: object) -> tf.Tensor:
         taken.append(attended)
         return attended
 
@@ -175,7 +177,7 @@ def _own_heads(
 
 
 @contextlib.contextmanager
-def _has(layer: Any, name: str, own: Any) -> Iterator[None]:
+def _has(layer: keras.Layer, name: str, own: object) -> Iterator[None]:
     with shadowed(
         layer,
         name,
@@ -186,12 +188,12 @@ def _has(layer: Any, name: str, own: Any) -> Iterator[None]:
         yield
 
 
-def _has_projections(layer: Any) -> bool:
+def _has_projections(layer: keras.Layer) -> bool:
     """Whether a layer of this KerasHub is as the one that was looked at."""
     return all(hasattr(layer, name) for name in ("_query_dense", "_key_dense", "_value_dense"))
 
 
-def _gemma_applies(layer: Any) -> bool:
+def _gemma_applies(layer: keras.Layer) -> bool:
     """Its scale may be of the number of heads, which is not that of a device."""
     return hasattr(layer, "query_dense") and getattr(layer, "query_head_dim_normalize", False)
 

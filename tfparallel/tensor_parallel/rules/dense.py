@@ -1,7 +1,6 @@
 """`Dense` by columns or rows, and `EinsumDense` along any letter of its kernel."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,7 +12,11 @@ from tfparallel.tensor_parallel.rules.linear import Linear, compute_linear, is_v
 
 @layer_rule(keras.layers.Dense)
 def dense(
-    group: Group, layer: Any, original: Callable, inputs: Any, training: Any = None
+    group: Group,
+    layer: keras.Layer,
+    original: Callable,
+    inputs: tf.Tensor,
+    training: bool | None = None,
 ) -> tf.Tensor:
     """`Dense.call`; kernel `[inputs, units]`."""
     del original, training
@@ -40,7 +43,11 @@ def dense(
 
 @layer_rule(keras.layers.EinsumDense)
 def einsum_dense(
-    group: Group, layer: Any, original: Callable, inputs: Any, training: Any = None
+    group: Group,
+    layer: keras.Layer,
+    original: Callable,
+    inputs: tf.Tensor,
+    training: bool | None = None,
 ) -> tf.Tensor:
     """`EinsumDense.call`, along the letter of the kernel's dim that is in parts."""
     del original, training

@@ -5,9 +5,9 @@ they are computed part by part; elsewhere as always.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 from keras import layers
 
@@ -39,7 +39,7 @@ _GLOBAL = (
 )
 
 
-def keeps_parts(layer: Any) -> bool:
+def keeps_parts(layer: keras.Layer) -> bool:
     """Whether a layer gives in parts, along channels, what it gets in parts."""
     if isinstance(layer, layers.Activation):
         return is_elementwise_function(layer.activation)
@@ -48,7 +48,7 @@ def keeps_parts(layer: Any) -> bool:
     return keeps and bool(rules_of(layer))
 
 
-def _is_depthwise(layer: Any) -> bool:
+def _is_depthwise(layer: keras.Layer) -> bool:
     """Whether a layer convolves each channel for itself, and gives as many."""
     types = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
     return isinstance(layer, types) and layer.depth_multiplier == 1
@@ -56,7 +56,7 @@ def _is_depthwise(layer: Any) -> bool:
 
 @layer_rule(layers.Activation)
 def activation(
-    group: Group, layer: Any, original: Callable, inputs: Any, **kwargs: Any
+    group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor, **kwargs: object
 ) -> tf.Tensor:
     """`Activation.call` of a function of single numbers."""
     if not is_elementwise_function(layer.activation):
@@ -65,7 +65,7 @@ def activation(
 
 
 def _part_by_part(
-    group: Group, layer: Any, original: Callable, inputs: Any, **kwargs: Any
+    group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor, **kwargs: object
 ) -> tf.Tensor:
     del layer
     rows = group.known_rows(inputs)
@@ -74,7 +74,9 @@ def _part_by_part(
     return group.joined(group.compute(original, group.parts(inputs, rows)), rows.dim)
 
 
-def _by_channel(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def _by_channel(
+    group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor
+) -> tf.Tensor:
     rows = group.known_rows(inputs)
     pools = isinstance(layer, (*_AVERAGES, *_MAXIMA))
     if rows is not None and pools and rows.dim in spatial_dims(layer, inputs.shape.rank):
@@ -85,12 +87,12 @@ def _by_channel(group: Group, layer: Any, original: Callable, inputs: Any) -> tf
     return group.joined(group.compute(original, group.parts(inputs, rows)), rows.dim)
 
 
-def _channels(layer: Any, inputs: tf.Tensor) -> int:
+def _channels(layer: keras.Layer, inputs: tf.Tensor) -> int:
     last = inputs.shape.rank - 1
     return 1 if getattr(layer, "data_format", None) == "channels_first" else last
 
 
-def _global(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def _global(group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor) -> tf.Tensor:
     rows = group.known_rows(inputs)
     if rows is not None and isinstance(layer, _GLOBAL_AVERAGES) and inputs.shape.rank > 3:
         dims = list(spatial_dims(layer, inputs.shape.rank))
@@ -103,7 +105,7 @@ def _global(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Ten
 
 
 def _mean_of_image(
-    group: Group, layer: Any, inputs: tf.Tensor, rows: Rows, dims: list[int]
+    group: Group, layer: keras.Layer, inputs: tf.Tensor, rows: Rows, dims: list[int]
 ) -> tf.Tensor:
     """A global average of an image that is in parts along one of its `dims`."""
     count = math.prod(inputs.shape[d] for d in dims)
@@ -113,7 +115,7 @@ def _mean_of_image(
     return group.summed(sums) / tf.cast(count, inputs.dtype)
 
 
-def _merge(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def _merge(group: Group, layer: keras.Layer, original: Callable, inputs: object) -> tf.Tensor:
     del layer
     if not isinstance(inputs, (list, tuple)):
         return NotImplemented
@@ -134,7 +136,11 @@ def _merge(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tens
 
 @layer_rule(layers.Dropout)
 def dropout(
-    group: Group, layer: Any, original: Callable, inputs: Any, training: Any = False
+    group: Group,
+    layer: keras.Layer,
+    original: Callable,
+    inputs: tf.Tensor,
+    training: bool | None = False,
 ) -> tf.Tensor:
     """`Dropout.call`: the mask that one device draws, of which each device gets its part."""
     rows = group.known_rows(inputs)
@@ -155,7 +161,7 @@ def masked(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask > 0, x * tf.stop_gradient(mask), tf.zeros_like(x))
 
 
-def _whole_shape(parts: list, rows: Rows) -> Any:
+def _whole_shape(parts: list, rows: Rows) -> Sequence[int | tf.Tensor]:
     """Of the tensor that has these parts, which is not asked: it would be computed."""
     static = rows.whole_shape(parts[0].shape)
     if None not in static:

@@ -10,7 +10,6 @@ Source: the parallel embedding of Megatron-LM, https://arxiv.org/abs/1909.08053
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,7 @@ from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
 
 
 @layer_rule(keras.layers.Embedding)
-def embedding(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def embedding(group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor) -> tf.Tensor:
     """`Embedding.call`; table `[vocabulary, vector]`."""
     del original
     table = split_of(layer.embeddings) if is_variable(layer.embeddings) else None
@@ -55,7 +54,7 @@ def reversible_embedding(
     return vectors
 
 
-def _logits(group: Group, layer: Any, inputs: Any) -> tf.Tensor:
+def _logits(group: Group, layer: keras.Layer, inputs: tf.Tensor) -> tf.Tensor:
     kernel = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
     rows = group.rows(kernel) if is_variable(kernel) and is_plain_tensor(inputs) else None
     if rows is None:

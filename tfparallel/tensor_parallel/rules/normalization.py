@@ -12,7 +12,6 @@ Computing Sample Variances".
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -43,7 +42,9 @@ def numbers_sent(layer: keras.Layer) -> int:
 
 
 @layer_rule(layers.LayerNormalization)
-def layer_normalization(group: Group, layer: Any, original: Callable, inputs: Any) -> tf.Tensor:
+def layer_normalization(
+    group: Group, layer: keras.Layer, original: Callable, inputs: tf.Tensor
+) -> tf.Tensor:
     """`LayerNormalization.call`."""
     del original
     rows = group.known_rows(inputs) if is_plain_tensor(inputs) else None
@@ -81,7 +82,9 @@ def layer_normalization(group: Group, layer: Any, original: Callable, inputs: An
 
 
 @layer_rule(layers.RMSNormalization)
-def rms_normalization(group: Group, layer: Any, original: Callable, x: Any) -> tf.Tensor:
+def rms_normalization(
+    group: Group, layer: keras.Layer, original: Callable, x: tf.Tensor
+) -> tf.Tensor:
     """`RMSNormalization.call`."""
     del original
     rows = group.known_rows(x) if is_plain_tensor(x) else None
@@ -114,11 +117,11 @@ def rms_normalization(group: Group, layer: Any, original: Callable, x: Any) -> t
 @layer_rule(layers.BatchNormalization)
 def batch_normalization(
     group: Group,
-    layer: Any,
+    layer: keras.Layer,
     original: Callable,
-    inputs: Any,
-    training: Any = None,
-    mask: Any = None,
+    inputs: tf.Tensor,
+    training: bool | None = None,
+    mask: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """`BatchNormalization.call`; the moving averages stay whole."""
     del original

@@ -94,11 +94,11 @@ def _drops_all(cell: keras.Layer) -> bool:
     return 1.0 in (cell.dropout, cell.recurrent_dropout)
 
 
-def _by_steps(mask: Any, go_backwards: bool) -> tf.Tensor:
+def _by_steps(mask: object, go_backwards: bool) -> tf.Tensor:
     """A mask `[rows, steps]` as `[steps, rows, 1]`, in the order of steps."""
-    mask = tf.cast(keras.tree.flatten(mask)[0], tf.bool)
-    mask = tf.transpose(mask if len(mask.shape) == 3 else mask[..., None], [1, 0, 2])
-    return tf.reverse(mask, [0]) if go_backwards else mask
+    kept = tf.cast(keras.tree.flatten(mask)[0], tf.bool)
+    kept = tf.transpose(kept if len(kept.shape) == 3 else kept[..., None], [1, 0, 2])
+    return tf.reverse(kept, [0]) if go_backwards else kept
 
 
 def _of_training(training: object, masks: object) -> list[tf.Tensor]:

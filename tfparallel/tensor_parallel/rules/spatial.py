@@ -10,7 +10,6 @@ copy. What a window sees beyond a device's own rows, its halo, comes from the ne
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -37,7 +36,7 @@ def by_rows(
     compute: Callable,
     weights: Sequence,
     fill: float = 0.0,
-) -> Any:
+) -> tf.Tensor:
     """What a layer gives for an image, each device its part along `dim`.
 
     Args:
@@ -110,7 +109,7 @@ def max_pooling(group: Group, layer: keras.Layer, inputs: tf.Tensor, dim: int) -
     return by_rows(group, layer, inputs, dim, pool, [], fill=inputs.dtype.min)
 
 
-def average_pooling(group: Group, layer: Any, inputs: tf.Tensor, dim: int) -> Any:
+def average_pooling(group: Group, layer: keras.Layer, inputs: tf.Tensor, dim: int) -> tf.Tensor:
     """`AveragePooling.call` of an image in parts along `dim`; padding does not count."""
 
     def pool(x: tf.Tensor) -> tf.Tensor:

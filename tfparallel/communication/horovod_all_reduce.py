@@ -1,0 +1,34 @@
+"""`BucketedAllReduce` whose sums go through Horovod."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
+from tfparallel.communication.horovod_collectives import ProcessSet, all_gather, all_reduce_sum
+
+
+class HorovodAllReduce(BucketedAllReduce):
+    """`BucketedAllReduce` through Horovod.
+
+    Args:
+        process_set: the ranks.
+        predivide, adasum: as `all_reduce_sum`.
+        **options: as `BucketedAllReduce`.
+    """
+
+    def __init__(
+        self,
+        process_set: ProcessSet,
+        predivide: float = 1.0,
+        adasum: bool = False,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
+
+    def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
+
+    def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return all_gather(rows, self._process_set)

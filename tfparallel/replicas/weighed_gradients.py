@@ -1,0 +1,149 @@
+"""How the gradients of replicas meet: each is weighed by its replica's rows, then added up."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import tensorflow as tf
+
+from tfparallel.internals import ReduceOp, distribute_lib
+from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.measure.operation_kinds import REDUCE_SCOPE
+from tfparallel.replicas.batch import with_int32_rows
+from tfparallel.replicas.noise_probe import NoiseProbe, replica_number
+from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+
+Value = TypeVar("Value")
+
+
+class WeighedGradients(tf.distribute.StrategyExtended):
+    """Mixin: gradients of all rows, from those of each replica's rows."""
+
+    _noise_probe: NoiseProbe | None
+
+    def _weigh_and_reduce(self, gradients: list) -> list:
+        """Gradients of all rows, from those of this replica's; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = [weigh_gradient(gradient, step) for gradient in gradients]
+        with tf.name_scope(REDUCE_SCOPE):
+            reduced = self._reduce_gradients(gradients)
+        if self._noise_probe is not None and step is not None:
+            self._noise_probe.note(
+                replica_number(),
+                step,
+                step.zero_without_rows(gradients),
+                reduced,
+            )
+        return reduced
+
+    def _reduce_gradients(self, gradients: list) -> list:
+        """Sum over replicas of tensors or IndexedSlices; called in a replica context."""
+        step = current_replica_step()
+        if step is not None:
+            gradients = step.zero_without_rows(gradients)
+        return self._sum_gradients(gradients) if gradients else []
+
+    def _sum_gradients(self, gradients: list) -> list:
+        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
+
+    def _use_merge_call(self) -> bool:
+        """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
+        return False
+
+    @property
+    def _gathers_by_collectives(self) -> bool:
+        """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
+        return False
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: ReduceOp, value: Value, options: object = None
+    ) -> Value:
+        context = distribute_lib.get_replica_context()
+
+        def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
+            return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
+
+        if self._num_replicas_in_sync == 1:
+            return value
+        # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
+        flat = [
+            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
+            for t in tf.nest.flatten(value)
+        ]
+        flat = [with_int32_rows(t) for t in flat] if self._gathers_by_collectives else flat
+        reduced = context.merge_call(merge, args=flat)
+        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
+        # graph backwards from what it gets to what it gave, and through that of the other replicas
+        # to its beginning: each all-reduce again, unless no gradient leads further than this.
+        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
+            reduced = [tf.stop_gradient(t) for t in reduced]
+        return tf.nest.pack_sequence_as(value, reduced)
+
+
+def weigh_gradient(gradient: tf.Tensor | tf.IndexedSlices, step: ReplicaStep) -> object:
+    """`gradient` times the weight of the replica's rows, unless the loss already carries it."""
+    if step.weights_loss:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weigh_gradient(gradient.values, step)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(step.weight, gradient.dtype))
+
+
+@contextlib.contextmanager
+def active_step(step: ReplicaStep) -> Iterator[None]:
+    """Makes `step` that of the calling thread; gradients that cross replicas in it are weighed."""
+    context = distribute_lib.get_replica_context()
+    with step.active(), _backward_of_all_reduce_weighed(context, step):
+        yield
+
+
+def all_reduce_gradients(
+    context: tf.distribute.ReplicaContext,
+    gradients: Sequence[tf.Tensor],
+    reduce_op: ReduceOp = ReduceOp.SUM,
+) -> list[tf.Tensor]:
+    """Reduces what the backward passes of all replicas send to one another.
+
+    Where gradients are weighted only at the end, by the weight of the replica they arrive at, what
+    replica j sends to replica i has to carry `w_j / w_i`.
+    """
+    step = current_replica_step()
+    if step is None or step.weights_loss:
+        return context.all_reduce(reduce_op, list(gradients))
+    sent = [weigh_gradient(gradient, step) for gradient in gradients]
+    received = context.all_reduce(reduce_op, sent)
+    return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in received]
+
+
+def _backward_of_all_reduce_weighed(
+    context: object, step: ReplicaStep
+) -> contextlib.AbstractContextManager:
+    """Within it, gradients that cross replicas are weighted when they do."""
+    if step.weights_loss:
+        return contextlib.nullcontext()
+
+    def weighted(
+        all_reduce: Callable, reduce_op: object, value: object, options: object = None
+    ) -> object:
+        flat = tf.nest.flatten(value)
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
+            return all_reduce(reduce_op, value, options)
+
+        @tf.custom_gradient
+        def forward(*tensors: tf.Tensor) -> tuple:
+            def backward(*gradients: tf.Tensor) -> list:
+                return all_reduce_gradients(context, gradients, reduce_op)
+
+            return all_reduce(reduce_op, list(tensors), options), backward
+
+        return tf.nest.pack_sequence_as(value, forward(*flat))
+
+    return shadowed(
+        context,
+        "all_reduce",
+        wrapped(context, "all_reduce", weighted),
+        during="a replica's step",
+        why="Gradients that cross replicas are weighted when they do.",
+    )
