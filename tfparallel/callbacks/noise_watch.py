@@ -34,8 +34,8 @@ class NoiseWatch:
         self._every_steps, self._num_steps = every_steps, 0
         self._noise = NoiseScale(decay=0.5)
         self._probe = extended._new_noise_probe()
-        self._noting: Any = None  # functions of a step; what the model has is one of the two
-        self._usual: Any = None
+        self._noting: object = None  # functions of a step; what the model has is one of the two
+        self._usual: object = None
 
     def begin_step(self) -> None:
         """Keras is about to call the model's function of a step."""
