@@ -100,6 +100,32 @@ def test_a_preset_s_layout_trains_and_generates_as_one_device(make, backbone, sh
     np.testing.assert_array_equal(_generated(model), _generated(reference))
 
 
+def _with_lora(make):
+    """Its base frozen, and pairs of small matrices beside the projections of attention."""
+
+    def build():
+        model = make()
+        model.backbone.enable_lora(2)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}], ids=["parameters", "optimizer"])
+@pytest.mark.parametrize(
+    "make",
+    [_gemma, _llama, _qwen, _gpt2, _with_lora(_gemma), _with_lora(_llama)],
+    ids=["gemma", "llama", "qwen", "gpt2", "gemma_lora", "llama_lora"],
+)
+def test_models_in_shards_train_and_generate_as_on_one_device(make, options):
+    devices = ["CPU:0", "CPU:1", "CPU:2"]
+    strategy = tfparallel.ShardedStrategy(devices, min_size=1, **options)
+    model, reference = _trained(make, strategy.scope()), _trained(make)
+    assert len(model.trainable_weights) == len(reference.trainable_weights)
+    _assert_same_weights(reference, model)
+    np.testing.assert_array_equal(_generated(model), _generated(reference))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gpt2_which_brings_no_layout_trains_by_auto(dropout):
     def make():

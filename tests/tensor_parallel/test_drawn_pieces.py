@@ -32,20 +32,34 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("at_a_time", [97, 1 << 16])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", INITIALIZERS)
-@pytest.mark.parametrize(("shape", "dim", "blocks"), SHAPES)
-def test_a_piece_has_the_bits_of_the_whole(monkeypatch, shape, dim, blocks, name, dtype, at_a_time):
+def assert_pieces_of_the_whole(monkeypatch, name, dtype, at_a_time):
     monkeypatch.setattr(drawn_pieces, "_NUMBERS_AT_A_TIME", at_a_time)
-    whole = INITIALIZERS[name]()(shape, dtype)
-    asked = (INITIALIZERS[name](), shape, dtype)  # by Keras's variable
-    monkeypatch.setattr(drawn_values, "asked_of", lambda _: asked)
-    drawn = drawn_values.drawn_value(None)
-    rows = even_rows(dim, shape[dim], 3, blocks)
-    for index, expected in enumerate(cut_apart(whole, rows)):
-        piece = drawn_pieces.drawn_piece(drawn, rows, index)
-        np.testing.assert_array_equal(piece, expected)
+    for shape, dim, blocks in SHAPES:
+        whole = INITIALIZERS[name]()(shape, dtype)
+        asked = (INITIALIZERS[name](), shape, dtype)  # by Keras's variable
+        monkeypatch.setattr(drawn_values, "asked_of", lambda _, asked=asked: asked)
+        drawn = drawn_values.drawn_value(None)
+        rows = even_rows(dim, shape[dim], 3, blocks)
+        for index, expected in enumerate(cut_apart(whole, rows)):
+            piece = drawn_pieces.drawn_piece(drawn, rows, index)
+            np.testing.assert_array_equal(piece, expected, err_msg=f"{rows}")
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_a_piece_has_the_bits_of_the_whole(monkeypatch, name):
+    assert_pieces_of_the_whole(monkeypatch, name, "float64", 1 << 16)
+    assert_pieces_of_the_whole(monkeypatch, name, "float32", 1 << 16)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "truncated" else pytest.param(name, marks=pytest.mark.long)
+        for name in INITIALIZERS
+    ],
+)
+def test_a_piece_that_is_drawn_a_few_numbers_at_a_time_has_the_bits_of_the_whole(monkeypatch, name):
+    assert_pieces_of_the_whole(monkeypatch, name, "float32", 97)
 
 
 def build(width: int = 12) -> keras.Model:

@@ -44,25 +44,73 @@ def names_lost_ranks(agreement: Agreement, sign: str) -> Iterator[None]:
             raise
         if isinstance(error, (RankLostError, PeerEndedError)) or not (lost := _lost(agreement)):
             raise
-        raise RankLostError(
-            f"Expected all ranks to live as long as the training. Received: {lost} (Rank "
-            f"{agreement.rank} is speaking.)"
-        ) from error
+        raise lost_rank_error(agreement, lost) from error
+
+
+def who_ended_before(agreement: Agreement) -> str:
+    """For a rank that is about to end, and may be the first: who was, and all others know it then.
+
+    "" where it is the first itself: nothing is said to the others, which name it.
+    """
+    try:
+        lost = _until(lambda: _ended_first(agreement, _others(agreement)), _LOOKS_S)
+        if lost:
+            agreement.store.put(_key(agreement, "fails", agreement.rank), "yes")
+            agreement.store.put(_found(agreement), lost)
+    except ConnectionError as error:
+        return str(error)
+    return lost
+
+
+def has_been_found(agreement: Agreement, limit_s: float) -> str:
+    """What `who_ended_before` gives on the first rank where it does, within a time; else ""."""
+    try:
+        return agreement.store.get(_found(agreement), limit_s)
+    except TimeoutError:
+        return ""
+
+
+def say_looked(agreement: Agreement) -> None:
+    """This rank knows, and says so; rank 0, which keeps the store, waits until all others do."""
+    with contextlib.suppress(ConnectionError):
+        _stay(agreement)
+
+
+def lost_rank_error(agreement: Agreement, lost: str) -> RankLostError:
+    """The error of a rank that knows who is `lost`."""
+    return RankLostError(
+        f"Expected all ranks to live as long as the training. Received: {lost} (Rank "
+        f"{agreement.rank} is speaking.)"
+    )
+
+
+def _found(agreement: Agreement) -> str:
+    return f"tfparallel/{agreement.name}/found"
+
+
+def _others(agreement: Agreement) -> list[int]:
+    return [rank for rank in range(agreement.num_workers) if rank != agreement.rank]
 
 
 def _lost(agreement: Agreement) -> str:
     """The ranks that have ended first or do not run, in a sentence; "" if all are there."""
-    others = [rank for rank in range(agreement.num_workers) if rank != agreement.rank]
+    others = _others(agreement)
     try:
         agreement.store.put(_key(agreement, "fails", agreement.rank), "yes")
         lost = _until(lambda: _ended_first(agreement, others), _LOOKS_S)
         lost = lost or _silent(agreement, others)
-        agreement.store.put(_key(agreement, "looked", agreement.rank), "yes")
-        if agreement.rank == 0:
-            _until(lambda: all(_needs_no_store(agreement, rank) for rank in others), _STAYS_S)
+        _stay(agreement)
     except ConnectionError as error:
         return str(error)
     return lost
+
+
+def _stay(agreement: Agreement) -> None:
+    """Says that this rank has looked; rank 0, which keeps the store, waits for the others."""
+    agreement.store.put(_key(agreement, "looked", agreement.rank), "yes")
+    if agreement.rank == 0:
+        others = _others(agreement)
+        _until(lambda: all(_needs_no_store(agreement, rank) for rank in others), _STAYS_S)
 
 
 def _ended_first(agreement: Agreement, others: list[int]) -> str:

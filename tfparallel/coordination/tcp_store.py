@@ -22,6 +22,7 @@ from tfparallel.coordination.store import RankHasEnded
 _ACCEPTING_S = 60.0  # at a time
 _MOST_CONNECTIONS = 4096  # each has a thread; a rank needs a handful
 _LARGEST_MESSAGE_BYTES = 1 << 24
+_HAS_ENDED = "Rank 0, which keeps what the ranks agree on, has ended."
 
 
 class StoreServer:
@@ -151,6 +152,7 @@ class TcpStore:
     def __init__(self, host: str, port: int, token: str, rank: int, answer_s: float = 30.0):
         self._host, self._port, self._key, self._answer_s = host, port, key_of(token), answer_s
         self._thread = threading.local()
+        self._presence: _Stream | None = None
         self._presence = self._connect()
         request = {"do": "join", "rank": rank, "host": socket.gethostname()}
         _ask(self._presence, answer_s, 0.0, request)
@@ -195,7 +197,9 @@ class TcpStore:
             try:
                 connection = socket.create_connection((self._host, self._port), self._answer_s)
                 break
-            except ConnectionRefusedError:
+            except ConnectionRefusedError as error:
+                if self._presence is not None:  # it has listened before
+                    raise ConnectionError(_HAS_ENDED) from error
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -227,5 +231,5 @@ def _ask(stream: _Stream, answer_s: float, waits_s: float, request: Mapping[str,
     except OSError as error:
         raise ConnectionError(f"Rank 0, which keeps what the ranks agree on: {error}") from error
     if not line:
-        raise ConnectionError("Rank 0, which keeps what the ranks agree on, has ended.")
+        raise ConnectionError(_HAS_ENDED)
     return json.loads(line)

@@ -1,5 +1,6 @@
 """Shards on the ranks of Horovod."""
 
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from tfparallel.communication.horovod_collectives import (
     process_sets,
     start,
 )
+from tfparallel.coordination.ends_together import EndsTogether
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.hybrid.groups_of_workers import all_groups, check_copies, groups_around
@@ -54,6 +56,8 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         if sets:
             around = groups_around(hvd.rank(), hvd.size(), num_copies)
             self._in_copy, self._across = (self._among(sets[group.number]) for group in around)
+            # To take process sets apart Horovod asks all ranks, dead ones too, and aborts.
+            weakref.finalize(self, EndsTogether(self._agreement).stop)
         if timeouts.stall_s is not None:
             self._watch_for_stalls(timeouts.stall_s)
 
