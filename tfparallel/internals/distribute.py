@@ -43,6 +43,7 @@ Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
+PerReplicaSpec = values.PerReplicaSpec
 ReduceOp = reduce_util.ReduceOp
 ReplicaContext = distribute_lib.ReplicaContext
 
@@ -56,6 +57,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "PerReplicaSpec",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
