@@ -3,7 +3,8 @@
     python benchmarks/tracing.py
     python benchmarks/tracing.py --models MobileNetV2 --rows mirrored_2 horovod_2 --rounds 3
 
-For every model and strategy (a row of `tests/conformance/strategies.py`) the seconds of processor
+For every model and strategy (a row of `tests/conformance/strategies.py`, or `stock`, TensorFlow's
+MirroredStrategy of two replicas) the seconds of processor
 time that a process spends on the first step of `fit`, which is traced, less those of a second one
 of the same shapes, which is not; and the operations that it makes, in thousands, which no other
 process slows down. In brackets, times those without a strategy. Four images, each measurement in a
@@ -29,6 +30,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 MODELS = ("MobileNetV2", "EfficientNetB0", "DenseNet121", "ResNet50", "ConvNeXtTiny")
 NO_STRATEGY = "reference"
+STOCK = "stock"  # TensorFlow's MirroredStrategy of two replicas, which does not synchronise here
 PLAIN, SYNCHRONISED = "plain", "synchronised"
 SIDE, IMAGES = 32, 4
 
@@ -52,7 +54,7 @@ def main() -> None:
     for model in options.models:
         for row in options.rows:
             cells = [(NO_STRATEGY, PLAIN), (row, PLAIN)]
-            cells += [] if "pipeline" in row else [(row, SYNCHRONISED)]
+            cells += [] if "pipeline" in row or row == STOCK else [(row, SYNCHRONISED)]
             rounds = [[in_processes(r, model, n) for r, n in cells] for _ in range(options.rounds)]
             none, *found = (medians(taken) for taken in zip(*rounds, strict=True))
             columns = [compared(each, none) for each in found]
@@ -75,7 +77,7 @@ def in_processes(row_name: str, model: str, norm: str) -> list[float]:
     """`measure` in as many processes as the strategy has workers; rank 0's answer."""
     from tests.conformance.strategies import ROWS
 
-    row = ROWS[row_name]
+    row = ROWS[NO_STRATEGY if row_name == STOCK else row_name]
     command = [sys.executable, __file__, "--measure", row_name, model, norm]
     workers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | environment, text=True)
@@ -93,12 +95,7 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
     import numpy as np
 
-    from tests.conformance.strategies import ROWS
-    from tests.helpers import open_logical_cpus
-
-    row = ROWS[row_name]
-    open_logical_cpus(row.devices_per_worker)
-    strategy = row.make()
+    strategy = made(row_name)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build(model_name, norm == SYNCHRONISED)
         model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
@@ -112,6 +109,20 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
     with counted_operations() as count:
         first_s = step_s()
     return [first_s - step_s(), count()]
+
+
+def made(row_name: str) -> Any:
+    """The strategy of a row, on devices that this opens."""
+    import tensorflow as tf
+
+    from tests.conformance.strategies import ROWS
+    from tests.helpers import open_logical_cpus
+
+    if row_name == STOCK:
+        open_logical_cpus(2)
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    open_logical_cpus(ROWS[row_name].devices_per_worker)
+    return ROWS[row_name].make()
 
 
 @contextlib.contextmanager

@@ -209,12 +209,8 @@ _BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
 )
 _OF_STAGES = {
     **_BATCH_NORM_OF_A_MICROBATCH,
-    "coupled_losses.all_rows_in_layer": "layers of a pipeline are computed apart: "
-    "tests/replicas/test_all_rows.py",
     "layer_state.codebook_that_moves_first": "refused: its rows need those of later microbatches: "
     "tests/pipeline/test_pipeline_layer_state.py",
-    "keras_io.metric_learning": "refused: its step computes forward again with what came of all "
-    "microbatches",
 }
 _OF_TWO_LAYERS = dict.fromkeys(
     (
@@ -225,6 +221,7 @@ _OF_TWO_LAYERS = dict.fromkeys(
         "custom_training.two_optimizers",
         "layer_state.a_model_that_counts",
         "coupled_losses.sums_that_a_model_adds",
+        "keras_io.metric_learning",
         "keras_io_recipes.deep_q_learning",
         "keras_io_recipes.endpoint_layer_of_a_subclassed_model",
         "layer_state.endpoint_layer",

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
-from tfparallel import MirroredStrategy, OneDeviceStrategy, PipelineStrategy
+from tests.helpers import assert_same_training, tiny_data, train
+from tfparallel import MirroredStrategy, OneDeviceStrategy
 
 CPUS = [f"CPU:{i}" for i in range(3)]
 
@@ -84,17 +84,3 @@ def test_in_a_function_of_its_own_is_an_error():
     strategy = MirroredStrategy(CPUS)
     with pytest.raises(RuntimeError, match="a call in a tf.function, tf.cond or loop"):
         strategy.run(lambda: tf.function(strategy.all_rows)(tf.ones([2, 1])))
-
-
-def test_a_layer_of_a_pipeline_cannot_gather():
-    strategy = PipelineStrategy(CPUS[:2], num_microbatches=2)
-
-    class Centered(keras.layers.Layer):
-        def call(self, x):
-            return x - keras.ops.mean(strategy.all_rows(x), axis=0)
-
-    def build():
-        return keras.Sequential([keras.Input((6,)), Centered(), keras.layers.Dense(3)])
-
-    with pytest.raises(RuntimeError, match="in a layer of a pipeline"):
-        train(strategy, build=build, compile_options=tiny_compile_options, data=tiny_data)

@@ -7,8 +7,10 @@ import tensorflow as tf
 import tfparallel
 from tfparallel.replicas.batch import (
     Batch,
+    InPlace,
     OnHost,
     OnHosts,
+    _hide_num_rows,
     concat_rows,
     split_rows,
     with_int32_rows,
@@ -130,3 +132,27 @@ def test_a_gradient_of_few_rows_keeps_its_numbers():
     np.testing.assert_array_equal(sparse.values, values)
     assert with_int32_rows(values) is values
     assert with_int32_rows(sparse) is sparse
+
+
+def test_rows_are_hidden_of_dense_tensors_in_graphs_and_of_nothing_else():
+    dense, number = tf.zeros([2, 3]), tf.constant(1.0)
+    sparse = tf.sparse.from_dense(dense)
+    assert _hide_num_rows(dense) is dense
+
+    @tf.function
+    def hidden():
+        own, same = _hide_num_rows(tf.identity(dense)), tf.identity(number)
+        assert own.shape.as_list() == [None, 3]
+        assert _hide_num_rows(same) is same
+        assert _hide_num_rows(sparse) is sparse
+        return own
+
+    np.testing.assert_array_equal(hidden(), dense)
+
+
+def test_parts_that_are_in_place_have_the_bounds_of_this_process(extended):
+    batch = InPlace()
+    batch.parts, batch.total = [{"x": tf.zeros([3, 1])}, {"x": tf.zeros([2, 1])}], 5
+    own = Batch(extended, batch)
+    assert own.rows == [3, 2] and own.first_rows == [0, 3]
+    np.testing.assert_allclose(own.weights, [0.6, 0.4])

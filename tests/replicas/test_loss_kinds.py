@@ -11,7 +11,7 @@ from tests.conformance.cases import coupled_losses
 from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel.internals import set_keras_mask
 from tfparallel.replicas import loss_kinds, row_trial
-from tfparallel.replicas.loss_kinds import kind_of_loss
+from tfparallel.replicas.loss_kinds import kind_of_loss, kind_of_metric
 
 LABELS, CLASSES = tf.zeros([7], tf.int64), tf.zeros([7, 3])
 NUMBERS, IMAGES, TOKENS = tf.zeros([7]), tf.zeros([7, 32, 32, 3]), tf.zeros([7, 5], tf.int32)
@@ -49,6 +49,13 @@ class Doubled(keras.losses.Dice):
         return 2 * super().call(y_true, y_pred)
 
 
+class Centered(keras.losses.MeanSquaredError):
+    """A loss of Keras whose own rows are not all that it looks at."""
+
+    def call(self, y_true, y_pred):
+        return super().call(y_true, y_pred - ops.mean(y_pred, axis=0))
+
+
 class OwnCall(keras.Loss):
     def __call__(self, y_true, y_pred, sample_weight=None):
         return ops.sum(ops.abs(y_true - y_pred))
@@ -69,6 +76,7 @@ class OwnCall(keras.Loss):
         (keras.losses.Circle(), (LABELS, CLASSES), "coupled"),
         (Doubled(axis=-1), (CLASSES, CLASSES), "rows"),
         (Doubled(), (CLASSES, CLASSES), "coupled"),
+        (Centered(), (CLASSES, CLASSES), "coupled"),
         (OwnCall(), (CLASSES, CLASSES), "sum"),
         (mean_square, (IMAGES, IMAGES), "mean"),
         (mean_square, (CLASSES, CLASSES, NUMBERS), "coupled"),
@@ -83,6 +91,21 @@ class OwnCall(keras.Loss):
 )
 def test_kinds(loss, arguments, kind):
     assert _kind(loss, *arguments) == kind
+
+
+@pytest.mark.parametrize(
+    ("metric", "arguments", "kind"),
+    [
+        (keras.metrics.CategoricalCrossentropy(), (CLASSES, CLASSES), "rows"),
+        (keras.metrics.CategoricalCrossentropy(axis=0), (CLASSES, CLASSES), "coupled"),
+        (keras.metrics.CategoricalAccuracy(), (CLASSES, CLASSES), "rows"),
+        (keras.metrics.MeanMetricWrapper(lambda y, p: p[:, 0] * y), (NUMBERS, CLASSES), "rows"),
+        (keras.metrics.MeanMetricWrapper(mean_square), (CLASSES, CLASSES), "mean"),
+        (keras.metrics.MeanMetricWrapper(root_mean_square), (CLASSES, CLASSES), "coupled"),
+    ],
+)
+def test_kinds_of_metrics(metric, arguments, kind):
+    assert kind_of_metric(metric, *arguments, None) == kind
 
 
 def test_a_mask_makes_a_number_of_the_batch_coupled():
@@ -276,3 +299,21 @@ def test_rows_of_draws_differ():
     for draw in row_trial._DRAWS:
         means = np.abs(row_trial._drawn_leaf(spec, draw, rng, is_target=False)).mean(axis=1)
         assert means.max() > 1.5 * means.min()
+
+
+def test_a_layer_that_adds_more_losses_in_a_trial_than_in_a_step_cannot_be_tried(caplog):
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    class Unsteady(Added):
+        def call(self, x):
+            if tf.is_symbolic_tensor(x):  # as no trial has it
+                self.add_loss(0.1 * ops.mean(x))
+                return x
+            self.add_loss(ops.sum(x))
+            self.add_loss(ops.mean(x))
+            return x
+
+    training = _train_with(lambda: Unsteady(None), strategy)
+    (message,) = [r.getMessage() for r in caplog.records if "mean over rows" in r.getMessage()]
+    assert "2 losses instead of 1" in message
+    assert_same_training(_train_with(lambda: Unsteady(None)), training)

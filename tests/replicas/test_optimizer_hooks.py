@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tests.helpers import tiny_data, train
+from tests.helpers import assert_same_training, tiny_data, train
+from tfparallel.replicas.optimizer_hooks import GradientSource
 
 
 class EverySecondStep(keras.Sequential):
@@ -25,8 +26,7 @@ class EverySecondStep(keras.Sequential):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("kind", ["MirroredStrategy", "ShardedStrategy"])
-def test_an_optimizer_in_a_branch_is_refused_and_told_of_accumulation(kind):
+def trained(strategy):
     def build():
         return EverySecondStep([keras.Input((6,)), keras.layers.Dense(3)])
 
@@ -34,6 +34,31 @@ def test_an_optimizer_in_a_branch_is_refused_and_told_of_accumulation(kind):
         x, _ = tiny_data(rows)
         return x, x[:, :3]
 
+    return train(strategy, build, lambda: {"loss": "mse"}, data)
+
+
+@pytest.mark.parametrize("kind", ["MirroredStrategy", "ShardedStrategy"])
+def test_an_optimizer_in_a_branch_is_refused_and_told_of_accumulation(kind):
     strategy = getattr(tfparallel, kind)(["CPU:0", "CPU:1"])
     with pytest.raises(RuntimeError, match=r"tf\.cond.*gradient_accumulation_steps=k"):
-        train(strategy, build, lambda: {"loss": "mse"}, data)
+        trained(strategy)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tfparallel.OneDeviceStrategy("CPU:1"),
+        lambda: tfparallel.MirroredStrategy(["CPU:0"]),
+        lambda: tfparallel.ShardedStrategy(["CPU:0"]),
+    ],
+)
+def test_on_one_device_an_optimizer_may_be_in_a_branch(make):
+    assert_same_training(trained(None), trained(make()))
+
+
+def test_what_an_optimizer_trains_is_more_than_what_has_gradients():
+    first, second = keras.Variable(1.0), keras.Variable(2.0)
+    optimizer = keras.optimizers.SGD()
+    assert GradientSource(optimizer, [second]).all_variables() == [second]
+    optimizer.build([first, second])
+    assert GradientSource(optimizer, [second]).all_variables() == [first, second]

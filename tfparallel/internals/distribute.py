@@ -42,6 +42,7 @@ Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
+PerReplicaSpec = values.PerReplicaSpec
 ReduceOp = reduce_util.ReduceOp
 ReplicaContext = distribute_lib.ReplicaContext
 
@@ -55,6 +56,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "PerReplicaSpec",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",

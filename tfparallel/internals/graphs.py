@@ -106,9 +106,26 @@ def dtype_behind(handle: tf.Tensor) -> tf.DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
-def with_body(function: tf.types.experimental.GenericFunction, body: Callable) -> object:
-    """`function`, a `tf.function`, with all its options, around the Python function `body`."""
-    return function._clone(python_function=body)
+class UnconvertedError(RuntimeError):
+    """What AutoGraph raises as it is; of a class that it does not know it makes another error."""
+
+    ag_pass_through = True
+
+
+def with_body(
+    function: tf.types.experimental.PolymorphicFunction, body: Callable, signature: Sequence | None
+) -> object:
+    """`function`, a `tf.function`, with all its options but another body and input signature."""
+    return polymorphic_function.Function(
+        python_function=body,
+        name=function._name,
+        input_signature=signature,
+        autograph=function._autograph,
+        jit_compile=function._jit_compile,
+        reduce_retracing=function._reduce_retracing,
+        experimental_attributes=function._attributes,
+        experimental_autograph_options=function._experimental_autograph_options,
+    )
 
 
 @contextlib.contextmanager

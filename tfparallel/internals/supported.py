@@ -69,6 +69,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "Mirrored",
         "MirroredVariable",
         "PerReplica",
+        "PerReplicaSpec",
         "SyncOnReadVariable",
     ),
     "tensorflow.python.distribute.values_util": (
@@ -301,7 +302,14 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_rng",
         "abort_collective_ops",
     ),
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": ("_clone",),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": (
+        "_attributes",
+        "_autograph",
+        "_experimental_autograph_options",
+        "_jit_compile",
+        "_name",
+        "_reduce_retracing",
+    ),
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction": (
         "_call_flat",
     ),

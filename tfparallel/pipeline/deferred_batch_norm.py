@@ -45,20 +45,23 @@ class DeferredBatchNorm:
         self.shares: dict[int, tuple[Any, tf.Tensor]] = {}
         self._layers = list(layers)
         self._thread = threading.local()
+        self._collecting = 0  # threads: one may wait for others within what is collected
         self._values: dict[int, list[tuple]] = collections.defaultdict(list)
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[list[tuple[tf.Variable, tf.Tensor]]]:
         """Within it, the calling thread's assignments are put into the list, and not done."""
         self._thread.collected = []
+        self._collecting += 1
         variables = [v for layer in self._layers for v in _averages(layer)]
         for variable in variables:
             variable.deferred_to = self._take
         try:
             yield self._thread.collected
         finally:
+            self._collecting -= 1
             for variable in variables:
-                variable.deferred_to = None
+                variable.deferred_to = self._take if self._collecting else None
             self._thread.collected = None
 
     def _take(self, variable: object, value: tf.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Control dependencies that put the calls on each device into the order of a schedule."""
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +26,7 @@ def put_in_order(
 
     Returns:
         The schedule; or, where something of the step depends on several microbatches, that with
-        all forward passes first.
+        all forward passes first, even if one call after another is done for all microbatches.
 
     Raises:
         ValueError: if the step cannot be done in that order either.
@@ -37,18 +38,21 @@ def put_in_order(
     ]
     run_independently(graph, [*unordered, *itertools.chain(*passes.sums.values())])
     place_shapes(graph)
-    if has_cycle(graph, _edges(schedule, passes)):
+    edges = [*_edges(schedule, passes)]
+    if has_cycle(graph, edges):
         schedule = schedule.all_forward_first()
-    for before, after in _edges(schedule, passes):
+        edges = [*_edges(schedule, passes)]
+        if has_cycle(graph, edges):
+            edges = [*_call_by_call(schedule, passes)]
+    for before, after in edges:
         run_after(after, before)
     hide_from_clustering(graph, passes, devices)
     if has_cycle(graph):
         raise ValueError(
-            "A step of a pipeline does the forward passes of all microbatches, then something "
-            "of all of them if it must, then their backward passes. Received: a step that "
-            "computes forward again with what came of several microbatches. Move what needs "
-            "all rows behind the model's last layer, or train in a strategy that does not cut "
-            "the model."
+            "A step of a pipeline makes the same calls for every microbatch, in the same order. "
+            "Received: calls that wait for one another in a circle, as those of microbatches that "
+            "differ from one another may. Make the step the same for all replicas, or train in a "
+            "strategy that does not cut the model."
         )
     return schedule
 
@@ -66,6 +70,28 @@ def _edges(schedule: Schedule, passes: Passes) -> Iterator[tuple[tf.Operation, t
             if each in passes.fetches:
                 yield from itertools.product(passes.calls[earlier], passes.fetches[each])
         yield from _behind_copies([each for each in order if each in passes.calls], passes)
+
+
+def _call_by_call(
+    schedule: Schedule, passes: Passes
+) -> Iterator[tuple[tf.Operation, tf.Operation]]:
+    """A call of all microbatches before their next one, if this needs what came of all.
+
+    Microbatches make the same calls one after another, so that no call needs one of later number:
+
+        stage 0    call 0 of all, call 1 of all    backward of call 1, of call 0
+                          \\   /
+                       rows of all
+    """
+    numbers: collections.Counter[int] = collections.Counter()
+    calls: dict[int, list[tuple]] = collections.defaultdict(list)
+    for operation, action in passes.action_of.items():  # of each microbatch as it was traced
+        numbers[action.microbatch] += 1
+        place = numbers[action.microbatch], action.microbatch
+        calls[schedule.device_of[action.stage]].append((*place, operation))
+    for own in calls.values():
+        ordered = sorted(own, key=lambda call: call[:2])
+        yield from itertools.pairwise(operation for *_, operation in ordered)
 
 
 def _behind_copies(

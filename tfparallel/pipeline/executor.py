@@ -114,6 +114,7 @@ class Executor:
         *,
         is_shared: bool = True,
         is_result: bool = False,
+        as_it_is: bool = False,
     ) -> list:
         """Calls `function(*inputs)` as a part of what `stage` does for `microbatch`.
 
@@ -129,9 +130,11 @@ class Executor:
             is_shared: whether `function` takes nothing else of its microbatch. If that is not sure
                 it is called as it is, in no particular order, where it takes tensors of the step.
             is_result: whether `function` is a loss or a metric, of the round its inputs are of.
+            as_it_is: whether `function` is known to take something else of its microbatch, or of
+                others, whatever it returns then.
         """
         with tf.device(self.device_of(stage)):
-            if tf.executing_eagerly():
+            if as_it_is or tf.executing_eagerly():
                 return function(*inputs)
             try:
                 concrete = self._functions.concrete(stage, key, function, inputs)

@@ -26,6 +26,7 @@ from tfparallel.pipeline.memory import num_values, trained_bytes
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Part, members, variables_by_part
 from tfparallel.pipeline.timed_calls import TimedCalls
+from tfparallel.replicas.all_rows import own_rows_alone
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 
@@ -64,6 +65,7 @@ def profile_parts(
     with (
         tf.init_scope(),
         without_trace(model),
+        own_rows_alone(),
         tf.device(devices[0]),
         _shown_progress(len(parts)) as advance,
     ):

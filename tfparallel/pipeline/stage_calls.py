@@ -18,6 +18,7 @@ from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
+from tfparallel.replicas.all_rows import RowsNeededInFunctionError
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.state_changes import StateChanges
 
@@ -42,6 +43,7 @@ class StageCalls:
         self._graph = tf.compat.v1.get_default_graph()
         self._thread = threading.local()
         self._results: dict[Any, TracedResult] = {}
+        self._of_all_rows: set[object] = set()  # names of computations
 
     @property
     def around(self) -> Calls:
@@ -68,6 +70,14 @@ class StageCalls:
         """Whether the thread traces a part of a stage."""
         return getattr(self._thread, "is_in_part", False)
 
+    @contextlib.contextmanager
+    def _in_part(self) -> Iterator[None]:
+        self._thread.is_in_part = True
+        try:
+            yield
+        finally:
+            self._thread.is_in_part = False
+
     def call(
         self,
         stage: int,
@@ -85,6 +95,10 @@ class StageCalls:
             function: takes a list of tensors, returns a nest of tensors; both may have Keras masks.
             inputs: tensors, sparse and ragged ones too.
             **options: of `Executor.call`.
+
+        Raises:
+            RowsNeededInFunctionError: if one of several layers gathers the rows of all
+                microbatches. That layer is to be called alone.
         """
         counts = vars(self._thread).setdefault("counts", collections.Counter())
         counts[name] += 1
@@ -101,14 +115,10 @@ class StageCalls:
             state, own_place = split_at(list(rest), len(given))
             own_inputs, own_masks = filled(inputs, flat), flat[len(flat_inputs) :]
             set_masks(own_inputs, masks, own_masks)
-            self._thread.is_in_part = True
             apart = self._changes.in_function(flat, given, state)
-            try:
-                draws = self._draws(own_place, key[:2])
-                with draws, self._deferred.collected() as statistics, apart as noted:
-                    outputs, losses = losses_apart(function, layers, own_inputs)
-            finally:
-                self._thread.is_in_part = False
+            draws = self._draws(own_place, key[:2])
+            with self._in_part(), draws, self._deferred.collected() as statistics, apart as noted:
+                outputs, losses = losses_apart(function, layers, own_inputs)
             owners = [layer for layer, _ in losses]
             result = TracedResult(outputs, owners, [v for v, _ in statistics], noted)
             self._results[key] = result
@@ -123,7 +133,17 @@ class StageCalls:
         place = None if self._row_seeds is None else self._row_seeds.place()
         given_tensors = [*arguments, *(change.value for change in given), *present([place])]
         stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
-        flat = self._executor.call(stage, microbatch, key, flat_function, given_tensors, **options)
+        try:
+            if name in self._of_all_rows:
+                return self._call_as_it_is(stage, key, layers, function, inputs)
+            flat = self._executor.call(
+                stage, microbatch, key, flat_function, given_tensors, **options
+            )
+        except RowsNeededInFunctionError:
+            if len(layers) != 1 or name in self._of_all_rows:
+                raise
+            self._of_all_rows.add(name)
+            return self._call_as_it_is(stage, key, layers, function, inputs)
         result = self._results[key]
         flat, left = split_at(flat, len(flat) - result.num_left)
         for call, tensors in result.calls(left):
@@ -133,6 +153,30 @@ class StageCalls:
         flat, values = split_at(flat, len(flat) - len(result.statistics))
         self._deferred.add(microbatch, result.statistics, values)
         return result.filled(flat)
+
+    def _call_as_it_is(
+        self, stage: int, key: tuple, layers: Sequence, function: Callable, inputs: list
+    ) -> Any:
+        """`function(inputs)` in the graph of the step, where microbatches can exchange rows."""
+        microbatch, given = self._current_microbatch(), self._changes.needed_by(layers)
+        place = None if self._row_seeds is None else self._row_seeds.place()
+
+        def called() -> Any:
+            state = [change.value for change in given]
+            apart = self._changes.in_function(flat_tensors(inputs), given, state)
+            draws = self._draws(present([place]), key[:2])
+            with self._in_part(), draws, self._deferred.collected() as statistics, apart as noted:
+                return function(inputs), statistics, noted
+
+        outputs, statistics, noted = self._executor.call(
+            stage, microbatch, key, called, [], as_it_is=True
+        )
+        for call, tensors in noted.calls:
+            self._changes.leave(call, tensors)
+        self._changes.add(noted.changed, [change.value for change in noted.changed], layers)
+        variables, values = [v for v, _ in statistics], [value for _, value in statistics]
+        self._deferred.add(microbatch, variables, values)
+        return outputs
 
     def _draws(self, place: Sequence, part: tuple) -> contextlib.AbstractContextManager:
         """In a part that is traced: where random numbers are those of rows."""

@@ -61,7 +61,12 @@ def losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[ob
     own = [layer for each in layers if isinstance(each, keras.Layer) for layer in layers_of(each)]
     own = list({id(layer): layer for layer in own}.values())
     before = [len(added_losses(layer)) for layer in own]
-    outputs = function(inputs)
+    try:
+        outputs = function(inputs)
+    except Exception:  # what it has added is of a graph that is thrown away
+        for layer, count in zip(own, before, strict=True):
+            drop_added_losses(layer, count)
+        raise
     losses = []
     for layer, count in zip(own, before, strict=True):
         losses += [(layer, loss) for loss in drop_added_losses(layer, count)]

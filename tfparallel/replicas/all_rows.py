@@ -10,13 +10,15 @@ What a replica computes of them may also be computed by all others; `all_rows` a
 gradients, `own_rows_live` does not, where it is known that they compute the same.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import distribute_lib, in_symbolic_scope
+from tfparallel.internals import UnconvertedError, distribute_lib, in_symbolic_scope
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas.batch import Rows
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
@@ -24,6 +26,21 @@ from tfparallel.replicas.row_trial import check_is_no_trial
 from tfparallel.replicas.step_build import BuildContext
 
 Nest = TypeVar("Nest")
+_thread = threading.local()
+
+
+class RowsNeededInFunctionError(UnconvertedError):
+    """Rows of all replicas are asked for in a function of the step, which cannot wait for them."""
+
+
+@contextlib.contextmanager
+def own_rows_alone() -> Iterator[None]:
+    """Within it, `all_rows` gives what it is given: what is computed is only timed."""
+    _thread.has_own_rows_alone = True
+    try:
+        yield
+    finally:
+        _thread.has_own_rows_alone = False
 
 
 def all_rows(strategy: tf.distribute.Strategy, tensors: Nest) -> Nest:
@@ -35,7 +52,8 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Nest) -> Nest:
         RuntimeError: outside of a step that runs on replicas.
         ValueError: for a tensor without rows.
     """
-    if num_replicas(strategy) == 1 or in_symbolic_scope():
+    has_own_alone = getattr(_thread, "has_own_rows_alone", False)
+    if num_replicas(strategy) == 1 or in_symbolic_scope() or has_own_alone:
         return tensors
     check_is_no_trial()
     context = distribute_lib.get_replica_context()
@@ -43,8 +61,7 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Nest) -> Nest:
         raise RuntimeError(
             "all_rows gathers what replicas have, and is called where they compute: in the "
             "train_step, compute_loss or a layer of a model that `fit` or `evaluate` runs, or in a "
-            "function given to strategy.run. Received: a call outside of a step, or in a layer of "
-            "a pipeline, which computes its layers apart."
+            "function given to strategy.run. Received: a call outside of a step."
         )
     flat = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(tensors)]
     _check_rows(flat)
@@ -97,10 +114,10 @@ def gather_rows(tensors: Sequence) -> list:
     try:
         return context.strategy.extended._all_rows(list(tensors))
     except RuntimeError as error:
-        raise RuntimeError(
+        raise RowsNeededInFunctionError(
             "Replicas exchange rows between the operations of their step, not in a function of its "
-            "own within it. Received: a call in a tf.function, tf.cond or loop, or in a layer of a "
-            "pipeline, whose stages are such functions. Move it out, or set run_eagerly=True."
+            "own within it. Received: a call in a tf.function, tf.cond or loop. Move it out, or "
+            "set run_eagerly=True."
         ) from error
 
 

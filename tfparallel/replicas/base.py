@@ -156,7 +156,7 @@ class KerasStrategy(DescribedStrategy):
             The same nest of tensors `[rows of all replicas, ...]`.
 
         Raises:
-            RuntimeError: outside of a step that runs on replicas, and in a layer of a pipeline.
+            RuntimeError: outside of a step that runs on replicas, and in a function within one.
             ValueError: for a tensor without rows.
         """
         return all_rows(self, tensors)

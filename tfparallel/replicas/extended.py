@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from tfparallel.replicas.one_place import OnePlace
 from tfparallel.replicas.owners import hook_owner
 from tfparallel.replicas.row_seeds import RowSeeds
 from tfparallel.replicas.seed_hooks import call_with_global_seed
+from tfparallel.replicas.signatures import signature_of_all
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
@@ -161,25 +163,35 @@ class ReplicatedExtended(
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            return self._around_replicas(fn)(*args, **kwargs)
+            if fn.input_signature is not None:  # which is of positional arguments
+                bound = inspect.signature(fn.python_function).bind(*args, **kwargs)
+                args, kwargs = bound.args, bound.kwargs
+            return self._around_replicas(fn, args)(*args, **kwargs)
         run = super()._call_for_each_replica
         strategy = self._container_strategy()
         return call_with_global_seed(strategy, lambda seeded: run(seeded, args, kwargs), fn)
 
-    def _around_replicas(self, function: tf.types.experimental.PolymorphicFunction) -> Callable:
+    def _around_replicas(
+        self, function: tf.types.experimental.PolymorphicFunction, args: tuple
+    ) -> Callable:
         """`function`, a `tf.function` of one replica, as one of all: they meet in one graph only.
 
-        As TensorFlow does it, which would then run the replicas without our hooks.
+        As TensorFlow does it, which would then run the replicas without our hooks, and refuses an
+        `input_signature` where `args` have a value for each replica.
         """
-        if function not in self._functions_around_replicas:
+        made = self._functions_around_replicas.setdefault(function, {})
+        own = function.input_signature
+        signature = None if own is None else signature_of_all(own, args)
+        key = None if own is None else tuple(keras.tree.flatten(signature))
+        if key not in made:
             body = function.python_function  # not `function`, which is the key
 
             @functools.wraps(body)
             def all_replicas(*args: object, **kwargs: object) -> object:
                 return self.call_for_each_replica(body, args, kwargs)
 
-            self._functions_around_replicas[function] = with_body(function, all_replicas)
-        return self._functions_around_replicas[function]
+            made[key] = with_body(function, all_replicas, signature)
+        return made[key]
 
     @functools.cached_property
     def _functions_around_replicas(self) -> weakref.WeakKeyDictionary:

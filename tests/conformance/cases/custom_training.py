@@ -1,7 +1,11 @@
 """A user's own `train_step` and a user's own loop train as on one device."""
 
+import functools
+from collections.abc import Callable
+
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.conformance.case import Run, case
@@ -205,7 +209,7 @@ def loop_with_global_clipnorm(run: Run):
 
 @case()
 def loop_without_tf_function(run: Run):
-    return _loop(run, lambda: keras.optimizers.SGD(0.1), compiled=lambda function: function)
+    return _loop(run, lambda: keras.optimizers.SGD(0.1), compiled=_eagerly)
 
 
 @case()
@@ -252,7 +256,55 @@ def loop_that_reduces_an_argument(run: Run):
 def loop_of_a_compiled_replica_step(run: Run):
     """What goes to `strategy.run` is a `tf.function`: replicas meet inside of it."""
     optimizer = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05)  # noqa: E731
-    return _loop(run, optimizer, compiled=lambda fn: fn, compiled_step=tf.function)
+    return _loop(run, optimizer, compiled=_eagerly, compiled_step=tf.function)
+
+
+@case()
+def loop_of_signatures(run: Run):
+    """What `strategy.run` is given has an `input_signature`, and what calls it one of all."""
+    x, y = tiny_data(BATCH)
+    specs = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
+    optimizer = lambda: keras.optimizers.Adam(0.01)  # noqa: E731
+    step = functools.partial(tf.function, input_signature=specs)
+    return _loop(run, optimizer, rows=UNEVEN_ROWS, compiled=_of_its_data, compiled_step=step)
+
+
+@case()
+def loop_that_goes_on_after_what_does_not_fit(run: Run):
+    """A batch that the signature refuses leaves nothing: the next call is as if it had not been."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    with run.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
+    def add(x):
+        return total.assign_add(tf.reduce_sum(x))
+
+    def of_rows(rows):
+        dataset = tf.data.Dataset.from_tensors(rows)
+        (batch,) = strategy.experimental_distribute_dataset(dataset)
+        strategy.run(add, args=(batch,))
+        return total.numpy()
+
+    right = np.arange(8, dtype="float32").reshape(4, 2)
+    totals = [of_rows(right)]
+    for wrong in (right.astype("int64"), right[:, :1], right[:, 0]):
+        with pytest.raises((TypeError, ValueError)):
+            of_rows(wrong)
+        totals.append(of_rows(right[:2]))
+    return {"totals": totals}
+
+
+@case()
+def step_that_returns_more_than_metrics(run: Run):
+    """What is no number of the batch comes back as it is."""
+
+    class Model(keras.Model):
+        def train_step(self, data):
+            constants = {"whole": tf.constant(7), "vector": tf.constant([1.0, 2.0]), "own": 2.5}
+            return {**super().train_step(data), **constants}
+
+    return run.train("values", build=lambda: _functional(Model)).results()
 
 
 @case(core=True)
@@ -280,11 +332,19 @@ def loop_without_run(run: Run):
     return Training(model, {}, {"losses": losses, "accuracy": accuracy.result().numpy()}).results()
 
 
+def _eagerly(function, distributed) -> Callable:
+    return function
+
+
+def _of_its_data(function, distributed) -> Callable:
+    return tf.function(function, input_signature=[distributed.element_spec])
+
+
 def _loop(
     run: Run,
     make_optimizer,
     rows: int = 2 * BATCH,
-    compiled=tf.function,
+    compiled=lambda function, distributed: tf.function(function),
     compiled_step=lambda fn: fn,
 ) -> dict:
     strategy = run.strategy or tf.distribute.get_strategy()
@@ -294,6 +354,9 @@ def _loop(
         optimizer.build(model.trainable_variables)
         accuracy = keras.metrics.SparseCategoricalAccuracy()
         loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    dataset = tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(BATCH)
+    distributed = strategy.experimental_distribute_dataset(dataset)
 
     @compiled_step
     def replica_step(x, y):
@@ -305,16 +368,13 @@ def _loop(
         accuracy.update_state(y, scores)
         return loss
 
-    @compiled
     def train_step(batch):
         return strategy.reduce("SUM", strategy.run(replica_step, args=batch), axis=None)
 
-    @compiled
     def predict_step(batch):
         return strategy.gather(strategy.run(lambda x, y: model(x), args=batch), axis=0)
 
-    dataset = tf.data.Dataset.from_tensor_slices(tiny_data(rows)).batch(BATCH)
-    distributed = strategy.experimental_distribute_dataset(dataset)
+    train_step, predict_step = [compiled(f, distributed) for f in (train_step, predict_step)]
     losses = [train_step(batch).numpy() for _ in range(2) for batch in distributed]
     one_row = tf.data.Dataset.from_tensor_slices(tiny_data(1)).batch(BATCH)
     batches = [*distributed, *strategy.experimental_distribute_dataset(one_row)]

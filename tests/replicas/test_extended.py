@@ -1,0 +1,151 @@
+"""What every strategy of replicas decides alike, asked one by one."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tests.helpers import assert_same_training, train
+from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.variables import CentralVariable, ReplicatedVariable, is_statistics
+
+CPUS = ["CPU:0", "CPU:1"]
+
+
+def test_a_worker_says_which_one_it_is():
+    extended = tfparallel.MirroredStrategy(CPUS).extended
+    assert extended._description() == "num_replicas=2, devices=['CPU:0', 'CPU:1']"
+    extended._num_workers, extended._id_in_cluster = 2, 1
+    assert extended._description().startswith("num_replicas=4, worker=1 of 2, devices=")
+
+
+def test_copies_are_named_by_their_replica_and_the_first_as_on_one_device():
+    with tfparallel.MirroredStrategy(CPUS).scope():
+        variable = tf.Variable(1.0, name="v")
+    assert [copy.name for copy in variable.values] == ["v:0", "v/replica_1:0"]
+
+
+def test_statistics_have_a_copy_for_each_replica_where_weights_have_one():
+    with tfparallel.CentralStorageStrategy(CPUS).scope():
+        layer = layers.BatchNormalization()
+        layer.build((None, 3))
+    is_central = {v.name: isinstance(behind(v), CentralVariable) for v in layer.variables}
+    assert is_central == {
+        "gamma": True,
+        "beta": True,
+        "moving_mean": False,
+        "moving_variance": False,
+    }
+    assert all(isinstance(behind(v), ReplicatedVariable) for v in layer.variables)
+
+
+@pytest.mark.parametrize(
+    ("owner", "kwargs", "expected"),
+    [
+        (layers.Dense(2), {"trainable": False}, True),
+        (layers.Dense(2), {"trainable": True}, False),
+        (layers.Dense(2), {"trainable": False, "dtype": "int32"}, False),
+        (layers.BatchNormalization(synchronized=False), {"trainable": False}, True),
+        (layers.BatchNormalization(synchronized=True), {"trainable": False}, False),
+        (keras.optimizers.SGD(), {"trainable": False}, False),
+        (None, {"trainable": False}, False),
+    ],
+)
+def test_numbers_that_a_layer_does_not_train_are_statistics(owner, kwargs, expected):
+    assert is_statistics(owner, kwargs) is expected
+
+
+def test_only_copies_are_a_tensor_for_who_differentiates():
+    with tfparallel.CentralStorageStrategy(CPUS).scope():
+        variable = tf.Variable(2.0)
+        with tf.GradientTape() as tape:
+            y = 3.0 * variable
+    assert variable.handle.dtype == tf.resource
+    assert tape.gradient(y, variable) == 3.0
+
+
+def test_states_of_rows_are_kept_by_one_replica_and_refused_by_two():
+    def build():
+        inputs = keras.Input((4, 3), batch_size=6)
+        return keras.Model(inputs, layers.Dense(1)(layers.LSTM(2, stateful=True)(inputs)))
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = build()
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(12, 4, 3)).astype("float32")
+        model.fit(x, x[:, 0, :1], batch_size=6, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    plain = trained(tf.distribute.get_strategy())
+    for own, expected in zip(trained(tfparallel.MirroredStrategy(CPUS[:1])), plain, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="stateful=True keeps a state for each row"):
+        trained(tfparallel.MirroredStrategy(CPUS))
+
+
+def test_a_keras_step_sees_one_replica():
+    """What divides by it, as scripts for `tf.distribute` do, divides by 1."""
+    seen = []
+    strategy = tfparallel.MirroredStrategy(CPUS)
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            seen.append(tf.distribute.get_strategy().num_replicas_in_sync)
+            return super().train_step(data)
+
+    training = train(strategy, lambda: Model([keras.Input((6,)), layers.Dense(3)]))
+    assert set(seen) == {1} and strategy.num_replicas_in_sync == 2
+    assert training.model.optimizer.iterations > 0
+
+
+def test_a_number_that_is_of_no_replica_is_no_sum():
+    """As under stock: who sums it would count it once or as often as there are replicas."""
+    strategy = tfparallel.MirroredStrategy(CPUS)
+    with pytest.raises(ValueError, match="non-DistributedValues value 3.0 cannot be reduced"):
+        strategy.reduce("SUM", 3.0, axis=None)
+    assert strategy.reduce("MEAN", 3.0, axis=None) == 3.0
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_what_replicas_count_is_read_by_its_aggregation(aggregation):
+    strategy = tfparallel.MirroredStrategy(CPUS)
+    with strategy.scope():
+        count = tf.Variable(
+            0.0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=getattr(tf.VariableAggregation, aggregation),
+        )
+
+    def of_replica():
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return count.assign_add(tf.cast(number, tf.float32) + 1)
+
+    strategy.run(of_replica)
+    assert count.numpy() == {"SUM": 3.0, "MEAN": 1.5, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
+
+
+def test_sums_over_rows_that_a_layer_adds_are_those_of_one_device_outside_of_steps_too():
+    """Losses are weighed within a step, and read as they are without one."""
+
+    class Added(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * keras.ops.sum(keras.ops.square(x)))
+            return x
+
+    def build():
+        return keras.Sequential([keras.Input((6,)), layers.Dense(5), Added(), layers.Dense(3)])
+
+    strategy = tfparallel.MirroredStrategy(CPUS)
+    plain, training = train(None, build=build), train(strategy, build=build)
+    assert_same_training(plain, training)
+    x = np.ones((4, 6), "float32")
+    with strategy.scope():
+        training.model(x)
+        own = [float(loss) for loss in training.model.losses]
+    plain.model(x)
+    np.testing.assert_allclose(own, [float(loss) for loss in plain.model.losses], rtol=1e-5)
