@@ -3,10 +3,11 @@
 Logical CPUs stand in for GPUs: CPU:1 is GPU:0, CPU:2 is GPU:1, and CPU:0 is the host. Every
 operation is looked up in the kernels of TensorFlow's CUDA wheel (`kernels_2.21.json.gz`, a dump of
 its registry), which say whether there is one for a GPU, and which of its arguments and results are
-in the host's memory. An edge between two memories is a copy.
+in the host's memory. A tensor that is wanted in another memory is a copy, one for each memory
+however many operations there want it, as TensorFlow sends it.
 
-The graph is read as it is traced. TensorFlow folds constants and shapes later, so edges from
-constants do not count.
+The graph is read as it is traced. What TensorFlow folds before it runs, constants and what is
+computed of them and of known shapes (`folding.py`), is in every memory that wants it.
 """
 
 import collections
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tensorflow as tf
+
+from tests.gpu.folding import Folded
 
 _KERNELS = Path(__file__).with_name("kernels_2.21.json.gz")
 _FUNCTIONAL = {
@@ -90,13 +93,17 @@ def audit(graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None) -> 
 def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool = False) -> None:
     devices = _places(graph, default, given, result)
     on_host = {each for each in graph.get_operations() if is_step and each not in given}
-    memory = functools.partial(_memory, devices, on_host)
+    memory, folded, sent = functools.partial(_memory, devices, on_host), Folded(), set()
     for operation in graph.get_operations():
         _look_at_operation(operation, devices[operation], result)
+        if folded.is_constant(operation):
+            continue
         for i, tensor in enumerate(operation.inputs):
             source = memory(tensor.op, tensor.value_index, False)
             target = memory(operation, i, True)
-            if tensor.op.type != "Const" and source != target:
+            is_copy = source != target and not folded.is_constant(tensor.op)
+            if is_copy and (tensor.ref(), target) not in sent:
+                sent.add((tensor.ref(), target))
                 edge = f"{tensor.op.type} -> {operation.type} ({tensor.dtype.name})"
                 result.copies[_direction(source, target)][edge] += 1
     for operation, called, inputs in _calls(graph):

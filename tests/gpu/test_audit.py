@@ -8,10 +8,12 @@ refuses more than before.
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.grappler import tf_optimizer
 
 import tfparallel
 from tests.conformance.models import MODELS
 from tests.gpu.audit import audit
+from tests.gpu.folding import Folded
 from tests.gpu.steps import BY_DEFAULT, EVERY, GPUS, STRATEGIES, audited
 from tests.gpu.table import read_table, risen_directions, row_name
 
@@ -46,6 +48,22 @@ def test_collectives_are_nccl_and_on_every_gpu_alike():
         assert first == second and sum(map(len, (first, second))) == len(by_place), name
         with_nccl += is_asked
     assert with_nccl == len(MODELS)
+
+
+_WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definition
+_LOOPS = {"lstm", "masking"}  # the gradient of TensorFlow's While keeps int32 of each turn
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_waits_for_a_gpu_within_a_step_for_a_known_size(strategy):
+    """None to the host, so neither metrics nor counters: they are read when somebody asks."""
+    names = [row_name(strategy, each, "static") for each in MODELS if each not in _LOOPS]
+    rows = {name: row for name, row in read_table().items() if name in names}
+    to_host = {name: row["to_host"] for name, row in rows.items() if row["to_host"]}
+    if strategy == _WEIGHTS_ON_THE_HOST:
+        assert len(to_host) == len(names)
+    else:
+        assert not to_host
 
 
 def test_more_copies_in_one_direction_are_refused_whatever_the_others_do():
@@ -113,3 +131,35 @@ def _audit_with(layer: keras.layers.Layer):
 
     specs = [tf.TensorSpec((12, 6)), tf.TensorSpec((12, 3))]
     return audit(step.get_concrete_function(*specs).graph)
+
+
+def test_what_counts_as_folded_is_a_constant_when_it_runs():
+    """Asked of grappler itself, within a function that a `RemoteCall` runs, too."""
+
+    def body(x):
+        rows = tf.shape(x)[0]
+        size = tf.reduce_prod(tf.stack([rows, tf.size(x[0]), 3]))
+        return tf.reduce_sum(x) / tf.cast(size, x.dtype)
+
+    for shape, is_known in (((4, 5), True), ((None, 5), False)):
+        concrete = tf.function(body).get_concrete_function(tf.TensorSpec(shape))
+        folded = Folded()
+        own = {x.type for x in concrete.graph.get_operations() if not folded.is_constant(x)}
+        assert ("Prod" in own) is not is_known
+        assert ("Prod" in _optimised(concrete)) is not is_known
+
+
+def _optimised(concrete) -> set[str]:
+    """The types of operations that grappler leaves of a function that another device runs."""
+    caller = tf.Graph()
+    with caller.as_default():
+        concrete.add_to_graph(caller)
+        x = tf.compat.v1.placeholder(tf.float32, concrete.inputs[0].shape)
+        remote = tf.raw_ops.RemoteCall(
+            target="/device:CPU:1", args=[x], Tout=[tf.float32], f=concrete._inference_function.name
+        )
+        tf.compat.v1.add_to_collection("train_op", tf.identity(remote[0]))
+    meta = tf.compat.v1.train.export_meta_graph(graph_def=caller.as_graph_def(), graph=caller)
+    graph = tf_optimizer.OptimizeGraph(tf.compat.v1.ConfigProto(), meta)
+    (body,) = (each for each in graph.library.function if each.node_def)
+    return {node.op for node in body.node_def}

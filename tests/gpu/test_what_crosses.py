@@ -20,14 +20,14 @@ class Norm(keras.layers.BatchNormalization):
         super().__init__(center=False, scale=False, **options)
 
 
-def audited(strategy_name, layers, labels="int32"):
+def audited(strategy_name, layers, labels="int32", metrics=(lambda: "accuracy",)):
     """A training step for `[12, 6]` rows and 3 classes, by `layers` and a Dense behind them."""
     strategy = STRATEGIES[strategy_name]()
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), *[make() for make in layers]])
         model.add(keras.layers.Dense(3))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, metrics=["accuracy"])
+        model.compile("sgd", loss, metrics=[make() for make in metrics])
     x, y = tf.random.normal([ROWS, 6]), tf.zeros([ROWS], labels)
     model.train_on_batch(x, y)
 
@@ -56,7 +56,24 @@ def test_a_central_storage_sums_gradients_where_its_variables_are():
     assert sum(copies["to_host"][edge] for edge in gradients) == 2 * 4  # replicas, variables
     for direction in ("to_device", "between_devices"):  # no sum comes back
         assert not [edge for edge in copies[direction] if edge.startswith("AddN")]
-        assert not [edge for edge in copies[direction] if "-> AddN" in edge], copies[direction]
+        added = {edge for edge in copies[direction] if "-> AddN" in edge}
+        assert added <= {"Pack -> AddN (float32)"}, copies[direction]  # all metrics of a replica
+
+
+def test_metrics_cross_as_one_tensor_however_many_there_are():
+    def copies(count):
+        make = keras.metrics.SparseCategoricalCrossentropy
+        metrics = [lambda i=i: make(str(i), from_logits=True) for i in range(count)]
+        return audited("mirrored", [], metrics=metrics).totals()["between_devices"]
+
+    assert copies(0) == copies(1) == copies(3)
+
+
+@pytest.mark.parametrize("strategy", ["central_storage", "pipeline"])
+def test_steps_are_counted_on_the_host_where_the_counter_is(strategy):
+    found = audited(strategy, [lambda: keras.layers.Dense(4)])
+    for direction in ("to_host", "to_device"):
+        assert not [edge for edge in found.copies[direction] if "int64" in edge], found.copies
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "sharded"])

@@ -3,7 +3,8 @@
 import pytest
 import tensorflow as tf
 
-from tfparallel.internals.datasets import unrepeatable_functions
+from tfparallel.internals import datasets
+from tfparallel.internals.datasets import unrepeatable_functions, unrepeatable_parts
 
 Dataset = tf.data.Dataset
 NUMBERS = Dataset.range(8)
@@ -56,3 +57,38 @@ def test_what_has_seeds_is_repeatable(make):
 def test_a_seed_of_all_is_one_of_each():
     tf.random.set_seed(1)
     assert unrepeatable_functions(NUMBERS.filter(lambda x: tf.random.uniform(()) < 0.5)) == []
+
+
+def read_in_turn(deterministic: bool | None, numbers: Dataset = NUMBERS) -> Dataset:
+    return numbers.interleave(Dataset.range, num_parallel_calls=2, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: read_in_turn(False).batch(2),
+        lambda: read_in_turn(True, read_in_turn(False)),  # the one before, and not its follower
+        lambda: read_in_turn(False, read_in_turn(True)),
+        lambda: read_in_turn(False, generated().map(lambda x: tf.cast(x, tf.int64))),
+        lambda: NUMBERS.map(abs, num_parallel_calls=2, deterministic=False).prefetch(1),
+        lambda: NUMBERS.batch(2, num_parallel_calls=2, deterministic=False),
+    ],
+)
+def test_parts_without_an_order_are_named(make):
+    assert unrepeatable_parts(make()) == ["deterministic=False"]
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_an_interleave_in_order_is_repeatable(deterministic):
+    assert unrepeatable_parts(read_in_turn(deterministic).batch(2)) == []
+
+
+def test_an_interleave_is_not_asked_for_its_order_at_the_cost_of_large_arrays(monkeypatch):
+    monkeypatch.setattr(datasets, "_LARGEST_GRAPH_BYTES", 100)
+    small = Dataset.from_tensor_slices(tf.zeros([12], tf.int64))
+    assert unrepeatable_parts(read_in_turn(False, small)) == ["deterministic=False"]
+    large = Dataset.from_tensor_slices(tf.zeros([13], tf.int64))
+    assert unrepeatable_parts(read_in_turn(False, large)) == []
+    table = tf.zeros([13], tf.int64)
+    captured = NUMBERS.map(lambda x: tf.gather(table, x))
+    assert unrepeatable_parts(read_in_turn(False, captured)) == []

@@ -1,7 +1,9 @@
 """What a `tf.data.Dataset` keeps to itself, and the arrays behind one of Keras's."""
 
+import weakref
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 # The arrays behind a dataset that Keras made of them, for workers that keep arrays.
@@ -10,11 +12,13 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 # How many rows a `.batch` further up in a pipeline makes; a pipeline on another host.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size, replicate
 
-# The classes of datasets that keep, repeat and shuffle: what a resumed training must read again.
+# The classes of datasets that keep, interleave, repeat and shuffle: what a resumed training must
+# read again.
 from tensorflow.python.data.ops.cache_op import CacheDataset
 
 # Whether a dataset is read ahead of the steps anyway.
 from tensorflow.python.data.ops.dataset_ops import _OptionsDataset
+from tensorflow.python.data.ops.interleave_op import _ParallelInterleaveDataset
 from tensorflow.python.data.ops.prefetch_op import _PrefetchDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
@@ -181,10 +185,40 @@ def unrepeatable_parts(dataset: object) -> list[str]:
     names = [name for each in dataset._inputs() for name in unrepeatable_parts(each)]
     if not any(int(vars(dataset).get(seed, 1)) for seed in ("_seed", "_seed2")):
         names.append("shuffle without a seed")
-    is_deterministic = vars(dataset).get("_deterministic")
-    if is_deterministic == "false" or dataset.options().deterministic is False:
+    if _may_change_its_order(dataset) or dataset.options().deterministic is False:
         names.append("deterministic=False")
     return list(dict.fromkeys(names))
+
+
+def _may_change_its_order(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset, not those before it, was made with `deterministic=False`.
+
+    An interleave says so in its graph only, which holds the arrays before it: behind very large
+    ones it is taken for one in order.
+    """
+    if not isinstance(dataset, _ParallelInterleaveDataset):
+        return vars(dataset).get("_deterministic") == "false"
+    if dataset not in _orders:
+        if _bytes_in_graph(dataset) > _LARGEST_GRAPH_BYTES:
+            return False
+        policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+        serialized = dataset._as_serialized_graph(external_state_policy=policy).numpy()
+        nodes = tf.compat.v1.GraphDef.FromString(serialized).node
+        own = [node for node in nodes if node.op.startswith("ParallelInterleaveDataset")][-1]
+        _orders[dataset] = own.attr["deterministic"].s == b"false"
+    return _orders[dataset]
+
+
+def _bytes_in_graph(dataset: tf.data.Dataset) -> int:
+    """How large what a dataset holds in memory is, with those before it."""
+    captured = [x for each in dataset._functions() for x in each.function.captured_inputs]
+    arrays = [*vars(dataset).get("_tensors", ()), *captured]
+    sizes = [np.prod(each.shape, dtype=np.int64) * each.dtype.size for each in arrays]
+    return int(sum(sizes)) + sum(map(_bytes_in_graph, dataset._inputs()))
+
+
+_LARGEST_GRAPH_BYTES = 100_000_000
+_orders: weakref.WeakKeyDictionary[tf.data.Dataset, bool] = weakref.WeakKeyDictionary()
 
 
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}

@@ -73,6 +73,7 @@ __all__ = [
     "seed_generators_of",
     "stock_own_losses",
     "set_behind",
+    "step_counter_of",
     "trained_by",
 ]
 
@@ -275,6 +276,11 @@ def options_of_loss(loss: keras.Loss) -> dict[str, Any]:
 def trained_by(optimizer: BaseOptimizer) -> list[keras.Variable]:
     """What `optimizer` was built for, in its order; empty before."""
     return optimizer._trainable_variables
+
+
+def step_counter_of(optimizer: BaseOptimizer) -> keras.Variable:
+    """How often it was applied; the public `iterations` counts updates of accumulated gradients."""
+    return optimizer._iterations
 
 
 def apply_without_replicas(

@@ -115,7 +115,7 @@ class Executor:
         is_shared: bool = True,
         is_result: bool = False,
         as_it_is: bool = False,
-    ) -> list:
+    ) -> Sequence:
         """Calls `function(*inputs)` as a part of what `stage` does for `microbatch`.
 
         Gradient tapes record the call. Its backward pass is on the stage's device too, and in the

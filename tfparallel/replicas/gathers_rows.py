@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfparallel.internals import PerReplica, distribute_lib
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.batch import concat_rows
-from tfparallel.replicas.variables import SummedWhenRead, prefetched_metrics
+from tfparallel.replicas.variables import SummedWhenRead, prefetched_metrics, sums_of_copies
 
 
 class GathersRows(tf.distribute.StrategyExtended):
@@ -47,14 +47,16 @@ class GathersRows(tf.distribute.StrategyExtended):
 
     @contextlib.contextmanager
     def _metrics_read_together(self, metrics: Sequence) -> Iterator[None]:
-        """Reads all metric variables in one all-reduce between workers instead of one for each."""
+        """Reads all metric variables at once: one tensor a type from each device and worker."""
         variables = [behind(v) for metric in metrics for v in metric.variables]
         variables = [v for v in variables if isinstance(v, SummedWhenRead)]
-        if self._num_workers == 1 or not variables:
+        if self._num_workers == 1:
+            variables = [v for v in variables if v.is_sum_of_copies]
+        if not variables:
             yield
             return
-        sums = [tf.add_n([copy.read_value() for copy in v.values]) for v in variables]
-        if self._meets_every_step:
+        sums = sums_of_copies(variables)
+        if self._num_workers > 1 and self._meets_every_step:
             sums = self._sum_and_check_weights(sums)
         with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield

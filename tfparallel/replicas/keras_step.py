@@ -24,6 +24,7 @@ from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
 from tfparallel.replicas.replica_step import ReplicaStep
+from tfparallel.replicas.variables import joined_copies, split_up
 from tfparallel.replicas.weighed_gradients import active_step
 
 
@@ -93,7 +94,8 @@ def _average_statistics(extended: StepDecisions, variables: list, batch: Batch) 
     for variable in variables:
         groups[variable.dtype].append(variable)
     shares = [_mean(own, batch) for own in groups.values()]
-    means = extended._mean_statistics([_joined(own, 0) for own in groups.values()], shares, batch)
+    own_values = [joined_copies(own, 0) for own in groups.values()]
+    means = extended._mean_statistics(own_values, shares, batch)
     for own, mean in zip(groups.values(), means, strict=True):
         _assign_parts(own, mean)
 
@@ -106,27 +108,20 @@ def _mean(variables: Sequence, batch: Batch) -> tf.Tensor:
     weighted = []
     for i, (rows, weight) in enumerate(zip(batch.rows, batch.weights, strict=True)):
         with tf.device(variables[0].values[i].device):
-            joined = _joined(variables, i)
+            joined = joined_copies(variables, i)
             counted = tf.where(tf.greater(rows, 0), joined, tf.zeros_like(joined))
             weighted.append(counted * tf.cast(weight, joined.dtype))
     with tf.device(variables[0].values[0].device):
         return tf.add_n(weighted)
 
 
-def _joined(variables: Sequence, i: int) -> tf.Tensor:
-    """`[values of all variables]` of replica `i`."""
-    copies = [variable.values[i] for variable in variables]
-    return tf.concat([tf.reshape(copy.read_value(), [-1]) for copy in copies], 0)
-
-
 def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:
     """Gives every copy of each variable its part of `joined`."""
-    sizes = [variable.shape.num_elements() for variable in variables]
     for i, first in enumerate(variables[0].values):
         with tf.device(first.device):
-            parts = tf.split(tf.identity(joined), sizes)
+            parts = split_up(tf.identity(joined), variables)
             for variable, part in zip(variables, parts, strict=True):
-                variable.values[i].assign(tf.reshape(part, variable.shape))
+                variable.values[i].assign(part)
 
 
 def _reduce_output(

@@ -16,7 +16,12 @@ import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.hooks import hook_once, wrapped
-from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
+from tfparallel.internals.keras_layers import (
+    apply_without_replicas,
+    behind,
+    step_counter_of,
+    trained_by,
+)
 from tfparallel.replicas.checks import check_trained
 from tfparallel.replicas.repeated_rows import added_up
 from tfparallel.replicas.replica_step import current_replica_step
@@ -131,6 +136,7 @@ def _reduce_then_apply(
     if isinstance(context, BuildContext):
         build_optimizer(optimizer, trainable_variables)
         return None
+    _count_where_the_counter_is(optimizer)
     if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # Keras refuses: its optimizer would ask the replicas whether all is finite. We have one
         # gradient for all of them here, as any other optimizer has.
@@ -160,6 +166,22 @@ def _reduce_then_apply(
         return strategy.extended._apply_reduced(apply, grads, trainable_variables)
     finally:
         _thread.is_reduced = False
+
+
+def _count_where_the_counter_is(optimizer: BaseOptimizer) -> None:
+    counter = step_counter_of(optimizer)
+    hook_once(
+        counter,
+        "assign_add",
+        wrapped(counter, "assign_add", functools.partial(_add_in_place, counter)),
+        why="Steps are counted where the counter is: no GPU sends the host a copy.",
+    )
+
+
+def _add_in_place(counter: keras.Variable, assign_add: Callable, value: object) -> object:
+    if not _is_reduced():  # Keras's own ways of counting, outside of replicas
+        return assign_add(value)
+    return behind(counter).assign_add(tf.cast(value, counter.dtype))
 
 
 def _reduce_then_apply_gradients(

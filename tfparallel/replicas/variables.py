@@ -22,9 +22,10 @@ that many times it.
 Outside of replicas one device computes: it reads and differentiates copy 0 of what is replicated.
 """
 
+import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -154,6 +155,14 @@ class CentralVariable(ReplicatedVariable):
 class SummedWhenRead:
     """A variable whose value is the sum over all replicas, of all workers."""
 
+    values: tuple
+    aggregation: tf.VariableAggregation
+
+    @property
+    def is_sum_of_copies(self) -> bool:
+        """Whether this process has several copies, whose sum it is."""
+        return len(self.values) > 1 and self.aggregation == tf.VariableAggregation.SUM
+
     def _prefetched(self) -> tf.Tensor | None:
         """The sum, where it is known."""
         return getattr(_prefetched, "values", {}).get(id(self))
@@ -194,6 +203,43 @@ def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
         yield
     finally:
         _prefetched.values = {}
+
+
+def sums_of_copies(variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]:
+    """Of each variable the sum of its copies, on the device of the first.
+
+    Variables of one type are one tensor, which crosses from device to device once. Integers, which
+    GPUs have in the host's memory, are added up where they are.
+    """
+    together = collections.defaultdict(list)
+    for variable in variables:
+        alone = None if variable.dtype.is_floating else id(variable)
+        places = tuple(copy.device for copy in variable.values)
+        together[variable.dtype, places, alone].append(variable)
+    sums = {}
+    for (_, places, _), group in together.items():
+        joined = [joined_copies(group, i) for i in range(len(places))]
+        with tf.device(places[0]):  # not the host, which would wait for a GPU
+            parts = split_up(tf.add_n(joined), group)
+        sums.update({id(variable): part for variable, part in zip(group, parts, strict=True)})
+    return [sums[id(variable)] for variable in variables]
+
+
+def joined_copies(variables: Sequence["ReplicatedVariable"], i: int) -> tf.Tensor:
+    """`[values of all variables]`: their copies number `i`, where they are."""
+    with tf.device(variables[0].values[i].device):
+        values = [variable.values[i].read_value() for variable in variables]
+        if all(variable.shape.rank == 0 for variable in variables):
+            return tf.stack(values)
+        return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+
+def split_up(joined: tf.Tensor, variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]:
+    """The value of each variable, of `joined_copies`."""
+    if all(variable.shape.rank == 0 for variable in variables):
+        return tf.unstack(joined, len(variables))
+    parts = tf.split(joined, [variable.shape.num_elements() for variable in variables])
+    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
 def is_statistics(owner: object, kwargs: Mapping[str, object]) -> bool:

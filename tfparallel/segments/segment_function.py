@@ -254,6 +254,8 @@ class _Gradients:
         slices = [each for each in self._gradients if isinstance(each, tf.IndexedSlices)]
         outer = dict(zip(map(id, self._inner), self.needed, strict=True))
         self._of_no_row = [each.indices for each in slices if is_of_no_row(each.indices, outer)]
+        shapes = [(each.dense_shape, tf.get_static_value(each.dense_shape)) for each in slices]
+        self._known_shapes = [(x, value) for x, value in shapes if value is not None]
 
     def leaves(self, positions: Iterable[int]) -> list[tf.Tensor]:
         """The different tensors that the gradients of the `xs` at `positions` are made of."""
@@ -289,8 +291,9 @@ class _Gradients:
         """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`.
 
         Indices that no row of the batch decides on are made where they are used: whoever adds up
-        sees that they are alike.
+        sees that they are alike. So are shapes, which a GPU would send to the host.
         """
+        values = {**values, **{id(x): tf.constant(of, x.dtype) for x, of in self._known_shapes}}
         if self._of_no_row:
             values = {**values, **self._made_here(self._of_no_row)}
         leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]

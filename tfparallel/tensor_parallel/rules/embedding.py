@@ -33,7 +33,6 @@ def embedding(group: Group, layer: keras.Layer, original: Callable, inputs: tf.T
     if table is None or group.rows(layer.embeddings) is None or not is_plain_tensor(inputs):
         return NotImplemented
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as `keras.ops.take` counts
     vectors = _look_up(group, table, ids)
     if vectors.dtype == layer.compute_dtype:
         return vectors
@@ -88,13 +87,19 @@ def _capped(layer: keras.Layer, logits: tf.Tensor) -> tf.Tensor:
 
 
 def _look_up(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
-    rows = None
-    if table.rows.dim == 0 and ids.shape.rank == 2:
+    """The vectors of tokens; negative ones count from the end, as in `keras.ops.take`."""
+    count, is_by_rows, rows = table.shape[0], table.rows.dim == 0, None
+    with record.stop_recording():
+        checks = [index_check(ids, count, least=-count)] if is_by_rows else []
+        ids = tf.cast(ids, tf.int64)  # GPUs subtract int32 on the host
+        ids = tf.where(ids < 0, ids + count, ids)
+    if is_by_rows and ids.shape.rank == 2:
         rows = group.rows_of_sequence([*ids.shape, table.shape[1]])
     if rows is not None:
-        return _look_up_by_positions(group, table, ids, rows)
-    with record.stop_recording():
-        look_up = _by_rows if table.rows.dim == 0 else _by_columns
+        with tf.control_dependencies(checks):
+            return _look_up_by_positions(group, table, ids, rows)
+    with record.stop_recording(), tf.control_dependencies(checks):
+        look_up = _by_rows if is_by_rows else _by_columns
         vectors = look_up(group, table, ids)
     _record_look_up(table, ids, [vectors], lambda gradient: gradient)
     return vectors
@@ -104,7 +109,7 @@ def _look_up_by_positions(
     group: Group, table: SplitVariable, ids: tf.Tensor, rows: Rows
 ) -> tf.Tensor:
     """Vectors in parts along positions, of which each device gets its own."""
-    with record.stop_recording(), tf.control_dependencies([index_check(ids, table.shape[0])]):
+    with record.stop_recording():
         terms = _own_vectors(table, ids)
         parts = scatter_sum(terms, rows, group.devices)
     _record_look_up(table, ids, parts, lambda *gradients: joined(gradients, rows.dim))
@@ -128,8 +133,7 @@ def _record_look_up(
 
 
 def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
-    with tf.control_dependencies([index_check(ids, table.shape[0])]):
-        return group.summed(_own_vectors(table, ids))
+    return group.summed(_own_vectors(table, ids))
 
 
 def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
@@ -144,14 +148,29 @@ def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
     return parts
 
 
-def index_check(ids: tf.Tensor, count: int) -> tf.Operation:
+def index_check(ids: tf.Tensor, count: int, least: int = 0) -> tf.Operation:
     """What no device has would count as zeros; the host says that it is wrong.
 
-    A GPU has no strings: asked for there, the message is an error without soft placement.
+    A GPU has no strings: asked for there, the message is an error without soft placement. What
+    comes from the batch is looked at as it came, on the host: who waits for the check waits for no
+    GPU.
     """
-    is_known = tf.reduce_all((ids >= 0) & (ids < count))
-    with tf.device(hosts_of([ids.device])[0]):
-        return tf.debugging.Assert(is_known, [f"Expected indices in [0, {count}). Received:", ids])
+    host, given = hosts_of([ids.device])[0], ids if tf.executing_eagerly() else _as_given(ids)
+    with tf.device(host):
+        is_known = tf.reduce_all((given >= least) & (given < count))
+        return tf.debugging.Assert(
+            is_known, [f"Expected indices in [0, {count}). Received:", given]
+        )
+
+
+def _as_given(ids: tf.Tensor) -> tf.Tensor:
+    """The integers that `ids` were, before they were cast, copied to a device or shaped."""
+    before = ids
+    while before.op.type in {"Cast", "Identity", "Squeeze", "Reshape"}:
+        before = before.op.inputs[0]
+        if before.dtype in (tf.int32, tf.int64):
+            ids = before
+    return ids
 
 
 def _by_columns(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
