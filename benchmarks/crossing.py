@@ -1,8 +1,8 @@
 """Counts the bytes that a traced step sends from device to device, of its graph.
 
 An edge between operations on two devices is a tensor that is sent, once to each device that takes
-it. What nothing needs is left out, and functions of several devices are looked into, as TensorFlow
-does both. Tensors of less than `_LEAST` values (norms, counts, rates) and whole numbers are not
+it. What nothing needs is left out, and functions that TensorFlow inlines are looked into, as it
+does both; others are of one device, to which what they take is sent. Tensors of less than `_LEAST` values (norms, counts, rates) and whole numbers are not
 counted.
 """
 
@@ -43,12 +43,26 @@ def bytes_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str, bool
     Returns:
         By the device that sends, the one that is sent to, and whether these are rows of the batch.
     """
-    counter = _Counter(rows)
-    counter.walk(_Body(graph, {}, (), home))
     total: dict = collections.Counter()
-    for (made, target), size in counter.sent.items():
+    for (made, target), size in _sent(graph, rows, home).items():
         total[made.device, target, made.is_of_batch] += size
     return total
+
+
+def copies_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str], int]:
+    """How many tensors a step sends, by the device that sends and the one that is sent to.
+
+    Args:
+        graph, rows, home: as for `bytes_by_link`.
+    """
+    ends = [(made.device, target) for made, target in _sent(graph, rows, home)]
+    return collections.Counter(ends)
+
+
+def _sent(graph: Any, rows: int, home: str) -> dict[tuple[Made, str], int]:
+    counter = _Counter(rows)
+    counter.walk(_Body(graph, {}, (), home))
+    return counter.sent
 
 
 class _Body:
@@ -76,7 +90,7 @@ class _Body:
             return inlined.made(inlined.graph.outputs[tensor.value_index])
         if tensor.dtype == tf.resource:
             handle = self._outer.get(id(tensor), tensor)
-            return Made((self.path, tensor.ref()), _short(handle.device or self.home))
+            return Made((self.path, tensor.ref()), short(handle.device or self.home))
         key = (self.path, tensor.ref())
         return Made(key, self.device(operation), operation.type == _CUTS_ROWS)
 
@@ -85,25 +99,39 @@ class _Body:
         if operation.type == "RemoteCall":
             target = tf.get_static_value(operation.inputs[0])
             if target is not None:
-                return _short(target.item().decode())
+                return short(target.item().decode())
         for tensor in operation.inputs:
             if tensor.dtype == tf.resource and operation.type != "RemoteCall":
                 return self.made(tensor).device
-        return _short(operation.device or self.home)
+        return short(operation.device or self.home)
 
     def function(self, operation: tf.Operation) -> Any:
         """The graph of the function that an operation calls."""
         return self.graph._get_function(operation.get_attr("f").name).graph
 
+    def _is_called(self, operation: tf.Operation) -> bool:
+        """Whether a function is called as it is, which one of several devices must not be."""
+        function = self.graph._get_function(operation.get_attr("f").name)
+        if not function.cached_definition.attr["_noinline"].b:
+            return False
+        devices = _devices_in(function.graph)
+        if len(devices) > 1:
+            raise ValueError(
+                "Expected functions of several devices to be inlined: what others take, keep and "
+                f"return goes through the device of the call, which is not counted. Received: "
+                f"{operation.name}, on {sorted(devices)}."
+            )
+        return True
+
     def inlined(self, operation: tf.Operation) -> "_Body | None":
-        """The body of a call of a function of several devices."""
-        if operation.type not in _INLINED:
+        """The body of a call of a function, if TensorFlow inlines it."""
+        if operation.type not in _INLINED or self._is_called(operation):
             return None
         if operation not in self._inlined:
             graph = self.function(operation)
             pairs = zip(graph.inputs, operation.inputs, strict=True)
             given = {id(inner): self.made(outer) for inner, outer in pairs}
-            path, home = (*self.path, operation.name), _short(operation.device or self.home)
+            path, home = (*self.path, operation.name), short(operation.device or self.home)
             self._inlined[operation] = _Body(graph, given, path, home)
         return self._inlined[operation]
 
@@ -160,6 +188,15 @@ def _needed(graph: Any, outputs: Collection) -> set:
     return needed
 
 
-def _short(device: str) -> str:
+def _devices_in(graph: Any) -> set[str]:
+    """Those of a graph's operations, and of the functions that it calls."""
+    found = {short(operation.device) for operation in graph.get_operations() if operation.device}
+    calls = [op for op in graph.get_operations() if op.type in _INLINED]
+    inner = [graph._get_function(op.get_attr("f").name).graph for op in calls]
+    return found.union(*map(_devices_in, inner))
+
+
+def short(device: str) -> str:
+    """A device's name without the machine's."""
     spec = tf.DeviceSpec.from_string(device)
     return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"

@@ -1,19 +1,19 @@
 """What a step sends along an axis, counted in its graph, is what the axis has to send."""
 
+import collections
+
 import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context as eager  # records what each device runs
 
-from benchmarks import hybrid
-
-SENDS_WHAT_IT_HAS_TO = [
-    (sizes, what) for sizes, what in hybrid.meshes() if "pipeline" not in sizes or len(sizes) == 1
-]
+from benchmarks import crossing, hybrid
 
 
 @pytest.mark.parametrize(
     ("sizes", "what"),
     [
         pytest.param(sizes, what, marks=[] if sizes == {"shard": 4} else pytest.mark.long)
-        for sizes, what in [*SENDS_WHAT_IT_HAS_TO, ({"data": 2, "pipeline": 2}, "parameters")]
+        for sizes, what in hybrid.meshes()
     ],
     ids=str,
 )
@@ -21,3 +21,40 @@ def test_no_axis_sends_more_than_it_has_to(sizes, what):
     sent = hybrid.bytes_by_axis(sizes, what)
     for axis in sizes:
         assert sent[axis] == hybrid.bytes_along(axis, sizes, what)
+
+
+@pytest.mark.long
+def test_tensorflow_sends_what_is_counted():
+    """Beside the graphs into which TensorFlow has cut the step, for each device one.
+
+    What stages on several devices keep was sent to the first of them, and back.
+    """
+    strategy, model = hybrid.model_on({"pipeline": 2, "model": 2})
+    x = tf.ones((hybrid.ROWS_OF_STEP, hybrid.WIDTH_OF_LAYER))
+    model.train_on_batch(x, x)
+    step = tf.function(lambda batch: strategy.run(model.train_step, ((batch, batch),)))
+    counted = crossing.copies_by_link(
+        step.get_concrete_function(x).graph, hybrid.ROWS_OF_STEP // 2, "CPU:0"
+    )
+    eager.context().enable_graph_collection()
+    try:
+        step(x)
+        graphs = eager.context().export_run_metadata().partition_graphs
+    finally:
+        eager.context().disable_graph_collection()
+    sent = collections.Counter(
+        tuple(crossing.short(node.attr[end].s.decode()) for end in ("send_device", "recv_device"))
+        for graph in graphs
+        for node in graph.node
+        if node.op == "_Send" and _is_of_rows(node)
+    )
+    assert sent == counted and ("CPU:1", "CPU:0") in sent
+
+
+def _is_of_rows(node) -> bool:
+    """Whether a tensor is sent, which here is of rows: weights, in parts, stay where they are.
+
+    All else is read from variables, as the rate is, or says that something has been done.
+    """
+    is_tensor = node.attr["T"].type == tf.float32.as_datatype_enum
+    return is_tensor and "/ctrl/" not in node.input[0] and "ReadVariableOp" not in node.input[0]

@@ -36,6 +36,7 @@ class StageFunction:
         recomputes: whether the results of an operation are computed again in the backward pass
             instead of kept. What has effects or draws random numbers is kept anyway, so that both
             computations give the same bits. Default: all that the gradient needs is kept.
+        is_spread: whether it computes on several devices.
 
     Attributes:
         kept: the tensors of the computation that the forward pass keeps.
@@ -49,7 +50,9 @@ class StageFunction:
         concrete: Any,
         watched: Sequence[bool],
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
+        is_spread: bool = False,
     ):
+        self._is_spread = is_spread
         graph: FuncGraph = concrete.graph
         outputs = list(graph.outputs)
         self._num_outputs = len(outputs)
@@ -71,7 +74,7 @@ class StageFunction:
             packed = stashes[0].pack(activations)
             self.num_activations = len(packed)
             packed += stashes[1].pack(kept[len(activations) :])
-        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed])
+        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed], is_spread)
         graph.outputs = outputs  # the graph is the computation's, and may be used again
 
         self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
@@ -174,7 +177,8 @@ class StageFunction:
             inputs += map(graph.capture, others)
         if not outputs:
             return _Pass(None, [], [], others)
-        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
+        function = GraphFunction(graph.name, graph, inputs, outputs, self._is_spread)
+        return _Pass(function, leaves, used, others)
 
 
 class _Called(NamedTuple):
