@@ -1,26 +1,31 @@
-"""What measuring costs: trainings with and without `Measure`, one after the other, many times.
+"""What measuring costs a step.
 
     python benchmarks/measure_cost.py --pairs 5 --models CNN
 
-Squares of gradients are noted between two replicas, so `noise_every` is measured on two logical
-CPUs. The figure is a median over steps, which does not see every twentieth one: a training that
-notes squares in all of its steps, and one that does in the first alone, tell what a step costs that
-notes them and what the others cost; `noise_every=20` is a twentieth of the one and the rest of the
-other.
+In one training, `Measure` is there in twelve steps and away in the next twelve: blocks that follow
+each other are compared, so that what the machine does else cancels out; the first two steps of a
+block are left out. Weights are compared with those of a training without.
+
+The noise scale changes the step's graph, so trainings with and without it are compared, one after
+the other. Squares of gradients are noted between two replicas, on two logical CPUs. The figure is a
+median over steps, which does not see every twentieth one: a training that notes squares in all of
+its steps, and one that does in the first alone, tell what a step costs that notes them and what the
+others cost; `noise_every=20` is a twentieth of the one and the rest of the other.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,8 +35,16 @@ import numpy as np
 import tensorflow as tf
 
 EVERY = 20  # the noise_every of which the cost is told
-PAIRS, STEPS, ROWS = 16, 40, 64
+PAIRS, STEPS, BLOCK = 16, 48, 12
 WIDTH = 1800  # 10 M parameters in three layers
+
+
+class Problem(NamedTuple):
+    """A model that is not compiled, rows for `STEPS` steps, and how many rows a step has."""
+
+    model: keras.Model
+    x: np.ndarray
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Cost:
         bits = "equal" if self.is_equal else "DIFFERENT"
         return (
             f"cost, {self.model}: {self.share:+.2%} (quarters +-{self.spread:.2%}) of a step of "
-            f"{self.step_ms:.1f} ms; weights {bits}"
+            f"{self.step_ms:.1f} ms, {self.share * self.step_ms * 1e3:+.0f} us; weights {bits}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,29 +77,38 @@ class Cost:
         return dataclasses.asdict(self)
 
 
-def _mlp() -> tuple[keras.Model, np.ndarray]:
+def _mlp() -> Problem:
     layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
-    return model, np.random.default_rng(0).normal(size=(STEPS * ROWS, WIDTH)).astype("float32")
+    return Problem(model, _normal(STEPS * 64, WIDTH), 64)
 
 
-def _cnn() -> tuple[keras.Model, np.ndarray]:
+def _convnet() -> Problem:
+    """Of keras.io's "Simple MNIST convnet", and its batches."""
+    return Problem(_of_convolutions(32, 64), _normal(STEPS * 128, 28, 28, 1), 128)
+
+
+def _least() -> Problem:
+    """So small that a step is little more than its operations' overhead."""
+    return Problem(_of_convolutions(16, 32), _normal(STEPS * 32, 12, 12, 1), 32)
+
+
+def _of_convolutions(*filters: int) -> keras.Model:
     layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            layers.Conv2D(16, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(1),
-        ]
-    )
-    rng = np.random.default_rng(0)
-    return model, rng.normal(size=(STEPS * ROWS, 28, 28, 1)).astype("float32")
+    model = keras.Sequential()
+    for each in filters:
+        model.add(layers.Conv2D(each, 3, activation="relu"))
+        model.add(layers.MaxPooling2D())
+    for layer in (layers.Flatten(), layers.Dropout(0.5), layers.Dense(1)):
+        model.add(layer)
+    return model
 
 
-MODELS = {"MLP of 10 M parameters": _mlp, "small CNN": _cnn}
+def _normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+MODELS = {"MLP of 10 M parameters": _mlp, "MNIST convnet": _convnet, "CNN of 12 x 12": _least}
 
 
 def open_cpus() -> None:
@@ -102,11 +124,69 @@ def measured(pairs: int = PAIRS, words: Sequence[str] = ()) -> list[Cost]:
     for name, make in MODELS.items():
         if words and not any(each in name for each in words):
             continue
-        costs.append(_cost(name, make, pairs))
-        each = _cost(f"{name}, noise_every=1", make, pairs, noise_every=1)
-        none = _cost(f"{name}, noise in the first step", make, pairs, noise_every=10**9)
+        costs.append(_always_on(name, make, pairs))
+        each = _with_noise(f"{name}, noise_every=1", make, pairs, noise_every=1)
+        none = _with_noise(f"{name}, noise in the first step", make, pairs, noise_every=10**9)
         costs += [each, none, _sampled(f"{name}, noise_every={EVERY}", each, none)]
     return costs
+
+
+def _always_on(name: str, make: Callable[[], Problem], pairs: int) -> Cost:
+    from tfparallel.callbacks import Measure
+    from tfparallel.callbacks.fit_clock import FitClock
+
+    turns = _Turns(FitClock._around_steps)
+    weights = []
+    for callbacks in ([], [Measure(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        model, x, batch_size = make()
+        model(x[:1])
+        model.compile("sgd", "mse")
+        y = np.zeros((len(x), 1), "float32")
+        with mock.patch.object(FitClock, "_around_steps", lambda *args: turns.steps(*args)):
+            data = {"batch_size": batch_size, "epochs": 1 + 2 * pairs, "verbose": 0}
+            model.fit(x, y, callbacks=callbacks, **data)
+        weights.append(model.get_weights())
+    shares = [on / off - 1 for on, off in turns.blocks]
+    quarters = statistics.quantiles(shares, n=4)
+    return Cost(
+        name,
+        statistics.median(off for _, off in turns.blocks) * 1e3,
+        statistics.median(shares),
+        (quarters[2] - quarters[0]) / 2,
+        all(np.array_equal(one, other) for one, other in zip(*weights, strict=True)),
+    )
+
+
+class _Turns:
+    """Measures the steps of every other block only.
+
+    Args:
+        measured: gives the steps of an epoch, each measured.
+
+    Attributes:
+        blocks: the median time of a step with and without, of blocks that follow each other.
+    """
+
+    def __init__(self, measured: Callable[[Any, Iterator], Iterator]):
+        self._measured, self._num_epochs = measured, 0
+        self.blocks: list[tuple[float, float]] = []
+
+    def steps(self, clock: Any, steps: Iterator) -> Iterator:
+        """In the place of `measured`; the first epoch, which traces, is measured whole."""
+        measured = self._measured(clock, steps)
+        first_is_on, self._num_epochs = self._num_epochs % 2, self._num_epochs + 1
+        began = []
+        for number in range(STEPS):
+            began.append(time.perf_counter())
+            is_on = self._num_epochs == 1 or number // BLOCK % 2 != first_is_on
+            yield next(measured if is_on else steps)
+        if self._num_epochs == 1:
+            return
+        times = [b - a for a, b in itertools.pairwise(began)]
+        blocks = [statistics.median(times[i + 2 : i + BLOCK - 1]) for i in range(0, STEPS, BLOCK)]
+        pairs = zip(blocks[::2], blocks[1::2], strict=True)
+        self.blocks += [pair if first_is_on else pair[::-1] for pair in pairs]
 
 
 def _sampled(name: str, each: Cost, none: Cost) -> Cost:
@@ -116,18 +196,16 @@ def _sampled(name: str, each: Cost, none: Cost) -> Cost:
     return Cost(name, none.step_ms, share, spread, each.is_equal and none.is_equal)
 
 
-def _cost(name: str, make: Any, pairs: int, noise_every: int | None = None) -> Cost:
+def _with_noise(name: str, make: Callable[[], Problem], pairs: int, noise_every: int) -> Cost:
     import tfparallel
     from tfparallel.callbacks import Measure
 
     trained = []
     for _ in range(2):
         keras.utils.set_random_seed(0)
-        scope: Any = contextlib.nullcontext()
-        if noise_every is not None:
-            scope = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
-        with scope:
-            model, x = make()
+        with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model, x, batch_size = make()
+            model(x[:1])
             model.compile("sgd", "mse")
         trained.append(model)
     y = np.zeros((len(x), 1), "float32")
@@ -137,10 +215,10 @@ def _cost(name: str, make: Any, pairs: int, noise_every: int | None = None) -> C
         for i in (0, 1) if turn % 4 < 2 else (1, 0):
             clock = _StepClock()
             measure = Measure(verbose=0, noise_every=noise_every)
-            data = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
+            data = {"batch_size": batch_size, "shuffle": False, "verbose": 0}
             model = trained[(i + turn) % 2]  # of two, one may be faster: its weights lie elsewhere
             model.fit(x, y, callbacks=[clock, measure] if i else [clock], **data)
-            if i and noise_every is not None and measure.total is not None:
+            if i and measure.total is not None:
                 assert "noise" in measure.total.details  # so that there is something to pay for
             own[i] = clock.step_s
         if turn >= 0:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tfparallel.pipeline.plans.schedule import Schedule
     from tfparallel.pipeline.remote_stages import StageLost
     from tfparallel.replicas.loss_kinds import coupled_loss, mean_loss, sum_loss
-    from tfparallel.replicas.pretrained import load_weights
+    from tfparallel.replicas.pretrained import load_model, load_weights
     from tfparallel.replicas.row_chunks import in_chunks
     from tfparallel.replicas.weights_check import WeightsDifferError
     from tfparallel.segments.memory_policy import MemoryPolicy
@@ -89,7 +89,7 @@ _NAMES = {
         "mean_loss",
         "sum_loss",
     ),
-    "tfparallel.replicas.pretrained": ("load_weights",),
+    "tfparallel.replicas.pretrained": ("load_model", "load_weights"),
     "tfparallel.replicas.row_chunks": ("in_chunks",),
     "tfparallel.replicas.weights_check": ("WeightsDifferError",),
     "tfparallel.segments.memory_policy": ("MemoryPolicy",),
@@ -148,6 +148,7 @@ __all__ = [
     "in_chunks",
     "keras_distribution",
     "launch",
+    "load_model",
     "load_weights",
     "mean_loss",
     "read_tf_config",

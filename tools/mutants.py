@@ -178,11 +178,9 @@ def _ask(row, rank: int, cases: list[tuple[str, float]], folder: Path, answer) -
 
     from tests.conformance.case import Run
     from tests.conformance.cases import CASES
-    from tests.conformance.cases.coexistence import remember_originals
     from tests.helpers import open_logical_cpus
 
     open_logical_cpus(row.devices_per_worker)
-    remember_originals()
     faulthandler.dump_traceback_later(2 * GRACE_S, exit=True)
     strategy = row.make()
     for name, limit_s in cases:

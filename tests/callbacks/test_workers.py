@@ -154,6 +154,7 @@ multi_worker("backups", f"{{rank}}.npz", str(kill_at), os.environ["TF_CONFIG"])
 """
 
 
+@pytest.mark.long  # tests/launch/test_restarts.py starts jobs again, the first test above goes on
 @pytest.mark.timeout(240)
 def test_the_launcher_starts_a_killed_training_again(expected, tmp_path):
     options = ("--max-restarts", "1", "--grace-seconds", "1")

@@ -1,6 +1,8 @@
 """The collectives of all transports, against numpy, for uneven lengths and all dtypes."""
 
 import functools
+import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -106,6 +108,22 @@ def test_between_ranks_of_horovod(num_ranks):
     status, output = horovodrun("collectives", num_ranks=num_ranks)
     assert status == 0, output
     assert output.count("nothing differs") == num_ranks, output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_of_horovod_send_no_more_than_has_to_be_sent(num_ranks, tmp_path):
+    """By the counter of a network interface; an all-reduce is a reduce-scatter and a gather."""
+    own_network = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+    if subprocess.run([*own_network, "true"], capture_output=True).returncode:
+        pytest.skip("no network of its own here (unshare -rn): others would be counted, too")
+    status, output = horovodrun("wire_bytes", tmp_path, num_ranks=num_ranks, within=own_network)
+    assert status == 0, output
+    ratios = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+    for name, ratio in re.findall(r"RATIO (\w+) ([\d.]+)", output):
+        ratios[name] = max(ratios[name], float(ratio))
+    least = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+    assert ratios == pytest.approx(least, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)

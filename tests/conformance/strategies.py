@@ -37,6 +37,41 @@ FEW = (
     "saving.checkpoint",
 )
 
+# Of a row that is another by what carries its sums, agreements and first values: what passes
+# through them, of each kind. The rest is the code of the row of the ring, asked every core case.
+OF_A_TRANSPORT = (
+    *FEW,
+    "batch_norm.statistics_are_the_average_over_replicas",
+    "batch_norm.synchronized_without_a_stock_step",
+    "callbacks.measure",
+    "callbacks.noise_scale",
+    "checking.a_step_is_drawn",
+    "coexistence.keras_and_tf_distribute_are_as_imported",
+    "coexistence.keras_and_tf_distribute_are_as_imported_in_a_step",
+    "coexistence.two_strategies_in_one_process",
+    "compilation.jit_compile_works_or_is_refused",
+    "coupled_losses.sums_that_layers_add",
+    "custom_training.loop",
+    "custom_training.loop_of_a_compiled_replica_step",
+    "double_precision.uneven_batches",
+    "inputs.python_generator",
+    "inputs.sparse_gradients_of_many_sizes",
+    "layer_state.layers_that_update_themselves",
+    "misuse.a_gather_that_does_not_fit_leaves_the_next_one_working",
+    "misuse.fitted_under_another_strategy_is_refused",
+    "misuse.gradients_outside_of_run_are_refused_where_other_workers_have_rows",
+    "models.initial_weights_are_those_of_the_first_worker",
+    "models.mlp",
+    "on_batch.predict_on_batch",
+    "on_batch.test_on_batch",
+    "optimizers.ema_overwrite",
+    "optimizers.gradient_accumulation",
+    "precision.float16_overflow_on_one_replica",
+    "public_tf.minimize_loss_eager",
+    "public_tf.run",
+    "unbuilt.gan",
+)
+
 # Of a row that is another in how its weights are in parts, or by what they are sent.
 OF_A_VARIANT = ("optimizers.global_clipnorm", "saving.checkpoint")
 
@@ -693,7 +728,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         environments=horovod_environments,
-        every_case=False,
+        few=OF_A_TRANSPORT,
         exempt=_ONE_PROCESS,
     ),
     Row(

@@ -1,8 +1,11 @@
 """Which collectives workers agree on. What runs them between processes: the conformance suite."""
 
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
+from tfparallel.data_parallel.watched_collectives import WatchedCollectives
 from tfparallel.data_parallel.worker_collectives import (
     BYTES_PER_PACK,
     Implementation,
@@ -12,7 +15,7 @@ from tfparallel.data_parallel.worker_collectives import (
     options_of_hosts,
 )
 from tfparallel.internals import CollectiveAllReduce
-from tfparallel.internals.distribute import launchers_of
+from tfparallel.internals.distribute import count_collectives, launchers_of
 
 ADDRESSES = ["a:1", "b:1", "c:1"]
 
@@ -69,3 +72,36 @@ def _collectives(operations) -> list[tuple[str, str]]:
         launcher.all_reduce(tf.ones([3]), options=operations._options)
     found = [op for op in graph.get_operations() if op.type.startswith("Collective")]
     return [(op.type, op.get_attr("communication_hint").decode()) for op in found]
+
+
+def test_a_collective_waits_for_no_counter_of_the_watch():
+    """They are on the host: a GPU would wait for it. Only the counters wait for what they count."""
+    watched = WatchedCollectives(SimpleNamespace(rank=0), None, "/device:CPU:0")
+    operations = CollectiveAllReduce(["CPU:0"], 2, options_of_hosts(Options()))
+    (launcher,) = launchers_of(operations)
+    count_collectives(launcher, watched.counter())
+
+    @tf.function(autograph=False)
+    def step(x):
+        return launcher.all_reduce(launcher.all_reduce(x * 2.0))
+
+    graph = step.get_concrete_function(tf.TensorSpec([3])).graph
+    watched.stop()
+    counters = {op for op in graph.get_operations() if op.type.startswith("Assign")}
+    collectives = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
+    assert len(collectives) == 2 and len(counters) == 4
+    for collective in collectives:
+        assert not counters & _before(collective)
+    last = [op for op in counters if set(collectives) <= _before(op)]
+    assert [op.type for op in last] == ["AssignVariableOp"]
+
+
+def _before(operation: tf.Operation) -> set[tf.Operation]:
+    """All that an operation waits for."""
+    found, left = set(), [operation]
+    while left:
+        for each in [x.op for x in left[-1].inputs] + list(left.pop().control_inputs):
+            if each not in found:
+                found.add(each)
+                left.append(each)
+    return found

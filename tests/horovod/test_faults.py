@@ -1,17 +1,18 @@
-"""Real `horovodrun`: ranks that hold up the others are named; who trains with whom."""
+"""Ranks that hold up the others are named; who trains with whom."""
 
 import numpy as np
 import pytest
 
-from tests.horovod.launching import horovodrun
+from tests.horovod.launching import forked_ranks, horovodrun
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 
 
 @pytest.mark.timeout(300)
-def test_ranks_that_hold_up_the_others_are_named():
-    status, output = horovodrun("training", "hold up", num_ranks=3)
-    assert status != 0
+def test_ranks_that_hold_up_the_others_are_named(tmp_path):
+    with forked_ranks(tmp_path, 3, "horovod.training", "hold up") as ranks:
+        assert ranks[0].wait(timeout_s=150) not in (0, None)
+        output = (tmp_path / "0.log").read_text()
     told = [
         "(gradients of",
         "middle/kernel",
@@ -39,8 +40,10 @@ def test_a_rank_that_does_not_start_is_named_by_who_waits(late):
 def process_sets(tmp_path_factory):
     """What three ranks have said, and a function of what they have trained, by name."""
     folder = tmp_path_factory.mktemp("process_sets")
-    status, output = horovodrun("training", "in process sets", folder, num_ranks=3)
-    assert status == 0, output
+    with forked_ranks(folder, 3, "horovod.training", "in process sets", folder) as ranks:
+        statuses = [rank.wait(timeout_s=240) for rank in ranks]
+        output = "".join((folder / f"{rank}.log").read_text() for rank in range(3))
+    assert statuses == [0, 0, 0], output
 
     def weights(name):
         return [list(np.load(folder / f"{name}{rank}.npz").values()) for rank in range(3)]

@@ -1,16 +1,13 @@
 """A rank that is killed or stopped is named by all others, also where it is rank 0."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
-from tests.multi_process.pool import REPOSITORY, horovod_environments
+from tests.horovod.launching import forked_ranks
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
@@ -46,84 +43,42 @@ def test_a_stopped_rank_that_shares_a_copy_is_named_by_the_ranks_of_all_copies(t
 def test_horovod_ends_all_ranks_where_one_that_shares_a_copy_is_killed(tmp_path):
     """To take its process sets apart Horovod asks the dead, and aborts: nobody can name it."""
     arguments = [3, int(signal.SIGKILL), 2]
-    ranks = started(tmp_path, 4, arguments)
-    try:
+    with forked_ranks(tmp_path, 4, "horovod.killed", *arguments) as ranks:
         for rank in range(3):
             assert ranks[rank].wait(ENDS_IN_S) == -signal.SIGABRT
             log = (tmp_path / f"{rank}.log").read_text(errors="replace")
             assert "Horovod background loop uncaught exception" in log, log[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_ranks_of_a_copy_that_has_been_read_do_not_end_before_those_of_others(tmp_path):
     """With the first rank that ends Horovod ends for all."""
-    ranks = started(tmp_path, 4, [], "late_copy")
-    try:
+    with forked_ranks(tmp_path, 4, "horovod.late_copy") as ranks:
         statuses = [process.wait(ENDS_IN_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     logs = [(tmp_path / f"{rank}.log").read_text(errors="replace") for rank in range(4)]
     assert statuses == [0] * 4, logs
     assert len({re.search(r"weights: \S+", log)[0] for log in logs}) == 1
 
 
-def started(folder, num_ranks, arguments, module="killed"):
-    program = [sys.executable, "-m", f"tests.horovod.{module}", *map(str, arguments)]
-    return [
-        subprocess.Popen(
-            program,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(folder / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, environment in enumerate(horovod_environments(num_ranks))
-    ]
-
-
 def assert_named_by_survivors(folder, num_ranks, victim, arguments, told):
-    ranks = started(folder, num_ranks, arguments)
-    try:
+    with forked_ranks(folder, num_ranks, "horovod.killed", *arguments) as ranks:
         for rank in set(range(num_ranks)) - {victim}:
-            assert ranks[rank].wait(ENDS_IN_S) != 0
+            assert ranks[rank].wait(ENDS_IN_S) not in (0, None)
             log = (folder / f"{rank}.log").read_text(errors="replace")
             assert told in log and f"Rank {rank} is speaking" in log, log[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.timeout(240)
 def test_the_rank_with_a_flipped_bit_in_a_weight_is_named_by_all(tmp_path):
-    program = [sys.executable, "-m", "tests.multi_process.wrong_worker", "2", "bit"]
-    ranks = [
-        subprocess.Popen(
-            program,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=(tmp_path / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, environment in enumerate(horovod_environments(3))
-    ]
-    try:
+    with forked_ranks(tmp_path, 3, "multi_process.wrong_worker", 2, "bit") as ranks:
         for rank, process in enumerate(ranks):
-            assert process.wait(ENDS_IN_S) != 0
+            assert process.wait(ENDS_IN_S) not in (0, None)
             log = (tmp_path / f"{rank}.log").read_text(errors="replace")
             # One that has not compared yet when the first ends finds Horovod ended.
             told = ["other weights in rank 2, in step 8", "has ended, its own log says why"]
             assert any(each in log for each in told), log[-3000:]
             assert "step 8\n" not in log
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize(("said", "expected_s"), [(None, 30.0), ("", 30.0), ("7", 7.0)])

@@ -1,5 +1,7 @@
 """What Keras computes with integers is the same, and stays on a GPU (see tests/gpu for that)."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -52,4 +54,6 @@ def test_nothing_of_keras_is_replaced_where_there_is_no_gpu():
         assert (keras_numpy.signbit, keras_numpy.take) == (signbit, take)
     with integers_stay(["CPU:0", "/device:GPU:1"], seeds_on_host=True):
         assert keras_numpy.signbit is not signbit
+        assert keras_numpy.signbit.__name__ == "signbit"  # as who asks for it expects
+        assert inspect.signature(keras_numpy.take) == inspect.signature(take)
     assert (keras_numpy.signbit, keras_numpy.take) == (signbit, take)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.launch.jobs import ROOT
+from tests.multi_process.forking import forked
 from tfparallel.measure.goodput import FILE, LOST, Ledger, goodput, read_ledger
 
 
@@ -80,50 +81,22 @@ def test_the_start_of_a_process_is_not_before_it():
     assert before_s - 0.1 <= float(told) <= time.time()
 
 
-TRAINING = """
-import os, signal, sys, time
-import keras, numpy as np, tensorflow as tf
-from tfparallel.callbacks import BackupAndRestore, Measure
-
-folder, kill_at, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-
-class Kill(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        time.sleep(pause_s)
-        if batch == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-class End(keras.callbacks.Callback):
-    def on_train_end(self, logs=None):
-        print(time.time())
-
-keras.utils.set_random_seed(1)
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-x = np.ones((40, 4), "float32")
-backup = BackupAndRestore(folder + "/backup", save_freq=4, asynchronous=False)
-measure = Measure(folder + "/measure", verbose=1)
-model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[measure, End(), Kill(), backup])
-"""
-
-
 @pytest.mark.timeout(300)
 def test_a_job_that_is_killed(tmp_path):
     """Twice by SIGKILL, then it ends: delays land under their names, all sums to the wall time."""
     began = time.time()
     pause_s, down_s, unwritten_s = 0.25, 1.5, 1.0
     for kill_at in (9, 14, 99):
-        done = subprocess.run(
-            [sys.executable, "-c", TRAINING, str(tmp_path), str(kill_at), str(pause_s)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == (0 if kill_at == 99 else -signal.SIGKILL), done.stderr
+        log = tmp_path / f"{kill_at}.log"
+        arguments = [str(tmp_path), str(kill_at), str(pause_s)]
+        done = forked("tests.measure.killed_training", arguments, {}, log)
+        status = done.wait(timeout_s=120)
+        assert status == (0 if kill_at == 99 else -signal.SIGKILL), log.read_text()
         if kill_at != 99:
             time.sleep(down_s)
-    job_s = float(done.stdout.split()[-1]) - began  # without what comes after the last line
+    job_s = (
+        float((tmp_path / "ended").read_text()) - began
+    )  # without what comes after the last line
     found = goodput(read_ledger(tmp_path / "measure"))
     assert found.runs == 3 and found.steps == 20
     assert found.wall_s == pytest.approx(job_s, abs=1.0)
@@ -135,4 +108,4 @@ def test_a_job_that_is_killed(tmp_path):
     assert slept_s - 2 * (unwritten_s + pause_s) <= found.lost_s["host"] <= slept_s + 3.0
     assert found.lost_s["down"] >= 2 * down_s
     assert found.lost_s["restoring"] > 0
-    assert "goodput" in done.stdout and "3 runs" in done.stdout
+    assert "goodput" in log.read_text() and "3 runs" in log.read_text()

@@ -1,5 +1,6 @@
 """Processes that stay up for many requests, so that TensorFlow starts once and not per test."""
 
+import contextlib
 import json
 import os
 import queue
@@ -11,6 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.multi_process.forking import forked
+from tests.parameter_server.spawner import Child
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
@@ -76,7 +80,8 @@ def horovod_environments(num_ranks: int) -> list[dict[str, str]]:
 class WorkerPool:
     """Workers that all get each request and answer it with one JSON line.
 
-    Started by the first request. After a hang or a death every worker is killed; the next request
+    Started by the first request, a `python -m` as a fork of a process that has imported TensorFlow,
+    which takes no time. After a hang or a death every worker is killed; the next request
     starts fresh ones.
 
     Args:
@@ -150,24 +155,35 @@ class _Worker:
 
     def __init__(self, rank: int, arguments: list[str], environment: dict[str, str]):
         self.rank = rank
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-        )
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        (stdin, requests), (replies, stdout) = os.pipe(), os.pipe()
+        self._process = self._started(arguments, environment, stdin, stdout)
+        os.close(stdin)
+        os.close(stdout)
+        self._requests, self._replies_pipe = os.fdopen(requests, "w"), os.fdopen(replies)
         self._replies: queue.Queue = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
+    def _started(
+        self, arguments: list[str], environment: dict[str, str], stdin: int, stdout: int
+    ) -> Child | subprocess.Popen:
+        option, module, *rest = arguments
+        if option == "-m":
+            return forked(module, rest, environment, Path(self._log.name), (stdin, stdout))
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=self._log,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        )
+
     def send(self, request: dict) -> None:
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
         except BrokenPipeError:
             pass  # the reading thread reports the death
 
@@ -187,9 +203,11 @@ class _Worker:
         self._process.wait()
         self._reader.join()
         self._log.close()
+        with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
+            self._requests.close()
 
     def _read(self) -> None:
-        with self._process.stdout as replies:
+        with self._replies_pipe as replies:
             for line in replies:
                 self._replies.put(json.loads(line))
         status = self._process.wait()

@@ -15,23 +15,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.multi_process.forking import forked
 from tests.multi_process.pool import REPOSITORY, cluster_environments
+from tests.parameter_server.spawner import Child
 
-SCRIPT = Path(__file__).with_name("steady_worker.py")
 SILENT_S = 5.0
 ENDS_IN_S = 45.0  # with a loaded machine
 
 
 class Job:
-    """Workers of `SCRIPT`, each with a log."""
+    """Workers of a module, each with a log."""
 
     def __init__(self, folder: Path, silent_s: float = SILENT_S, start_s: float = 60.0):
         self.folder, self.arguments = folder, [str(folder / "trains"), str(silent_s), str(start_s)]
-        self.processes: dict[int, subprocess.Popen] = {}
+        self.module = "tests.multi_process.steady_worker"
+        self.processes: dict[int, Child | subprocess.Popen] = {}
 
-    def start(self, rank: int, environment: dict, prefix: Sequence[str] = ()) -> None:
+    def start(self, rank: int, environment: dict) -> None:
+        log = self.folder / f"{rank}.log"
+        self.processes[rank] = forked(self.module, self.arguments, environment, log)
+
+    def start_elsewhere(self, rank: int, environment: dict, prefix: Sequence[str]) -> None:
+        """With a command before it, which a fork cannot have."""
         self.processes[rank] = subprocess.Popen(
-            [*prefix, sys.executable, str(SCRIPT), *self.arguments],
+            [*prefix, sys.executable, "-m", self.module, *self.arguments],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
             stdout=(self.folder / f"{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
@@ -47,10 +54,11 @@ class Job:
             time.sleep(0.1)
 
     def status(self, rank: int, timeout_s: float = ENDS_IN_S) -> int:
-        try:
-            return self.processes[rank].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"rank {rank} hangs:\n{self.log(rank)}") from None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self.processes[rank].wait(timeout_s)
+            if status is not None:
+                return status
+        raise AssertionError(f"rank {rank} hangs:\n{self.log(rank)}")
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -153,7 +161,7 @@ def test_a_worker_whose_network_is_cut_is_named(job, tmp_path):
         for rank, (namespace, _) in enumerate(hosts):
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
             variables = {"TF_CONFIG": json.dumps(config), "TFPARALLEL_INSECURE_NETWORK": "1"}
-            job.start(rank, variables, ["ip", "netns", "exec", namespace])
+            job.start_elsewhere(rank, variables, ["ip", "netns", "exec", namespace])
         job.wait_until_all_train()
         run("ip", "netns", "exec", hosts[0][0], "ip", "link", "set", "wire", "down")
         for rank in (0, 1):
@@ -251,9 +259,9 @@ def run(*command: str) -> None:
 @pytest.mark.parametrize(
     ("what", "wrong"), [("bit", 1), pytest.param("bit", 0, marks=pytest.mark.long), ("no", 9)]
 )
-def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, monkeypatch, what, wrong):
+def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, what, wrong):
     """After step 6 of 10; weights are compared every 4 steps."""
-    monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))
+    job.module = "tests.multi_process.wrong_worker"
     job.arguments = [str(wrong), what]
     for rank, environment in enumerate(cluster_environments(3)):
         job.start(rank, environment)
@@ -266,9 +274,9 @@ def test_a_worker_with_a_flipped_bit_in_a_weight_is_named_by_all(job, monkeypatc
 
 
 @pytest.mark.timeout(200)
-def test_the_worker_on_which_a_NaN_came_up_is_named_by_all(job, monkeypatch):
+def test_the_worker_on_which_a_NaN_came_up_is_named_by_all(job):
     """A step later it is on all of them, with the same bits or with others."""
-    monkeypatch.setattr(f"{__name__}.SCRIPT", SCRIPT.with_name("wrong_worker.py"))
+    job.module = "tests.multi_process.wrong_worker"
     job.arguments = ["1", "NaN"]
     for rank, environment in enumerate(cluster_environments(3)):
         job.start(rank, environment)

@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,12 +30,14 @@ class Child:
     def __init__(self, spawner: "Spawner", pid: int):
         self._spawner, self.pid = spawner, pid
         self._status: int | None = None
+        self._lock = threading.Lock()  # the status is told once
 
     def poll(self) -> int | None:
         """The exit status, -9 if it was killed, None while it runs."""
-        if self._status is None:
-            self._status = self._spawner.ask({"poll": self.pid})
-        return self._status
+        with self._lock:
+            if self._status is None:
+                self._status = self._spawner.ask({"poll": self.pid})
+            return self._status
 
     def wait(self, timeout_s: float = 30.0) -> int | None:
         """Waits for the end; None if it still runs after `timeout_s`."""
@@ -85,6 +90,27 @@ class Spawner:
         request = {"spawn": function, "environment": dict(environment), "log": str(log)}
         return Child(self, self.ask(request))
 
+    def spawn_module(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        pipes: Sequence[int] = (),
+    ) -> Child:
+        """What `python -m module *arguments` is, from beginning to end, in a new process.
+
+        Args:
+            module, arguments: it runs as `__main__`, with these in `sys.argv`.
+            environment: all of its variables.
+            log: where what it prints goes.
+            pipes: ends of pipes of this process, to be its input and output instead; they can be
+                closed here then.
+        """
+        ends = [f"/proc/{os.getpid()}/fd/{number}" for number in pipes]
+        request = {"spawn": module, "arguments": list(arguments), "pipes": ends}
+        return Child(self, self.ask({**request, "environment": dict(environment), "log": str(log)}))
+
     def ask(self, request: dict) -> int | None:
         """One request, one answer."""
         with self._lock:
@@ -97,28 +123,55 @@ class Spawner:
         self._socket.close()
 
 
-def _serve_requests(connection: socket.socket) -> None:
+def _serve_requests(connection: socket.socket) -> str:
+    """Serves until its parent ends; returns in a fork that is to run a module, with its name."""
     for line in connection.makefile():
         request = json.loads(line)
         if "poll" in request:
             done, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if done else None
         else:
+            flags = (os.O_RDONLY, os.O_WRONLY)
+            pipes = [os.open(*of) for of in zip(request.get("pipes", ()), flags)]
             answer = os.fork()
             if answer == 0:
                 connection.close()
+                if "arguments" in request:
+                    return _become(request, pipes)
                 _call(request)
+            for end in pipes:
+                os.close(end)
         connection.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)
+
+
+def _become(request: dict, pipes: list[int]) -> str:
+    """What tells a process from its parent, for `python -m`; returns the module."""
+    die_with_parent()
+    _print_to(request["log"])
+    for standard, end in enumerate(pipes):  # input and output
+        os.dup2(end, standard)
+        os.close(end)
+    for name in set(os.environ) - set(request["environment"]):
+        del os.environ[name]
+    os.environ.update(request["environment"])
+    np.random.seed()  # no two draw alike, which Python's own generator sees to by itself
+    sys.argv = [request["spawn"], *request["arguments"]]
+    return request["spawn"]
+
+
+def _print_to(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _call(request: dict) -> None:
     die_with_parent()
     status = 1
     try:
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        _print_to(request["log"])
         os.environ.update(request["environment"])
         module, _, function = request["spawn"].partition(":")
         getattr(importlib.import_module(module), function)()
@@ -155,4 +208,5 @@ def die_with_parent() -> None:
 
 if __name__ == "__main__":
     importlib.import_module(sys.argv[2])
-    _serve_requests(socket.socket(fileno=int(sys.argv[1])))
+    module = _serve_requests(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from tests.random_models.layers import KINDS, shape_of, shapes_of
+from tests.random_models.pools import POOLS
 from tests.random_models.spec import (
     Distribution,
     Fit,
@@ -246,7 +247,7 @@ def hybrid_trials(draw) -> Trial:
 @st.composite
 def worker_trials(draw) -> Trial:
     """Under processes that stay up, a pool for each of `pools.POOLS`."""
-    name = draw(st.sampled_from(("multi_worker_2", "multi_worker_3", "horovod_2")))
+    name = draw(st.sampled_from(tuple(POOLS)))
     model = draw(models(1, (*OWN_MASKS, *OWN_ROWS)))
     return Trial(model, draw(fits(model)), Distribution("Workers", {"pool": name}))
 

@@ -53,8 +53,18 @@ def _same(shape: Shape, *_, **__) -> Shape:
     return shape
 
 
+@keras.saving.register_keras_serializable("random_models")
+class WideL2(keras.regularizers.L2):
+    """L2 in the dtype of compiled losses: Keras adds no float16 or bfloat16 to those."""
+
+    def __call__(self, x):
+        return keras.ops.cast(super().__call__(x), keras.config.floatx())
+
+
 def _dense(units, activation, regularizer, trainable):
-    return keras.layers.Dense(units, activation, trainable=trainable, **{regularizer: "l2"})
+    is_wide = keras.config.dtype_policy().compute_dtype in ("float32", "float64")
+    l2 = "l2" if is_wide or regularizer != "activity_regularizer" else WideL2()
+    return keras.layers.Dense(units, activation, trainable=trainable, **{regularizer: l2})
 
 
 def _recurrent(kind, units, return_sequences):

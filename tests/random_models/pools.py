@@ -16,6 +16,7 @@ POOLS: dict[str, tuple[int, Callable[[int], list[dict[str, str]]]]] = {
     "multi_worker_2": (2, cluster_environments),
     "multi_worker_3": (3, cluster_environments),
     "horovod_2": (2, horovod_environments),
+    "parameter_server_2": (1, cluster_environments),  # the chief; it starts two workers
 }
 
 

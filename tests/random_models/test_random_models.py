@@ -28,13 +28,13 @@ def pools():
     pools.close()
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(local_trials())
 def test_replicas(trial):
     assert_trains_as_on_one_device(trial)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(pipeline_trials())
 def test_pipelines(trial):
     assert_trains_as_on_one_device(trial)

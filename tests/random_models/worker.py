@@ -10,12 +10,23 @@ import numpy as np
 import tfparallel
 from tests.helpers import open_logical_cpus
 from tests.multi_process.answering import answer_requests
+from tests.parameter_server.cluster import ServerProcesses
 from tests.random_models.pools import decoded
 from tests.random_models.training import results
+
+_servers: list[ServerProcesses] = []  # they end with this process
+
+
+def _parameter_servers() -> tfparallel.ParameterServerStrategy:
+    _servers.append(ServerProcesses(num_workers=2, num_ps=2))
+    os.environ.update(_servers[0].environment("chief", 0))
+    return tfparallel.ParameterServerStrategy(mode="sync")
+
 
 STRATEGIES = {
     "multi_worker": tfparallel.MultiWorkerMirroredStrategy,
     "horovod": tfparallel.HorovodStrategy,
+    "parameter_server": _parameter_servers,
 }
 
 

@@ -78,3 +78,16 @@ def test_a_copy_may_start_with_a_part_of_the_agreed_value():
         variable = tf.Variable([1.0, 2.0, 3.0, 4.0])
     parts = [part.numpy().tolist() for part in variable.values]
     assert parts == [[1.0, 3.0], [2.0, 4.0]]
+
+
+def test_a_scalar_of_each_replica_is_reduced_along_rows_too():
+    """As users of losses by row do, where a replica has one number."""
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    rank = tf.distribute.get_replica_context
+    numbers = strategy.run(lambda: tf.cast(rank().replica_id_in_sync_group, tf.float32))
+    for axis in (0, None):
+        assert strategy.reduce("SUM", numbers, axis=axis) == 3.0
+        assert strategy.reduce("MEAN", numbers, axis=axis) == 1.0
+    rows = strategy.run(lambda: tf.range(tf.cast(rank().replica_id_in_sync_group, tf.float32) + 1))
+    assert strategy.reduce("SUM", {"rows": rows}, axis=0) == {"rows": 0.0 + 1.0 + 3.0}
+    assert strategy.reduce("MEAN", rows, axis=0) == 4.0 / 6

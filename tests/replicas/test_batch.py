@@ -5,7 +5,14 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.replicas.batch import Batch, OnHost, OnHosts, concat_rows, split_rows
+from tfparallel.replicas.batch import (
+    Batch,
+    OnHost,
+    OnHosts,
+    concat_rows,
+    split_rows,
+    with_int32_rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +92,41 @@ def test_hosts_cut_the_rows_of_their_replicas(extended, num_rows, total_is_known
 def test_a_batch_without_rows_is_refused(extended):
     with pytest.raises(ValueError, match="at least one tensor with rows"):
         Batch(extended, {"x": tf.constant(1.0)})
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_parts_of_every_kind_are_put_together_in_order(num_parts):
+    """Of one replica as they are; scalars, which a predict step may give, stacked."""
+    numbers = [float(i) for i in range(num_parts)]
+    rows = [[[number, number + 0.5]] for number in numbers]
+    dense = concat_rows([tf.constant(each) for each in rows])
+    np.testing.assert_array_equal(dense, np.concatenate(rows))
+    vectors = concat_rows([tf.constant([number]) for number in numbers])
+    np.testing.assert_array_equal(vectors, numbers)
+    sparse = concat_rows([tf.sparse.from_dense(each) for each in rows])
+    np.testing.assert_array_equal(tf.sparse.to_dense(sparse), np.concatenate(rows))
+    ragged = concat_rows([tf.ragged.constant([[number] * 2, []]) for number in numbers])
+    assert ragged.to_list() == [row for number in numbers for row in ([number] * 2, [])]
+    scalars = concat_rows([tf.constant(number) for number in numbers])
+    np.testing.assert_array_equal(scalars, numbers if num_parts > 1 else numbers[0])
+
+
+@pytest.mark.parametrize("columns", [4, 1])
+def test_sparse_rows_are_cut_whatever_begins_where(extended, columns):
+    """Of a cut in the middle, with all columns; [rows, a, b] as well."""
+    rows = np.arange(1.0, 1 + 5 * columns * 2).reshape(5, columns, 2)
+    parts = Batch(extended, tf.sparse.from_dense(rows)).parts
+    expected = Batch(extended, rows).parts
+    for part, own in zip(parts, expected, strict=True):
+        np.testing.assert_array_equal(tf.sparse.to_dense(part), own)
+        assert part.shape[1:] == own.shape[1:]
+
+
+def test_a_gradient_of_few_rows_keeps_its_numbers():
+    indices, values = tf.constant([3, 1], tf.int64), tf.constant([[1.0], [2.0]])
+    sparse = with_int32_rows(tf.IndexedSlices(values, indices, tf.constant([5, 1], tf.int64)))
+    assert sparse.indices.dtype == tf.int32
+    np.testing.assert_array_equal(sparse.indices, indices)
+    np.testing.assert_array_equal(sparse.values, values)
+    assert with_int32_rows(values) is values
+    assert with_int32_rows(sparse) is sparse

@@ -91,6 +91,53 @@ def test_no_more_than_a_few_tensors_are_in_memory_beside_the_shards(kind, tmp_pa
     assert of_arrays < 3.5 * LAYER_BYTES
 
 
+def trained(model: keras.Model) -> keras.Model:
+    """With slots that are not zero."""
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    model.train_on_batch(np.ones((2, *model.input_shape[1:])), np.ones((2, model.output_shape[1])))
+    return model
+
+
+def kept(model: keras.Model) -> list[np.ndarray]:
+    """What a file keeps: Keras leaves the states of seeds out."""
+    return [np.asarray(v) for v in [*model.weights, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_model_with_its_slots_is_that_of_the_file(make, tmp_path):
+    saved = trained(build_with_statistics())
+    saved.save(tmp_path / "model.keras")
+    strategy = make()
+    with strategy.scope() if strategy else tf.device("CPU:0"):
+        model = tfparallel.load_model(tmp_path / "model.keras")
+    assert len(model.optimizer.variables) == 2 + 2 * len(model.trainable_variables)
+    for received, expected in zip(kept(model), kept(saved), strict=True):
+        np.testing.assert_array_equal(received, expected)
+
+
+def test_a_model_is_read_without_having_its_file_in_memory(tmp_path):
+    """Of 12 kernels and their 24 slots Keras's own has 39, and a few of them are what it takes."""
+    trained(build(WIDTH, NUM_LAYERS)).save(tmp_path / "model.keras")
+    with STRATEGIES["sharded"]().scope():
+        tracemalloc.start()
+        try:
+            model = tfparallel.load_model(tmp_path / "model.keras")
+            of_arrays = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert len(model.optimizer.variables) == 2 + 4 * NUM_LAYERS
+    assert of_arrays < 4 * LAYER_BYTES
+
+
+def test_what_is_no_file_of_a_model_is_left_to_keras(tmp_path):
+    with pytest.raises(ValueError, match="File not found"):
+        tfparallel.load_model(tmp_path / "absent.keras")
+    model = build()
+    model.save(tmp_path / "model.h5")
+    read = tfparallel.load_model(tmp_path / "model.h5", compile=False)
+    np.testing.assert_array_equal(read.get_weights()[0], model.get_weights()[0])
+
+
 @pytest.fixture(scope="module")
 def workers():
     pool = WorkerPool(["-m", "tests.replicas.pretrained_worker"], lambda: cluster_environments(2))

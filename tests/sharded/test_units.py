@@ -25,8 +25,8 @@ def segments(monkeypatch):
     found = []
     rewire = step_segments.rewire
 
-    def spy(graph, own):
-        rewire(graph, own)
+    def spy(graph, own, in_xla):
+        rewire(graph, own, in_xla)
         found.extend((segment, graph.get_operations()) for segment in own)
 
     monkeypatch.setattr(step_segments, "rewire", spy)

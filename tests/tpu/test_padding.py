@@ -313,8 +313,8 @@ def traced(monkeypatch):
     """The shapes that steps are traced for, one entry for each program."""
     steps, step_on_replica = [], spmd_step._step_on_replica
 
-    def noting(step_function):
-        on_replica = step_on_replica(step_function)
+    def noting(step_function, segments):
+        on_replica = step_on_replica(step_function, segments)
 
         def run(batch):
             leaves = [leaf.shape for leaf in keras.tree.flatten(batch) if leaf is not None]

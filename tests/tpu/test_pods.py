@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,34 +14,61 @@ from tfparallel.tpu import extended
 from tfparallel.tpu.padded_batches import BatchSize, parts_on_host
 
 
-def of_two_hosts(case: str) -> dict:
-    """What `two_hosts.py` prints; with its end if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tpu.two_hosts", case],
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         check=False,
     )
+
+
+def printed_by(*arguments: str) -> dict:
+    """The line of JSON that a program of two hosts prints; fails with its end if there is none."""
+    done = run(*arguments)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, done.stderr[-4000:]
     return json.loads(results[-1].removeprefix("RESULT "))
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["arrays", "shuffled", "whole"])
 def test_cores_of_two_hosts_train_as_one_device(case):
     """Losses, weights, predictions in their order, and `*_on_batch`; of shuffled, uneven data."""
-    differences = of_two_hosts(case)
+    differences = printed_by("tests.tpu.two_hosts", case)
     assert {"weights/0", "predicted", "on_batch", "history/loss"} <= set(differences)
     assert max(differences.values()) < 1e-9, differences
 
 
 @pytest.mark.long
-def test_what_hosts_would_not_read_alike_is_refused():
-    error = of_two_hosts("of_python")["error"]
-    assert "Each of the 2 hosts of a TPU Pod" in error and "PyDataset" in error
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("of_python", "PyDataset"),
+        ("generated", "a generator or another function of Python"),
+        ("drawn", "RandomUniform without a seed"),
+    ],
+)
+def test_what_hosts_would_not_read_alike_is_refused(case, names):
+    error = printed_by("tests.tpu.two_hosts", case)["error"]
+    assert "Each of the 2 hosts of a TPU Pod" in error and names in error
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", ["arrays", "shuffled"])
+def test_a_killed_training_on_two_hosts_goes_on_as_one_device_that_was_not(case, tmp_path):
+    """In the midst of the second epoch, of shuffled data, whose batches are uneven."""
+    arguments = ["tests.tpu.killed_pod", case, str(tmp_path / "backups")]
+    killed = run(*arguments)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    received = printed_by(*arguments)
+    assert received["steps"] in (1, 2)  # of 6: the fourth was saved, the fifth may be
+    assert {"weights/0", "optimizer/0", "history/loss"} <= set(received["differences"])
+    assert max(received["differences"].values()) < 1e-9, received
 
 
 def test_each_host_keeps_the_rows_of_its_cores():

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.helpers import in_float64, momentum_sgd, open_logical_cpus, tiny_data, train
+from tests.helpers import SEED, in_float64, momentum_sgd, open_logical_cpus, tiny_data, train
 from tests.tpu.on_cpus import CpuStrategy
 
 CORES = 2  # of each host
@@ -28,10 +28,12 @@ def free_port() -> int:
 
 
 def serve(port: int, address_of_other: str) -> None:
-    """The other host."""
+    """The other host, until the process that drives it ends."""
     cluster = {"worker": [address_of_other, f"localhost:{port}"]}
     config = tf.compat.v1.ConfigProto(device_count={"CPU": CORES})
-    tf.distribute.Server(cluster, "worker", 1, protocol="grpc", config=config).join()
+    server = tf.distribute.Server(cluster, "worker", 1, protocol="grpc", config=config)
+    multiprocessing.parent_process().join()
+    del server
 
 
 def connect() -> CpuStrategy:
@@ -58,8 +60,7 @@ def model() -> keras.Model:
 
 
 def arrays(rows: int) -> dict:
-    x, y = tiny_data(rows)
-    return {"x": x, "y": y, "batch_size": 6, "shuffle": True}
+    return {"data": tiny_data, "rows": rows, "batch_size": 6, "shuffle": True}
 
 
 def shuffled(rows: int) -> dict:
@@ -85,13 +86,29 @@ def of_python(rows: int) -> dict:
     return {"x": Batches()}
 
 
+def drawn(rows: int) -> dict:
+    """Each host would leave out other rows."""
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices(tiny_data(rows))
+    return {"x": data.filter(lambda x, y: tf.random.uniform(()) < 0.5).batch(6)}
+
+
+def generated(rows: int) -> dict:
+    x, y = tiny_data(rows)
+    spec = (tf.TensorSpec(x.shape[1:], x.dtype), tf.TensorSpec(y.shape[1:], y.dtype))
+    data = tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec)
+    return {"x": data.batch(6)}
+
+
 def main(case: str) -> dict:
     strategy = connect()
     strategy._batch_rows = 8 if case == "of_python" else None
 
     def training(scope):
+        keras.utils.set_random_seed(SEED)  # before the data, whose shuffle has it, too
         given = globals()[case](17)
-        found = train(scope, build=model, optimizer=momentum_sgd, data=None, **given)
+        options = {"build": model, "optimizer": momentum_sgd, "data": None, **given}
+        found = train(scope, **options)
         x, y = tiny_data(11)
         found.extra = {
             "predicted": found.model.predict(x, batch_size=8, verbose=0),

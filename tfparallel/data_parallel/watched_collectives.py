@@ -39,10 +39,9 @@ class WatchedCollectives:
             launch: Callable, tensor: tf.Tensor, *args: object, **kwargs: object
         ) -> tf.Tensor:
             self._begin()
+            # Beside the collective, which waits for no counter: a GPU would wait for the host.
             with tf.device(self._device), tf.control_dependencies([tensor]):
                 number = begun.assign_add(1, read_value=True)
-            with tf.control_dependencies([number]):
-                tensor = tf.identity(tensor)
             result = launch(tensor, *args, **kwargs)
             with tf.device(self._device), tf.control_dependencies([result]):
                 ended.assign(number)  # not +1: one that has failed has no end

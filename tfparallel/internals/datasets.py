@@ -39,6 +39,7 @@ __all__ = [
     "set_state_of_iterator",
     "slowest_stage",
     "state_of_iterator",
+    "unrepeatable_functions",
     "unrepeatable_parts",
 ]
 
@@ -182,6 +183,50 @@ def unrepeatable_parts(dataset: Any) -> list[str]:
     if is_deterministic == "false" or dataset.options().deterministic is False:
         names.append("deterministic=False")
     return list(dict.fromkeys(names))
+
+
+_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+_SEEDS = ("seed", "seed2")  # 0 and 0 is none, of all operations that have them
+
+
+def unrepeatable_functions(dataset: Any) -> list[str]:
+    """What functions of a `tf.data.Dataset` may do otherwise each time that it is read.
+
+    That is Python, generators too, and what is drawn or shuffled in them without a seed. Datasets
+    keep their functions to themselves.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return []
+    names = [name for each in dataset._inputs() for name in unrepeatable_functions(each)]
+    for wrapper in dataset._functions():
+        names += _unrepeatable_operations(wrapper.function.graph)
+    return list(dict.fromkeys(names))
+
+
+def _unrepeatable_operations(graph: tf.Graph) -> list[str]:
+    names = []
+    for operation in graph.get_operations():
+        if operation.type in _PYTHON:
+            names.append("a generator or another function of Python")
+        elif _seeds_of(operation) == [0, 0]:
+            names.append(f"{operation.type} without a seed")
+        elif operation.node_def.attr["deterministic"].s == b"false":
+            names.append("deterministic=False")
+    for called in graph._functions.values():
+        names += _unrepeatable_operations(called.graph)
+    return names
+
+
+def _seeds_of(operation: tf.Operation) -> list[int | None]:
+    """Of a random operation or a dataset that shuffles; None where they are known when it runs."""
+    definition = operation.op_def
+    attributes = {each.name for each in definition.attr}
+    inputs = {each.name: i for i, each in enumerate(definition.input_arg)}
+    if attributes.issuperset(_SEEDS):
+        return [operation.get_attr(name) for name in _SEEDS]
+    if inputs.keys() >= set(_SEEDS) and len(inputs) == len(operation.inputs):
+        return [tf.get_static_value(operation.inputs[inputs[name]]) for name in _SEEDS]
+    return []
 
 
 def fills_a_cache(dataset: Any) -> bool:

@@ -14,7 +14,6 @@ they are replaced there, while a step runs that has a GPU, and never otherwise.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from keras.src.backend.tensorflow import numpy as keras_numpy
 # Where what draws finds `_cast_seed`.
 from keras.src.backend.tensorflow import random as keras_random
 
-from tfparallel.internals.hooks import shadowed
+from tfparallel.internals.hooks import shadowed, wrapped
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]
                 shadowed(
                     module,
                     name,
-                    functools.partial(function, getattr(module, name)),
+                    wrapped(module, name, function),
                     during="a step",
                     why="GPUs keep integers.",
                 )

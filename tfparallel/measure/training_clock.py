@@ -43,7 +43,6 @@ class _Step:
     started_s: float
     python_s: float
     links: LinkTimes
-    traces: int
     callbacks_s: float = 0.0
     callbacks_python_s: float = 0.0
 
@@ -123,6 +122,7 @@ class TrainingClock:
         self._depth = 0  # of callbacks: one that calls another is counted once
         self._validating_s: float | None = None
         self._usual_s = 0.0
+        self._num_traces = sources.traces()
         self.epoch = self._new_epoch(now())
 
     def end_epoch(self) -> Epoch:
@@ -157,8 +157,7 @@ class TrainingClock:
 
     def begin_step(self) -> None:
         """Keras has its batches, or will ask for them now."""
-        sources = self._sources
-        self._step = _Step(self._now(), self._python_now(), sources.links(), sources.traces())
+        self._step = _Step(self._now(), self._python_now(), self._sources.links())
 
     def end_step(self) -> None:
         """Keras asks for the next step."""
@@ -171,7 +170,8 @@ class TrainingClock:
         links = NO_LINKS if now == step.links else now.since(step.links)
         own_s = took_s - step.callbacks_s - links.stalled_s
         self._steps_since_asked += 1
-        traces = self._sources.traces() - step.traces
+        traces_before, self._num_traces = self._num_traces, self._sources.traces()
+        traces = self._num_traces - traces_before
         spent.steps_s += took_s
         if links is not NO_LINKS:
             spent.linked_s += links.stalled_s

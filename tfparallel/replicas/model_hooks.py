@@ -19,6 +19,7 @@ from tfparallel.replicas import coupled_metrics, layer_losses
 from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.interface import StepDecisions
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
 from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
@@ -74,6 +75,23 @@ def _symbolic_build(
 ) -> None:
     del iterator
     build(model, method, data_batch)
+
+
+def build_without_remat(building: tuple[keras.Model, str] | None) -> None:
+    """Lets the model that Keras begins to build, if it does, be built without Keras's remat."""
+    if building is not None:
+        model, _ = building
+        hook_next_call(
+            model,
+            "_symbolic_build",
+            wrapped(model, "_symbolic_build", functools.partial(_without_remat, model)),
+            why="Keras cannot build a model with layers of a `RematScope`, whose calls it wraps.",
+        )
+
+
+def _without_remat(model: keras.Model, build: Callable, *args: object, **kwargs: object) -> None:
+    with without_remat_of_keras(model):
+        build(*args, **kwargs)
 
 
 def batch_of_specs(element_spec: object) -> object:

@@ -21,6 +21,25 @@ _WEIGHTS_IN_KERAS_FILE = "model.weights.h5"
 _MOST_LISTED = 5
 
 
+def load_model(path: str | os.PathLike, **options: Any) -> keras.Model:
+    """`keras.saving.load_model`, which of a `.keras` file has one tensor at a time in memory.
+
+    Keras's own reads the whole file into memory first, weights and slots, where it takes that to
+    be large enough, in each process. This unpacks it where temporary files are (`TMPDIR`). In a
+    strategy's scope the model is the strategy's. Over several processes all call it, each reads the
+    file, and nothing is sent.
+
+    Args:
+        path: a `.keras` file; what is none is left to Keras.
+        **options: as Keras has them: `custom_objects`, `compile`, `safe_mode`.
+    """
+    if not zipfile.is_zipfile(path):
+        return keras.saving.load_model(path, **options)
+    with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
+        archive.extractall(folder)
+        return keras.saving.load_model(folder, **options)
+
+
 def load_weights(
     model: keras.Model,
     path: str | os.PathLike,

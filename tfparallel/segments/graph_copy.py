@@ -20,6 +20,9 @@ from tfparallel.internals import (
 from tfparallel.internals.graphs import add_function, functions_of
 from tfparallel.segments.threads import has_one_thread
 
+# Written by what an operation is created in, which writes its own into a copy.
+_OF_ITS_PLACE = ("_class", "_tpu_replicate")
+
 
 class GraphCopy:
     """Copies operations of `source` into the graph that is under construction where it is used.
@@ -49,7 +52,7 @@ class GraphCopy:
         if operation in self._operations:
             return
         before = [self._operations[op] for op in operation.control_inputs if op in self._operations]
-        attributes = {k: v for k, v in operation.node_def.attr.items() if k != "_class"}
+        attributes = {k: v for k, v in operation.node_def.attr.items() if k not in _OF_ITS_PLACE}
         with tf.control_dependencies(before), tf.device(operation.device):
             copy = graph.create_op(
                 operation.type,

@@ -7,8 +7,7 @@
     backward   dy, x, y, ... -> dx
 
 What is computed again draws random numbers by the same seeds, so that a step trains to the weights
-of one that keeps all. What has effects, is read or received is kept. Under `jit_compile` XLA may
-find that both computations are the same, and keep it anyway.
+of one that keeps all. What has effects, is read or received is kept.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
 https://arxiv.org/abs/1604.06174
@@ -104,16 +103,22 @@ class MemoryPolicy:
 
     @contextlib.contextmanager
     def during(
-        self, model: keras.Model, own_devices: Callable[[], Sequence[str]] | None = None
-    ) -> Iterator[None]:
+        self,
+        model: keras.Model,
+        own_devices: Callable[[], Sequence[str]] | None = None,
+        in_xla: bool | None = None,
+    ) -> Iterator[StepSegments]:
         """Within it, a step of `model` is traced that keeps what the policy says.
 
         Args:
             own_devices: those that compute the calling replica, where they are several.
+            in_xla: whether XLA compiles the step; None: where the model says so.
         """
-        segments = StepSegments(own_devices=own_devices)
+        if in_xla is None:
+            in_xla = getattr(model, "jit_compile", False) is True
+        segments = StepSegments(own_devices=own_devices, in_xla=in_xla)
         with without_remat_of_keras(model), segments.called(self.segments(model)):
-            yield
+            yield segments
 
     def of_groups(self, own_devices: Callable[[], Sequence[str]]) -> Callable:
         """`during`, where several devices compute a replica.

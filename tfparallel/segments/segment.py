@@ -105,12 +105,13 @@ def computed_between(
     return made - {tensor.op for tensor in outputs}
 
 
-def rewire(graph: tf.Graph, segments: Iterable[Segment]) -> None:
+def rewire(graph: tf.Graph, segments: Iterable[Segment], in_xla: bool = False) -> None:
     """Has the backward passes of `segments` take what is to be taken instead.
 
     Args:
         graph: of the step, traced to its end.
         segments: those whose backward pass was traced, and others.
+        in_xla: whether XLA compiles the step.
     """
     begun = [segment for segment in segments if segment.backward_from is not None]
     operations = graph.get_operations()
@@ -121,7 +122,8 @@ def rewire(graph: tf.Graph, segments: Iterable[Segment]) -> None:
         later = operations[segment.backward_from :]
         wanted = _wanted(segment, later)
         if wanted:
-            instead = _instead(graph, segment, {id(x): x for _, _, x in wanted}, copies)
+            tensors = {id(x): x for _, _, x in wanted}
+            instead = _instead(graph, segment, tensors, copies, in_xla)
             for operation, index, tensor in wanted:
                 take_instead(operation, index, instead[id(tensor)])
     offloaded = [segment for segment in begun if segment.offloads]
@@ -213,7 +215,11 @@ def _wanted(
 
 
 def _instead(
-    graph: tf.Graph, segment: Segment, tensors: Mapping[int, tf.Tensor], copies: HostCopies
+    graph: tf.Graph,
+    segment: Segment,
+    tensors: Mapping[int, tf.Tensor],
+    copies: HostCopies,
+    in_xla: bool,
 ) -> dict[int, tf.Tensor]:
     """What is taken instead of `tensors`: replaced, or computed again behind the segment's gate."""
     given = dict(segment.replaced)
@@ -227,10 +233,27 @@ def _instead(
                 given[id(tensor)] = copies.fetched(tensor, segment.fetch_gate)
                 continue
             with tf.device(tensor.device):
-                given[id(tensor)] = tf.identity(tensor, "kept")
+                kept = _told_apart(tensor, segment.gate) if in_xla else tensor
+                given[id(tensor)] = tf.identity(kept, "kept")
     with graph.as_default():
         done = GraphCopy(graph, given).tensors(again)
     return {**given, **dict(zip(map(id, again), done, strict=True))}
+
+
+def _told_apart(tensor: tf.Tensor, gate: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The same numbers, which XLA does not know to be the same before one of `gate` is there.
+
+    XLA heeds no order of operations, and would make one of what is computed twice of the same. So
+    a zero is added that takes a number of the gradient, as in TensorFlow's `recompute_grad`.
+    Weights stay as they are: what else is computed with them differs.
+    """
+    numbers = [x for x in gate if x.dtype.is_floating]
+    if not tensor.dtype.is_floating or tensor.op.type == "ReadVariableOp" or not numbers:
+        return tensor
+    number = tf.reduce_max(tf.reshape(numbers[0], [-1])[:1])  # of none it is -inf
+    is_there = tf.cast(number, tf.bool)  # also where the number is none
+    zero = tf.where(tf.equal(is_there, is_there), 0.0, float("nan"))
+    return tensor + tf.cast(zero, tensor.dtype)
 
 
 def _frontier(segment: Segment, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

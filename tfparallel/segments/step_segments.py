@@ -55,10 +55,16 @@ class StepSegments:
         prefetch: how many segments ahead weights are put together.
         own_devices: those that compute the calling replica, where they are several; by default
             what computes a call's outputs.
+        in_xla: whether XLA compiles the step.
     """
 
-    def __init__(self, prefetch: int = 0, own_devices: Callable[[], Sequence[str]] | None = None):
-        self._prefetch = prefetch
+    def __init__(
+        self,
+        prefetch: int = 0,
+        own_devices: Callable[[], Sequence[str]] | None = None,
+        in_xla: bool = False,
+    ):
+        self._prefetch, self._in_xla = prefetch, in_xla
         self._own_devices = own_devices or tuple
         self._graph = tf.compat.v1.get_default_graph()
         self._thread = threading.local()
@@ -81,7 +87,17 @@ class StepSegments:
             for each in layers:
                 hooks.enter_context(self._shadowed(each))
             yield
-        rewire(self._graph, self._segments)
+        rewire(self._graph, self._segments, self._in_xla)
+
+    def finish_own(self) -> None:
+        """Ends those of the calling replica's thread, where its step ends before the others'.
+
+        What is traced outside of one program for all replicas is not in it.
+        """
+        own = [segment for segment, _ in self._own]
+        rewire(self._graph, own, self._in_xla)
+        self._segments = [each for each in self._segments if each not in own]
+        self._thread.own = []
 
     def _shadowed(self, called: Called) -> Any:
         def call(original: Callable, *args: object, **kwargs: object) -> Any:
@@ -99,7 +115,9 @@ class StepSegments:
 
     def _call(self, called: Called, original: Callable, args: tuple, kwargs: dict) -> object:
         inputs = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, tf.Tensor)]
-        is_segment = tf.compat.v1.get_default_graph() is self._graph and bool(inputs)
+        is_traced = not tf.executing_eagerly()  # it may be tried meanwhile, on random rows
+        in_graph = is_traced and tf.compat.v1.get_default_graph() is self._graph
+        is_segment = in_graph and bool(inputs)
         weights = called.weights_of() if is_segment and called.weights_of is not None else None
         inside = self._inside
         recomputes = called.recomputes if is_segment and not inside.recomputes else None

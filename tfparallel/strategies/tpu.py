@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.internals import is_symbolic_build
 from tfparallel.replicas import first_words
+from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.tpu.extended import KerasTPUExtended, connect_to_tpu
 from tfparallel.tpu.spmd_step import SpmdKerasSteps
 
@@ -31,10 +32,11 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
             has a name: one process, on one of its hosts, drives all of them.
         batch_rows: how many rows a batch has at most, for data that does not tell: a generator, a
             `PyDataset`, or `*_on_batch` of growing sizes. All are filled up to it.
+        memory: which activations are computed again in the backward pass. Nothing is offloaded.
 
     Raises:
         RuntimeError: if no TPU is found, saying what was looked for.
-        ValueError: for `batch_rows` that are no number of rows.
+        ValueError: for `batch_rows` that are no number of rows, and a policy that offloads.
     """
 
     def __init__(
@@ -45,14 +47,20 @@ class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
         *,
         tpu: str = "local",
         batch_rows: int | None = None,
+        memory: MemoryPolicy | None = None,
     ):
         if batch_rows is not None and batch_rows < 1:
             raise ValueError(f"batch_rows must be positive. Received: {batch_rows}.")
+        if memory is not None and memory.offload != "none":
+            raise ValueError(
+                "A TPU's step is one program, which moves nothing to the host. Received: "
+                f"offload={memory.offload!r}. Say rematerialize= of these layers instead."
+            )
         resolver = tpu_cluster_resolver or connect_to_tpu(tpu)
         super().__init__(
             resolver, experimental_device_assignment, experimental_spmd_xla_partitioning
         )
-        self._batch_rows = batch_rows
+        self._batch_rows, self._memory = batch_rows, memory or MemoryPolicy()
         self._extended.__class__ = KerasTPUExtended  # the stock constructor builds the stock one
         first_words.say_of(self)
 

@@ -20,6 +20,7 @@ from tfparallel.internals.datasets import (
     ArrayDataAdapter,
     arrays_of,
     copy_on,
+    unrepeatable_functions,
     unrepeatable_parts,
 )
 from tfparallel.tpu.padded_batches import BatchSize, parts_on_host
@@ -55,7 +56,9 @@ def distributed_by_host(
         rows = -(-size.rows // num_replicas)
         return batches.map(cut).rebatch(rows, drop_remainder=True).prefetch(each)
 
-    return strategy.distribute_datasets_from_function(of_host)
+    distributed = strategy.distribute_datasets_from_function(of_host)
+    distributed.read_dataset = dataset  # for backups, as that of what reads ahead
+    return distributed
 
 
 def _why_not_repeatable(dataset: tf.data.Dataset, call: TrainerCall) -> list[str]:
@@ -66,13 +69,14 @@ def _why_not_repeatable(dataset: tf.data.Dataset, call: TrainerCall) -> list[str
         return []
     if not call.is_dataset_of_user:
         return [f"{type(adapter).__name__}, that is Python of this process"]
-    return unrepeatable_parts(dataset)
+    return unrepeatable_parts(dataset) + unrepeatable_functions(dataset)
 
 
 def _check_is_repeatable(reasons: list[str], hosts: int) -> None:
     if reasons:
         raise ValueError(
             f"Each of the {hosts} hosts of a TPU Pod reads the input for its cores, and all have "
-            f"to read the same. Received: {', '.join(reasons)}. Give shuffles a seed, and batches "
-            "as a tf.data.Dataset of files or arrays."
+            f"to read the same. Received: {', '.join(reasons)}. Give what shuffles and draws a "
+            "seed (or call keras.utils.set_random_seed before the dataset is made), and batches as "
+            "a tf.data.Dataset of files or arrays."
         )

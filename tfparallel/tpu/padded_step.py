@@ -1,10 +1,13 @@
 """What a replica's thread knows of a Keras step on a batch with rows of padding."""
 
+import collections
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfparallel.internals import in_stateless_scope
+from tfparallel.internals import ReduceOp, distribute_lib, in_stateless_scope
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
 
@@ -48,3 +51,25 @@ def padded_step() -> PaddedStep | None:
     """The step that the calling replica thread runs, if it has rows of padding; not in a trial."""
     step = current_replica_step()
     return step if isinstance(step, PaddedStep) and not in_stateless_scope() else None
+
+
+def average_statistics(model: keras.Model, weight: tf.Tensor) -> None:
+    """Statistics of each replica's own rows (BatchNorm) become their mean, weighted by rows.
+
+    Where all replicas have as many rows it is enough to average them when they are read.
+    """
+    variables = [behind(variable) for variable in model.non_trainable_variables]
+    groups: dict[tf.DType, list] = collections.defaultdict(list)
+    for variable in variables:
+        if (
+            variable.synchronization == tf.VariableSynchronization.ON_READ
+            and variable.aggregation == tf.VariableAggregation.MEAN
+        ):
+            groups[variable.dtype].append(variable)
+    for dtype, own in groups.items():
+        joined = tf.concat([tf.reshape(each.read_value(), [-1]) for each in own], 0)
+        weighted = tf.math.multiply_no_nan(joined, tf.cast(weight, dtype))
+        mean = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, weighted)
+        sizes = [each.shape.num_elements() for each in own]
+        for each, part in zip(own, tf.split(mean, sizes), strict=True):
+            each.assign(tf.reshape(part, each.shape))

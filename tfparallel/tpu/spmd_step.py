@@ -6,7 +6,7 @@ batches that may differ in size get rows of padding (`padded_batches.py`), so th
 for all. The mathematics are the same.
 """
 
-import collections
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -28,9 +28,9 @@ from tfparallel.internals import (
     is_stock_step,
     model_of_predict_step,
     owner_of_new_variable,
+    trainer_that_builds,
 )
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batch import concat_rows, num_rows
@@ -38,9 +38,12 @@ from tfparallel.replicas.described_strategy import DescribedStrategy
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.owners import hook_owner
+from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import is_statistics
+from tfparallel.segments.memory_policy import MemoryPolicy
+from tfparallel.segments.step_segments import StepSegments
 from tfparallel.tpu.input_by_host import distributed_by_host
 from tfparallel.tpu.padded_batches import (
     PaddedBatch,
@@ -56,7 +59,7 @@ from tfparallel.tpu.padded_layers import (
     why_never_padded,
     without_padding,
 )
-from tfparallel.tpu.padded_step import PaddedStep
+from tfparallel.tpu.padded_step import PaddedStep, average_statistics
 
 
 class SpmdKerasSteps(DescribedStrategy):
@@ -67,6 +70,12 @@ class SpmdKerasSteps(DescribedStrategy):
 
     _batch_rows: int | None = None  # what a batch has at most, if the strategy was told
     _most_rows: int | None = None  # of the batches that `*_on_batch` had so far
+    _memory = MemoryPolicy()
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
+        model_hooks.build_without_remat(trainer_that_builds())
+        return super().scope()
 
     def run(
         self, fn: Any, args: tuple = (), kwargs: dict | None = None, options: Any = None
@@ -79,10 +88,11 @@ class SpmdKerasSteps(DescribedStrategy):
             batch = self._distributed(args[0], model)
             is_padded = isinstance(batch, PaddedBatch)
             hooks = without_padding(model) if is_padded else model_hooks.weighted_losses(model)
-            with spoken_of(self, fn), hooks:
-                return super().run(_step_on_replica(fn), (batch,), kwargs, options)
+            kept = self._memory.during(model, in_xla=True)
+            with spoken_of(self, fn), hooks, kept as segments:
+                return super().run(_step_on_replica(fn, segments), (batch,), kwargs, options)
         if is_predict_step(fn):
-            with spoken_of(self, fn):
+            with spoken_of(self, fn), without_remat_of_keras(model_of_predict_step(fn)):
                 return self._predict(fn, args[0], options)
         if is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_not_compiled(fn)
@@ -296,7 +306,7 @@ def _telling_of_gradients(kind: type) -> type:
     return type(kind.__name__, (_TellsOfGradients, kind), {})
 
 
-def _step_on_replica(step_function: Any) -> Callable:
+def _step_on_replica(step_function: Any, segments: StepSegments) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
     is_training = step_function.__name__ == "train_step"
     weights_loss = is_training and is_stock_step(step_function)
@@ -316,8 +326,9 @@ def _step_on_replica(step_function: Any) -> Callable:
             if isinstance(batch, PaddedBatch):
                 _check_rows_are_apart(model, batch)
             outputs = step_function(data)
+            segments.finish_own()
         if is_training and isinstance(step, PaddedStep):
-            _average_statistics(model, step.weight)
+            average_statistics(model, step.weight)
         return _mean_over_rows(outputs, step.weight)
 
     return on_replica
@@ -330,28 +341,6 @@ def _padded_step(batch: PaddedBatch, weights_loss: bool) -> PaddedStep:
 def _check_rows_are_apart(model: keras.Model, batch: PaddedBatch) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch.data)
     check_rows_are_apart(model, x)
-
-
-def _average_statistics(model: keras.Model, weight: tf.Tensor) -> None:
-    """Statistics of each replica's own rows (BatchNorm) become their mean, weighted by rows.
-
-    Where all replicas have as many rows it is enough to average them when they are read.
-    """
-    variables = [behind(variable) for variable in model.non_trainable_variables]
-    groups: dict[tf.DType, list] = collections.defaultdict(list)
-    for variable in variables:
-        if (
-            variable.synchronization == tf.VariableSynchronization.ON_READ
-            and variable.aggregation == tf.VariableAggregation.MEAN
-        ):
-            groups[variable.dtype].append(variable)
-    for dtype, own in groups.items():
-        joined = tf.concat([tf.reshape(each.read_value(), [-1]) for each in own], 0)
-        weighted = tf.math.multiply_no_nan(joined, tf.cast(weight, dtype))
-        mean = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, weighted)
-        sizes = [each.shape.num_elements() for each in own]
-        for each, part in zip(own, tf.split(mean, sizes), strict=True):
-            each.assign(tf.reshape(part, each.shape))
 
 
 def _real_rows(rows: tf.Tensor, is_real: tf.Tensor) -> tf.Tensor:

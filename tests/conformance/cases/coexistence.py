@@ -25,8 +25,13 @@ _originals: dict[tuple[str, str, str], object] = {}
 
 
 def remember_originals() -> None:
-    """Note every function and method of Keras and tf.distribute; called before tfparallel loads."""
-    _originals.update(_functions_and_methods())
+    """Note every function and method of Keras and tf.distribute; called before tfparallel loads.
+
+    Again, it keeps what it has: a fork remembers what it was forked from has.
+    """
+    if not _originals:
+        assert "tfparallel" not in sys.modules, "Too late: it may have replaced some already."
+        _originals.update(_functions_and_methods())
 
 
 def _functions_and_methods() -> dict[tuple[str, str, str], object]:

@@ -5,7 +5,6 @@ import time
 import keras
 import tensorflow as tf
 
-import tfparallel
 from tests.conformance.case import Run, add_case, case
 from tests.conformance.models import MODELS
 from tests.helpers import (
@@ -77,6 +76,8 @@ def layers_that_take_other_times_on_each_worker(run: Run):
     def build():
         layers = [TimedDense(*each) for each in zip((8, 4, 5, 3), seconds, strict=True)]
         return keras.Sequential([keras.Input((6,)), *layers])
+
+    import tfparallel  # in the process of the strategy
 
     training = run.train(build=build)
     if isinstance(pipeline := getattr(run.strategy, "inner", None), tfparallel.PipelineStrategy):
