@@ -2,8 +2,8 @@
 
 An edge between operations on two devices is a tensor that is sent, once to each device that takes
 it. What nothing needs is left out, and functions that TensorFlow inlines are looked into, as it
-does both; others are of one device, to which what they take is sent. Tensors of less than `_LEAST` values (norms, counts, rates) and whole numbers are not
-counted.
+does both; others are of one device, to which what they take is sent. Tensors of less than `_LEAST`
+values (norms, counts, rates) and whole numbers are not counted.
 """
 
 import collections

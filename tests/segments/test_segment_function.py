@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfparallel.internals import FuncGraph
-from tfparallel.segments.graph_copy import GraphFunction
+from tfparallel.segments.graph_copy import GraphFunction, SpreadFunction
 from tfparallel.segments.segment_function import StageFunction
 from tfparallel.segments.stash import Stash
 
@@ -165,7 +165,7 @@ def test_a_stash_gives_back_what_it_is_given():
 def test_each_device_keeps_its_own():
     """Where they are several; one device is not written into what other devices may call."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def there_and_back(x):
         tensors = []
         for device in ("CPU:0", "CPU:1"):
@@ -188,8 +188,8 @@ def test_a_function_of_several_devices_is_part_of_what_calls_it():
     """So that what it gives on another device does not come to the one where it is called."""
     calls = {}
 
-    @tf.function
-    def step(x, is_spread):
+    @tf.function(autograph=False)
+    def step(x, kind):
         graph = FuncGraph("spread")
         with graph.as_default():
             given = tf.compat.v1.placeholder(tf.float32, x.shape)
@@ -197,13 +197,13 @@ def test_a_function_of_several_devices_is_part_of_what_calls_it():
             for device in ("/device:CPU:0", "/device:CPU:1"):
                 with tf.device(device):
                     outputs.append(given * 2.0)
-        function = GraphFunction("spread", graph, [given], outputs, is_spread)
+        function = kind("spread", graph, [given], outputs)
         first, second = function("/device:CPU:0", [x])
-        calls[is_spread] = first.op
+        calls[kind] = first.op
         return first + second
 
-    for is_spread in (True, False):
-        np.testing.assert_array_equal(step(tf.ones([2]), is_spread), [4.0, 4.0])
-        operation = calls[is_spread]
+    for kind in (SpreadFunction, GraphFunction):
+        np.testing.assert_array_equal(step(tf.ones([2]), kind), [4.0, 4.0])
+        operation = calls[kind]
         function = operation.graph._get_function(operation.get_attr("f").name)
-        assert function.cached_definition.attr["_noinline"].b is not is_spread
+        assert function.cached_definition.attr["_noinline"].b is (kind is GraphFunction)

@@ -95,18 +95,11 @@ class GraphFunction:
     What is called is a small function around the large one: TensorFlow unpacks the body of a called
     function at every call, and places and optimises that of a function within.
 
-    Note: functions of several devices
-    ----------------------------------
-    What a call takes and returns is on the device of the call. A function that computes on several
-    devices would send all that it keeps on others there, and from there back to its backward pass.
-    So that is inlined: whoever takes a result takes it from where it is made.
-
     Args:
         name: what errors and profiles call it.
         graph: of the function.
         inputs: placeholders of `graph`, in the order in which a call gives the values.
         outputs: tensors of `graph`.
-        is_spread: whether it computes on several devices.
     """
 
     def __init__(
@@ -115,12 +108,8 @@ class GraphFunction:
         graph: FuncGraph,
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
-        is_spread: bool = False,
     ):
         self._has_narrow = any(x.dtype == tf.int32 for x in (*inputs, *outputs))
-        self._inlined = None
-        if is_spread:
-            self._inlined = _inlined(name, graph, inputs, outputs)
         body = _define(f"{name}_body", graph, inputs, outputs)
         self._function = _around(name, body, inputs, None)
         self._remote = self._in_order = RemoteFunction(self._function)
@@ -139,9 +128,39 @@ class GraphFunction:
         is_elsewhere = self._devices - {device} or any(x.device != device for x in resources)
         if self._has_narrow or is_elsewhere:
             with tf.device(device):
-                return list((self._inlined or self._function).call_flat(*arguments))
+                return list(self._function.call_flat(*arguments))
         with record.stop_recording():
             return (self._in_order if _is_cpu(device) else self._remote)(device, arguments)
+
+
+class SpreadFunction:
+    """A `GraphFunction` that computes on several devices, which TensorFlow does inline.
+
+    What a called function takes and returns is on the device of the call: all that it keeps on
+    others would be sent there, and from there back to its backward pass. Inlined, who takes a
+    result takes it from where it is made.
+
+    Args:
+        name, graph, inputs, outputs: as of a `GraphFunction`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: FuncGraph,
+        inputs: Sequence[tf.Tensor],
+        outputs: Sequence[tf.Tensor],
+    ):
+        # Who waits for a call waits for the operations that its function names.
+        before, made = graph.control_outputs, [x.op for x in outputs if x.op.type != "Placeholder"]
+        graph.control_outputs = list(dict.fromkeys([*before, *made]))
+        self._function = _define(name, graph, inputs, outputs, is_inlined=True)
+        graph.control_outputs = before
+
+    def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
+        """Calls it, without any record on gradient tapes; what is placed nowhere is on `device`."""
+        with tf.device(device):
+            return list(self._function.call_flat(*arguments))
 
 
 # Note: operations one after another. Where operations have one thread each, TensorFlow still hands
@@ -170,17 +189,8 @@ def _around(name: str, body: Any, inputs: Sequence, executor: str | None) -> Any
     return _define(name, graph, around_inputs, around_outputs)
 
 
-def _inlined(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:
-    """A function that is inlined; what waits for a call waits for its results."""
+def _define(
+    name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence, is_inlined: bool = False
+) -> Any:
     graph.inputs, graph.outputs = list(inputs), list(outputs)
-    before = list(graph.control_outputs)
-    graph.control_outputs = [*before, *{x.op: None for x in outputs if x.op.type != "Placeholder"}]
-    try:
-        return function_of_graph(f"{name}_{unique_number()}", graph, is_inlined=True)
-    finally:
-        graph.control_outputs = before
-
-
-def _define(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:
-    graph.inputs, graph.outputs = list(inputs), list(outputs)
-    return function_of_graph(f"{name}_{unique_number()}", graph)
+    return function_of_graph(f"{name}_{unique_number()}", graph, is_inlined)

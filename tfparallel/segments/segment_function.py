@@ -20,7 +20,12 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.replicas.repeated_rows import is_of_no_row
-from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
+from tfparallel.segments.graph_copy import (
+    GraphCopy,
+    GraphFunction,
+    SpreadFunction,
+    depended_on,
+)
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
 
@@ -52,7 +57,7 @@ class StageFunction:
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
         is_spread: bool = False,
     ):
-        self._is_spread = is_spread
+        self._function = SpreadFunction if is_spread else GraphFunction
         graph: FuncGraph = concrete.graph
         outputs = list(graph.outputs)
         self._num_outputs = len(outputs)
@@ -74,7 +79,7 @@ class StageFunction:
             packed = stashes[0].pack(activations)
             self.num_activations = len(packed)
             packed += stashes[1].pack(kept[len(activations) :])
-        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed], is_spread)
+        self._forward = self._function(name, graph, graph.inputs, [*outputs, *packed])
         graph.outputs = outputs  # the graph is the computation's, and may be used again
 
         self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
@@ -177,7 +182,7 @@ class StageFunction:
             inputs += map(graph.capture, others)
         if not outputs:
             return _Pass(None, [], [], others)
-        function = GraphFunction(graph.name, graph, inputs, outputs, self._is_spread)
+        function = self._function(graph.name, graph, inputs, outputs)
         return _Pass(function, leaves, used, others)
 
 
@@ -199,7 +204,11 @@ class _Pass:
     """A function of a pass, of what is given, some handles, what is left over, and captures."""
 
     def __init__(
-        self, function: GraphFunction | None, leaves: Sequence, used: Sequence, others: Sequence
+        self,
+        function: "GraphFunction | SpreadFunction | None",
+        leaves: Sequence,
+        used: Sequence,
+        others: Sequence,
     ):
         self._function, self._leaves, self._used, self._others = function, leaves, used, others
 
