@@ -70,8 +70,8 @@ def operations_of_functions(graph):
     """For each function of a pipeline, how many operations of a type each device runs."""
     counts = collections.defaultdict(collections.Counter)
     for function in functions_of(graph):
-        name, _, _ = function.cached_definition.signature.name.rpartition("_")
-        if name.startswith("tfparallel_stage_"):
+        name, is_body, _ = function.cached_definition.signature.name.partition("_body_")
+        if is_body:
             counts[name.removeprefix("tfparallel_")].update(
                 (node.op, tf.DeviceSpec.from_string(node.device).device_index)
                 for node in _nodes_that_run(function.cached_definition)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.internals import FuncGraph
-from tfparallel.segments.graph_copy import GraphFunction, SpreadFunction
 from tfparallel.segments.segment_function import StageFunction
 from tfparallel.segments.stash import Stash
 
@@ -160,50 +158,3 @@ def test_a_stash_gives_back_what_it_is_given():
     for before, after in zip(tensors, there_and_back()):
         assert before.shape == after.shape
         np.testing.assert_array_equal(before, after)
-
-
-def test_each_device_keeps_its_own():
-    """Where they are several; one device is not written into what other devices may call."""
-
-    @tf.function(autograph=False)
-    def there_and_back(x):
-        tensors = []
-        for device in ("CPU:0", "CPU:1"):
-            with tf.device(device):
-                tensors += [x + 1.0, tf.cast(x, tf.int64)]
-        stash = Stash(tensors)
-        packed = stash.pack(tensors)
-        assert len(packed) == 4  # for each dtype and device
-        unpacked = stash.unpack(packed)
-        assert [y.device for y in unpacked] == [x.device for x in tensors]
-        of_one = Stash(tensors[:2])
-        assert [x.device for x in of_one.pack(tensors[:2])] == ["", ""]
-        return tensors, unpacked
-
-    for before, after in zip(*there_and_back(tf.constant([1.0, 2.0])), strict=True):
-        np.testing.assert_array_equal(before, after)
-
-
-def test_a_function_of_several_devices_is_part_of_what_calls_it():
-    """So that what it gives on another device does not come to the one where it is called."""
-    calls = {}
-
-    @tf.function(autograph=False)
-    def step(x, kind):
-        graph = FuncGraph("spread")
-        with graph.as_default():
-            given = tf.compat.v1.placeholder(tf.float32, x.shape)
-            outputs = []
-            for device in ("/device:CPU:0", "/device:CPU:1"):
-                with tf.device(device):
-                    outputs.append(given * 2.0)
-        function = kind("spread", graph, [given], outputs)
-        first, second = function("/device:CPU:0", [x])
-        calls[kind] = first.op
-        return first + second
-
-    for kind in (SpreadFunction, GraphFunction):
-        np.testing.assert_array_equal(step(tf.ones([2]), kind), [4.0, 4.0])
-        operation = calls[kind]
-        function = operation.graph._get_function(operation.get_attr("f").name)
-        assert function.cached_definition.attr["_noinline"].b is (kind is GraphFunction)

@@ -179,11 +179,9 @@ def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGr
         )
 
 
-def function_of_graph(
-    name: str, graph: FuncGraph, is_inlined: bool = False
-) -> atomic_function.AtomicFunction:
-    """`graph` as a function; calls of it are inlined only if asked for."""
-    attributes = {"_noinline": attr_value_pb2.AttrValue(b=not is_inlined)}
+def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
+    """`graph` as a function; no call of it is inlined."""
+    attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
     return atomic_function.from_func_graph(name, graph, attributes)
 
 

@@ -174,8 +174,7 @@ class Executor:
         arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
         is_again = self._rematerialization.is_done(action.stage, action.microbatch)
-        is_spread = self._gathers or len(self._groups[action.stage]) > 1
-        options = name, concrete, watched, self._recomputes(is_again), is_spread
+        options = name, concrete, watched, self._recomputes(is_again)
         function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
         stash = self._offloaded(in_pass, function, stash)

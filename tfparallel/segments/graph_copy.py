@@ -133,36 +133,6 @@ class GraphFunction:
             return (self._in_order if _is_cpu(device) else self._remote)(device, arguments)
 
 
-class SpreadFunction:
-    """A `GraphFunction` that computes on several devices, which TensorFlow does inline.
-
-    What a called function takes and returns is on the device of the call: all that it keeps on
-    others would be sent there, and from there back to its backward pass. Inlined, who takes a
-    result takes it from where it is made.
-
-    Args:
-        name, graph, inputs, outputs: as of a `GraphFunction`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        graph: FuncGraph,
-        inputs: Sequence[tf.Tensor],
-        outputs: Sequence[tf.Tensor],
-    ):
-        # Who waits for a call waits for the operations that its function names.
-        before, made = graph.control_outputs, [x.op for x in outputs if x.op.type != "Placeholder"]
-        graph.control_outputs = list(dict.fromkeys([*before, *made]))
-        self._function = _define(name, graph, inputs, outputs, is_inlined=True)
-        graph.control_outputs = before
-
-    def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
-        """Calls it, without any record on gradient tapes; what is placed nowhere is on `device`."""
-        with tf.device(device):
-            return list(self._function.call_flat(*arguments))
-
-
 # Note: operations one after another. Where operations have one thread each, TensorFlow still hands
 # them from thread to thread, and threads that look for the next one take time from others. A pass
 # is a chain of operations, so one thread that runs all of them in order is faster. It would wait
@@ -189,8 +159,6 @@ def _around(name: str, body: Any, inputs: Sequence, executor: str | None) -> Any
     return _define(name, graph, around_inputs, around_outputs)
 
 
-def _define(
-    name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence, is_inlined: bool = False
-) -> Any:
+def _define(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:
     graph.inputs, graph.outputs = list(inputs), list(outputs)
-    return function_of_graph(f"{name}_{unique_number()}", graph, is_inlined)
+    return function_of_graph(f"{name}_{unique_number()}", graph)

@@ -20,12 +20,7 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.replicas.repeated_rows import is_of_no_row
-from tfparallel.segments.graph_copy import (
-    GraphCopy,
-    GraphFunction,
-    SpreadFunction,
-    depended_on,
-)
+from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
 
@@ -41,7 +36,6 @@ class StageFunction:
         recomputes: whether the results of an operation are computed again in the backward pass
             instead of kept. What has effects or draws random numbers is kept anyway, so that both
             computations give the same bits. Default: all that the gradient needs is kept.
-        is_spread: whether it computes on several devices.
 
     Attributes:
         kept: the tensors of the computation that the forward pass keeps.
@@ -55,9 +49,7 @@ class StageFunction:
         concrete: Any,
         watched: Sequence[bool],
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
-        is_spread: bool = False,
     ):
-        self._function = SpreadFunction if is_spread else GraphFunction
         graph: FuncGraph = concrete.graph
         outputs = list(graph.outputs)
         self._num_outputs = len(outputs)
@@ -79,7 +71,7 @@ class StageFunction:
             packed = stashes[0].pack(activations)
             self.num_activations = len(packed)
             packed += stashes[1].pack(kept[len(activations) :])
-        self._forward = self._function(name, graph, graph.inputs, [*outputs, *packed])
+        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed])
         graph.outputs = outputs  # the graph is the computation's, and may be used again
 
         self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
@@ -182,8 +174,7 @@ class StageFunction:
             inputs += map(graph.capture, others)
         if not outputs:
             return _Pass(None, [], [], others)
-        function = self._function(graph.name, graph, inputs, outputs)
-        return _Pass(function, leaves, used, others)
+        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
 
 
 class _Called(NamedTuple):
@@ -204,11 +195,7 @@ class _Pass:
     """A function of a pass, of what is given, some handles, what is left over, and captures."""
 
     def __init__(
-        self,
-        function: "GraphFunction | SpreadFunction | None",
-        leaves: Sequence,
-        used: Sequence,
-        others: Sequence,
+        self, function: GraphFunction | None, leaves: Sequence, used: Sequence, others: Sequence
     ):
         self._function, self._leaves, self._used, self._others = function, leaves, used, others
 
