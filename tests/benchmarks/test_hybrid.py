@@ -8,12 +8,19 @@ from tensorflow.python.eager import context as eager  # records what each device
 
 from benchmarks import crossing, hybrid
 
+# What passes through the first device of a stage is sent twice: docs/measurements/meshes.md.
+SENDS_MORE = [
+    ({"shard": 2, "pipeline": 2}, "parameters"),
+    ({"pipeline": 2, "model": 2}, "parameters"),
+]
+
 
 @pytest.mark.parametrize(
     ("sizes", "what"),
     [
         pytest.param(sizes, what, marks=[] if sizes == {"shard": 4} else pytest.mark.long)
         for sizes, what in hybrid.meshes()
+        if (sizes, what) not in SENDS_MORE
     ],
     ids=str,
 )
@@ -25,10 +32,7 @@ def test_no_axis_sends_more_than_it_has_to(sizes, what):
 
 @pytest.mark.long
 def test_tensorflow_sends_what_is_counted():
-    """Beside the graphs into which TensorFlow has cut the step, for each device one.
-
-    What stages on several devices keep was sent to the first of them, and back.
-    """
+    """Beside the graphs into which TensorFlow has cut the step, for each device one."""
     strategy, model = hybrid.model_on({"pipeline": 2, "model": 2})
     x = tf.ones((hybrid.ROWS_OF_STEP, hybrid.WIDTH_OF_LAYER))
     model.train_on_batch(x, x)
@@ -48,7 +52,32 @@ def test_tensorflow_sends_what_is_counted():
         for node in graph.node
         if node.op == "_Send" and _is_of_rows(node)
     )
-    assert sent == counted and ("CPU:1", "CPU:0") in sent
+    assert sent == counted and ("CPU:0", "CPU:1") in sent
+
+
+def test_what_a_called_function_takes_and_returns_passes_through_the_device_of_its_call():
+    def counted(attributes):
+        @tf.function(experimental_attributes=attributes)
+        def spread(x):
+            with tf.device("CPU:1"):
+                return x * 2.0
+
+        @tf.function
+        def step(x):
+            with tf.device("CPU:1"):
+                x = x + 1.0
+            with tf.device("CPU:0"):
+                y = spread(x)
+            with tf.device("CPU:1"):
+                return y + 1.0
+
+        graph = step.get_concrete_function(tf.zeros((100,))).graph
+        return crossing.bytes_by_link(graph, 1, "CPU:0")
+
+    there, back = ("CPU:1", "CPU:0", False), ("CPU:0", "CPU:1", False)
+    # The step's argument and result, its and the function's, are on CPU:0.
+    assert counted({}) == {back: 800, there: 800}
+    assert counted({"_noinline": True}) == {back: 1200, there: 1200}
 
 
 def _is_of_rows(node) -> bool:
