@@ -78,8 +78,8 @@ COMPRESSED = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("devices", "sizes"), COMPRESSED, ids=str)
 def test_compression_of_enough_ranks_changes_nothing(workers, devices, sizes):
-    """A gradient of 5 rows is of rank 5: PowerSGD(5) sends all of it, in half of the bytes."""
-    workers(2, devices).ask({"sizes": sizes, "model": "wide", "rank": 5}, timeout_s=570)
+    """A gradient of 5 rows is of rank 5: PowerSGD(7) sends all of it, in less bytes."""
+    workers(2, devices).ask({"sizes": sizes, "model": "wide", "rank": 7}, timeout_s=570)
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_compression_of_enough_ranks_changes_nothing(workers, devices, sizes):
 def test_a_cell_over_processes_trains_as_one_device_does(workers, tmp_path, cell):
     replies = workers(2, 2).ask({"cell": [str(tmp_path), *cell]}, timeout_s=570)
     for reply in replies:
-        assert (reply["share"] < 0.8) == ("of five ranks" in cell)
+        assert (reply["share"] < 0.95) == ("of seven ranks" in cell)
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_ranks_of_horovod_train_as_one_device(workers, devices, sizes):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("request_", [{"model": "wide", "rank": 5}, {"wrong": 0}], ids=str)
+@pytest.mark.parametrize("request_", [{"model": "wide", "rank": 7}, {"wrong": 0}], ids=str)
 def test_their_gradients_are_compressed_and_their_weights_checked(workers, request_):
     pytest.importorskip("horovod.tensorflow")
     asked = {"sizes": {"data": 2, "pipeline": 2}, **request_}
