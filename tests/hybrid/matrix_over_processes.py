@@ -2,8 +2,9 @@
 
 Compressed or not, each is trained as one device trains. A gradient of a kernel is of no more ranks
 than the batch has rows, so that of batches of at most five PowerSGD(7) sends all, in less bytes.
-With five ranks its first guess, which is random, can be so near to fewer that float32 does not tell
-the difference: that is left for the next step, and 6e-4 of a weight were off in one cell.
+All batches of a training have the same rows: PowerSGD begins where the last step ended, and what is
+behind a batch of three rows finds three ranks, and leaves the others for the next step (6e-4 of a
+weight, in one cell).
 """
 
 import functools
@@ -29,7 +30,7 @@ MESHES: dict[str, dict] = {
 }
 COMPRESSIONS = {"as they are": None, "of seven ranks": 7}
 OPTIMIZERS = ("momentum", "clipped", "accumulated", "averaged", "loss scale")
-BATCHES = {"even": (16, 4), "uneven": (13, 5), "fewer rows than replicas": (7, 3)}
+BATCHES = {"even": (16, 4), "uneven": (15, 5), "fewer rows than replicas": (9, 3)}
 RUNS = ("a step", "two steps", "killed and restored")
 MEMORIES = {"kept": None, "computed again": tfparallel.MemoryPolicy("full")}
 
