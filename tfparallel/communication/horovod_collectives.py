@@ -114,10 +114,10 @@ def num_ranks() -> tuple[int, int] | None:
     """
     if hvd.is_initialized():
         return hvd.size(), hvd.local_size()
-    told = _told(_SIZES), _told(_LOCAL_SIZES)
-    if None in told or os.environ.get("HOROVOD_ELASTIC") == "1":
+    size, local_size = _told(_SIZES), _told(_LOCAL_SIZES)
+    if size is None or local_size is None or os.environ.get("HOROVOD_ELASTIC") == "1":
         return None
-    return told
+    return size, local_size
 
 
 def _told(names: Sequence[str]) -> int | None:
