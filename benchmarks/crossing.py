@@ -1,20 +1,21 @@
 """Counts the bytes that a traced step sends from device to device, of its graph.
 
 An edge between operations on two devices is a tensor that is sent, once to each device that takes
-it. What nothing needs is left out, and functions of several devices are looked into, as TensorFlow
-does both. Tensors of less than `_LEAST` values (norms, counts, rates) and whole numbers are not
-counted.
+it. What nothing needs is left out, as TensorFlow does. What a function takes is sent to the device
+of its call, and from there to those where it computes; what it returns from others comes back to
+that device. Of one that TensorFlow inlines, both go straight to who takes it. Tensors of less than
+`_LEAST` values (norms, counts, rates) and whole numbers are not counted.
 """
 
 import collections
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 _LEAST = 64
-_INLINED = {"PartitionedCall", "StatefulPartitionedCall"}
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _CUTS_ROWS = "StridedSlice"  # of a batch
 
 
@@ -22,11 +23,13 @@ class Made(NamedTuple):
     """Where a tensor is made.
 
     Attributes:
-        key: tells it from all others, of calls of the same function too.
+        path: of the calls in which it is made.
+        key: tells it from all others made there.
         device: its device, for a variable's handle the variable's.
         is_of_batch: whether it is rows that were cut out of a batch.
     """
 
+    path: tuple
     key: Any
     device: str
     is_of_batch: bool = False
@@ -43,12 +46,30 @@ def bytes_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str, bool
     Returns:
         By the device that sends, the one that is sent to, and whether these are rows of the batch.
     """
-    counter = _Counter(rows)
-    counter.walk(_Body(graph, {}, (), home))
     total: dict = collections.Counter()
-    for (made, target), size in counter.sent.items():
+    for (made, target), size in _sent(graph, rows, home).items():
         total[made.device, target, made.is_of_batch] += size
     return total
+
+
+def copies_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str], int]:
+    """How many tensors a step's own graph sends, without the functions that it calls.
+
+    Args:
+        graph, rows, home: as for `bytes_by_link`.
+
+    Returns:
+        By the device that sends and the one that is sent to.
+    """
+    sent = _sent(graph, rows, home)
+    ends = [(made.device, target) for made, target in sent if not made.path]
+    return collections.Counter(ends)
+
+
+def _sent(graph: Any, rows: int, home: str) -> dict[tuple[Made, str], int]:
+    counter = _Counter(rows)
+    counter.walk(_Body(graph, {}, (), home))
+    return counter.sent
 
 
 class _Body:
@@ -59,53 +80,72 @@ class _Body:
         given: where its arguments are made, by the `id` of their placeholders.
         path: of the calls to it.
         home: the device of what has none.
+        is_inlined: whether it becomes a part of the graph around it.
     """
 
-    def __init__(self, graph: Any, given: Mapping[int, Made], path: tuple, home: str):
+    def __init__(
+        self,
+        graph: Any,
+        given: Mapping[int, Made],
+        path: tuple,
+        home: str,
+        is_inlined: bool = True,
+    ):
         self.graph, self.given, self.path, self.home = graph, given, path, home
+        self.is_inlined = is_inlined
         self._outer = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
-        self._inlined: dict = {}
+        self._entered: dict = {}
 
     def made(self, tensor: tf.Tensor) -> Made:
         """Where a tensor of the graph is made."""
         if id(tensor) in self.given:
             return self.given[id(tensor)]
         operation = tensor.op
-        inlined = self.inlined(operation)
-        if inlined is not None and tensor.value_index < len(inlined.graph.outputs):
-            return inlined.made(inlined.graph.outputs[tensor.value_index])
+        body = self.entered(operation)
+        if body is not None and tensor.value_index < len(body.graph.outputs):
+            if body.is_inlined:
+                return body.made(body.graph.outputs[tensor.value_index])
+            return Made(self.path, tensor.ref(), body.home)
         if tensor.dtype == tf.resource:
             handle = self._outer.get(id(tensor), tensor)
-            return Made((self.path, tensor.ref()), _short(handle.device or self.home))
-        key = (self.path, tensor.ref())
-        return Made(key, self.device(operation), operation.type == _CUTS_ROWS)
+            return Made(self.path, tensor.ref(), short(handle.device or self.home))
+        is_of_batch = operation.type == _CUTS_ROWS
+        return Made(self.path, tensor.ref(), self.device(operation), is_of_batch)
 
     def device(self, operation: tf.Operation) -> str:
         """The device of an operation; a variable is read and written where it is."""
         if operation.type == "RemoteCall":
             target = tf.get_static_value(operation.inputs[0])
             if target is not None:
-                return _short(target.item().decode())
+                return short(target.item().decode())
         for tensor in operation.inputs:
             if tensor.dtype == tf.resource and operation.type != "RemoteCall":
                 return self.made(tensor).device
-        return _short(operation.device or self.home)
+        return short(operation.device or self.home)
 
     def function(self, operation: tf.Operation) -> Any:
         """The graph of the function that an operation calls."""
         return self.graph._get_function(operation.get_attr("f").name).graph
 
-    def inlined(self, operation: tf.Operation) -> "_Body | None":
-        """The body of a call of a function of several devices."""
-        if operation.type not in _INLINED:
+    def entered(self, operation: tf.Operation) -> "_Body | None":
+        """The body of what an operation calls, if that is a function of several devices."""
+        if operation.type not in _CALLS:
             return None
-        if operation not in self._inlined:
-            graph = self.function(operation)
-            pairs = zip(graph.inputs, operation.inputs, strict=True)
-            given = {id(inner): self.made(outer) for inner, outer in pairs}
-            path, home = (*self.path, operation.name), _short(operation.device or self.home)
-            self._inlined[operation] = _Body(graph, given, path, home)
-        return self._inlined[operation]
+        if operation not in self._entered:
+            self._entered[operation] = self._body_of(operation)
+        return self._entered[operation]
+
+    def _body_of(self, operation: tf.Operation) -> "_Body":
+        definition = self.graph._get_function(operation.get_attr("f").name).cached_definition
+        is_inlined = not definition.attr["_noinline"].b
+        graph = self.function(operation)
+        path, home = (*self.path, operation.name), short(operation.device or self.home)
+        given = {}
+        for inner, outer in zip(graph.inputs, operation.inputs, strict=True):
+            is_where_it_was = is_inlined or inner.dtype == tf.resource
+            here = Made(path, inner.ref(), home)
+            given[id(inner)] = self.made(outer) if is_where_it_was else here
+        return _Body(graph, given, path, home, is_inlined)
 
 
 class _Counter:
@@ -124,18 +164,23 @@ class _Counter:
         outputs = body.graph.outputs if outputs is None else outputs
         needed = _needed(body.graph, outputs)
         for operation in needed:
-            inlined = body.inlined(operation)
-            if inlined is None:
-                self._count(body, operation)
+            entered = body.entered(operation)
+            if entered is None:
+                self._count(body, operation.inputs, body.device(operation))
                 continue
+            if not entered.is_inlined:
+                self._count(body, operation.inputs, entered.home)
             taken = {x.value_index for op in needed for x in op.inputs if x.op is operation}
             taken |= {x.value_index for x in outputs if x.op is operation}
-            of_body = inlined.graph.outputs  # where there are none, a call returns a number
-            self.walk(inlined, [of_body[i] for i in taken if i < len(of_body)])
+            of_body = entered.graph.outputs  # where there are none, a call returns a number
+            returned = [of_body[i] for i in taken if i < len(of_body)]
+            if not entered.is_inlined:  # which computes whatever it returns, taken or not
+                returned = of_body
+                self._count(entered, returned, entered.home)
+            self.walk(entered, returned)
 
-    def _count(self, body: _Body, operation: tf.Operation) -> None:
-        target = body.device(operation)
-        for tensor in operation.inputs:
+    def _count(self, body: _Body, tensors: Iterable, target: str) -> None:
+        for tensor in tensors:
             if tensor.dtype.is_floating:
                 made, size = body.made(tensor), self._size(tensor)
                 if made.device != target and size:
@@ -160,6 +205,7 @@ def _needed(graph: Any, outputs: Collection) -> set:
     return needed
 
 
-def _short(device: str) -> str:
+def short(device: str) -> str:
+    """A device's name without the machine's."""
     spec = tf.DeviceSpec.from_string(device)
     return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"

@@ -38,3 +38,23 @@ def hybrid(
     if "pipeline" in sizes:
         arguments["pipeline"] = tfparallel.PipelineOptions(**{"num_microbatches": 2, **options})
     return tfparallel.HybridStrategy(mesh, **arguments)
+
+
+def over_processes(
+    sizes: dict[str, int], transport: str = "auto", what: str = "parameters", **options
+) -> tfparallel.HybridStrategy:
+    """On a mesh of the devices of all processes of a job; whatever can be in parts is.
+
+    Args:
+        sizes: of the axes, the outermost first.
+        transport: between the processes.
+        what: is in parts along an axis of shards.
+        options: of the strategy.
+    """
+    if "shard" in sizes:
+        options["shard"] = tfparallel.Sharding(what, min_size=1)
+    if "pipeline" in sizes:
+        options["pipeline"] = tfparallel.PipelineOptions(2)
+    if "model" in sizes:
+        options["layout_map"] = LayoutOfAnything(None)
+    return tfparallel.HybridStrategy(sizes, transport=transport, **options)

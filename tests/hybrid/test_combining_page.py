@@ -14,8 +14,11 @@ from tests.helpers import assert_same_training, cpu_mesh_of, train
 from tests.hybrid.meshes import PAIRS, hybrid
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, MemoryPolicy, PipelineOptions, PipelineStrategy, Sharding
+from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
+from tfparallel.hybrid.processes_of_job import GradientsCrossing
+from tfparallel.mesh import mesh_of
 from tfparallel.replicas.inner import inside_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "combining.md").read_text()
@@ -109,6 +112,10 @@ REFUSED = {
     'an axis "pipeline" or "model" over processes': [
         lambda axis=axis: laid_over_processes({axis: 4}, 2, 2, has_parts=False)
         for axis in ("pipeline", "model")
+    ],
+    "`compression`, `check_weights_every`": [
+        lambda own=own: own.refuse_beside_shared_state(mesh_of([4], ["shard"], list("0123")))
+        for own in (GradientsCrossing(as_compressor("fp16")), GradientsCrossing(None, 4))
     ],
     '"shard" over processes': [
         lambda axis=axis: laid_over_processes({"shard": 2, axis: 2}, 2, 2, has_parts=False)

@@ -1,10 +1,12 @@
 """Meshes of the devices of several processes train as one device; what cannot be is refused."""
 
 import functools
+import os
 
 import pytest
 
 import tfparallel
+from tests.hybrid.matrix_over_processes import CELLS
 from tests.multi_process.pool import (
     WorkerFailure,
     WorkerPool,
@@ -12,6 +14,8 @@ from tests.multi_process.pool import (
     horovod_environments,
 )
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
+from tfparallel.hybrid.processes_of_job import GradientsCrossing
+from tfparallel.mesh import mesh_of
 
 WORKER = ["-m", "tests.hybrid.worker_of_mesh"]
 
@@ -62,6 +66,50 @@ def test_two_processes_of_two_devices_train_as_one_device(workers, sizes, option
             assert reply["stored"] / reply["whole"] == pytest.approx(share, rel=0.05)
 
 
+COMPRESSED = [
+    (2, {"data": 4}),
+    (2, {"data": 2, "pipeline": 2}),
+    (2, {"data": 2, "model": 2}),
+    (2, {"data": 2, "shard": 2}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("devices", "sizes"), COMPRESSED, ids=str)
+def test_compression_of_enough_ranks_changes_nothing(workers, devices, sizes):
+    """A gradient of 5 rows is of rank 5: PowerSGD(7) sends all of it, in less bytes."""
+    workers(2, devices).ask({"sizes": sizes, "model": "wide", "rank": 7}, timeout_s=570)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", CELLS, ids="; ".join)
+def test_a_cell_over_processes_trains_as_one_device_does(workers, tmp_path, cell):
+    replies = workers(2, 2).ask({"cell": [str(tmp_path), *cell]}, timeout_s=570)
+    for reply in replies:
+        assert (reply["share"] < 0.95) == ("of seven ranks" in cell)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_compression_of_fewer_ranks_does(workers):
+    with pytest.raises(WorkerFailure, match="Differs from one device"):
+        workers(2, 2).ask({"sizes": {"data": 4}, "model": "wide", "rank": 1}, timeout_s=570)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 4}, {"data": 2, "pipeline": 2}, {"data": 2, "model": 2}, {"data": 2, "shard": 2}],
+    ids=str,
+)
+def test_a_process_with_other_weights_is_found(workers, sizes):
+    for reply in workers(2, 2).ask({"sizes": sizes, "wrong": 1}, timeout_s=570):
+        assert "in ranks [0] and ranks [1] from one another, in step 4" in reply["told"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_four_processes_share_two_copies(workers):
@@ -81,11 +129,45 @@ def test_ranks_of_horovod_train_as_one_device(workers, devices, sizes):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_copies_on_a_mesh_of_ranks_of_horovod_are_refused(workers):
-    """Horovod, which tells how many ranks there are, has started without their process sets."""
+@pytest.mark.parametrize("request_", [{"model": "wide", "rank": 7}, {"wrong": 0}], ids=str)
+def test_their_gradients_are_compressed_and_their_weights_checked(workers, request_):
     pytest.importorskip("horovod.tensorflow")
-    with pytest.raises(WorkerFailure, match=r"Received: 2 copies, .*ShardedStrategy\(replicas=2"):
-        workers(4, 1, horovod_environments).ask({"sizes": {"data": 2, "shard": 2}}, timeout_s=570)
+    asked = {"sizes": {"data": 2, "pipeline": 2}, **request_}
+    replies = workers(2, 2, horovod_environments).ask(asked, timeout_s=570)
+    if "wrong" in request_:
+        assert all("from one another, in step 4" in reply["told"] for reply in replies)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_four_ranks_of_horovod_share_two_copies(workers):
+    """Horovod starts with groups of ranks that are known of the mesh."""
+    pytest.importorskip("horovod.tensorflow")
+    asked = {"sizes": {"data": 2, "shard": 2}}
+    replies = workers(4, 1, horovod_environments).ask(asked, timeout_s=870)
+    assert all(r["stored"] / r["whole"] == pytest.approx(1 / 2, rel=0.05) for r in replies)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}, (4, 2)),
+        ({"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, (6, 3)),
+        ({"HOROVOD_SIZE": "4"}, None),
+        ({"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_ELASTIC": "1"}, None),
+    ],
+    ids=str,
+)
+def test_the_launcher_tells_how_many_ranks_there_are(monkeypatch, environment, expected):
+    pytest.importorskip("horovod.tensorflow")
+    from tfparallel.communication import horovod_collectives
+
+    monkeypatch.setattr(horovod_collectives.hvd, "is_initialized", lambda: False)
+    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "OMPI_", "PMI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert horovod_collectives.num_ranks() == expected
 
 
 # ---- which axes go over processes ----------------------------------------------------------------
@@ -130,3 +212,34 @@ def test_a_mesh_of_one_process_takes_no_transport_but_auto():
     with pytest.raises(ValueError, match="between the workers of TF_CONFIG. Received: none"):
         tfparallel.HybridStrategy({"data": 4}, transport="ring")
     assert tfparallel.HybridStrategy({"data": 4}, transport="auto").num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "fp16"}, "compression='fp16' without `transport`.*whose `inner` this one"),
+        ({"check_weights_every": 3}, "check_weights_every=3 without `transport`"),
+        (
+            {"transport": "auto", "compression": tfparallel.compression.LocalSGD(4)},
+            r"compression=LocalSGD\(every=4\) of a HybridStrategy. Take it in Multi",
+        ),
+        ({"transport": "auto", "check_weights_every": 0}, "at least 1. Received: 0"),
+        ({"transport": "auto", "compression": "gzip"}, "or a name: 'fp16'.*Received: 'gzip'"),
+    ],
+    ids=str,
+)
+def test_how_gradients_cannot_cross_processes_is_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.HybridStrategy({"data": 4}, **options)
+
+
+def test_processes_that_share_the_state_compress_nothing():
+    mesh = mesh_of([4], ["shard"], list("0123"))
+    with pytest.raises(ValueError, match="check_weights_every=2, on a mesh of shard 4"):
+        GradientsCrossing(None, 2).refuse_beside_shared_state(mesh)
+    GradientsCrossing().refuse_beside_shared_state(mesh)
+
+
+def test_one_process_compresses_nothing():
+    strategy = tfparallel.HybridStrategy({"data": 4}, transport="auto", compression="fp16")
+    assert strategy.compression_report() == []

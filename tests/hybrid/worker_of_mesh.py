@@ -1,4 +1,4 @@
-"""Trains on a mesh of the devices of several processes, beside one device, in float64."""
+"""Trains on a mesh of the devices of several processes, beside one device."""
 
 import sys
 
@@ -6,58 +6,105 @@ import keras
 import tensorflow as tf
 
 import tfparallel
-from tests.helpers import assert_same_training, in_float64, open_logical_cpus, tiny_data, train
+from tests.helpers import (
+    assert_same_training,
+    in_float64,
+    momentum_sgd,
+    open_logical_cpus,
+    tiny_data,
+    train,
+)
 from tests.hybrid.architectures import MODELS
+from tests.hybrid.matrix_over_processes import MODELS as WIDE
+from tests.hybrid.matrix_over_processes import check
+from tests.hybrid.meshes import over_processes
 from tests.hybrid.models_of_matrix import dropping, plain, sequences
 from tests.multi_process.answering import answer_requests
-from tests.tensor_parallel.layouts import LayoutOfAnything
 
-_ATOL = 1e-9
 _MODELS = {
     **MODELS,
     "plain": {"build": plain, "data": tiny_data},
     "dropout": {"build": dropping, "data": sequences},
+    "wide": {"build": WIDE["plain"], "data": tiny_data},
 }
 
 
-def answer(sizes: dict[str, int], model: str = "plain", transport: str = "auto", **options) -> dict:
+def answer(wrong: int | None = None, cell: list | None = None, **request) -> dict:
+    """What a process replies to a request: of a training, one that goes wrong, or of a matrix."""
+    if cell is not None:
+        return {"share": check(*cell)}
+    return _trained(**request) if wrong is None else _wrong(wrong, **request)
+
+
+def _trained(
+    sizes: dict[str, int], model: str = "plain", rank: int | None = None, **options
+) -> dict:
     """Fails where anything differs from one device; replies with what this process stores.
 
+    In float64; compressed gradients are of float32.
+
     Args:
+        rank: of `PowerSGD`; None compresses nothing.
         options: of the strategy.
     """
-    data = {**_MODELS[model], "rows": 13, "batch_size": 5, "optimizer": _optimizer}
+    data = {**_MODELS[model], "rows": 13, "batch_size": 5, "optimizer": _adam}
+    atol, is_compressed = 1e-9, rank is not None
+    if is_compressed:
+        data["optimizer"], atol = momentum_sgd, 2e-5
+        options["compression"] = tfparallel.compression.PowerSGD(rank)
     with in_float64():
         keras.backend.clear_session()  # `LayoutOfAnything` goes by the numbers in layers' names
-        strategy = _strategy(sizes, transport=transport, **options)
+        strategy = over_processes(sizes, **options)
         candidate = train(strategy, **data)
         stored = [_numbers_of(v) for v in candidate.model.trainable_weights]
         whole = [int(tf.size(v)) for v in candidate.model.trainable_weights]
         keras.backend.clear_session()
-        assert_same_training(train(None, **data), candidate, atol=_ATOL)
+        expected = train(None, **data)
+    if is_compressed:
+        (report,) = strategy.compression_report()
+        assert report.bytes_sent < report.bytes_uncompressed, report
+    assert_same_training(expected, candidate, atol=atol)
     return {"stored": sum(stored), "whole": sum(whole), "shown": str(strategy)}
 
 
-def _optimizer() -> keras.optimizers.Optimizer:
+def _adam() -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
 
 
-def _strategy(sizes, **options):
-    if "shard" in sizes:
-        options["shard"] = tfparallel.Sharding(min_size=1)
-    if "pipeline" in sizes:
-        options["pipeline"] = tfparallel.PipelineOptions(2)
-    if "model" in sizes:
-        options["layout_map"] = LayoutOfAnything(None)
-    return tfparallel.HybridStrategy(sizes, **options)
+def _wrong(wrong: int, sizes: dict[str, int], transport: str = "auto") -> dict:
+    """One process's memory fails after the third step: replies with what the training says."""
+    strategy = over_processes(sizes, transport, check_weights_every=2)
+    rank = strategy.extended._id_in_cluster
+
+    def fail(batch, logs=None):
+        if batch == 2 and rank == wrong:
+            with tf.init_scope():
+                for copy in _copies(strategy_model.trainable_variables[0]):
+                    copy.assign_add(tf.ones_like(copy) / 8)
+
+    fails = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        strategy_model = plain()
+        strategy_model.compile("sgd", "mse")
+    x = tf.ones((40, 6))
+    try:
+        strategy_model.fit(x, x[:, :3], batch_size=5, verbose=0, callbacks=[fails])
+    except Exception as error:
+        return {"told": str(error)}
+    return {"told": ""}
 
 
 def _numbers_of(variable: keras.Variable) -> int:
     """What this process stores of it."""
+    return sum(x.shape.num_elements() for x in _copies(variable))
+
+
+def _copies(variable: keras.Variable) -> list[tf.Variable]:
+    """What this process has of it: copies, parts, or pieces."""
     behind = variable.value
     parts = getattr(behind, "parts", None) or behind.values
-    copies = {id(x): x for x in tf.nest.flatten(list(parts))}.values()
-    return sum(x.shape.num_elements() for x in copies)
+    return list({id(x): x for x in tf.nest.flatten(list(parts))}.values())
 
 
 if __name__ == "__main__":

@@ -334,7 +334,20 @@ def test_communication_options_reach_the_strategy(write):
     assert options.timeout_seconds == 5
 
 
-@pytest.mark.parametrize("name", ["multi_worker_mirrored", "sharded"])
+def test_how_gradients_cross_processes_reaches_a_mesh(write):
+    keys = "transport: ring, compression: {name: power_sgd, rank: 3}, check_weights_every: 7"
+    text = f"strategy: {{name: hybrid, mesh: {{data: 4}}, {keys}}}"
+    arguments = load_config(write(text)).strategy.arguments()
+    assert (arguments["transport"], arguments["check_weights_every"]) == ("ring", 7)
+    assert repr(arguments["compression"]) == "PowerSGD(rank=3)"
+
+
+def test_a_mesh_over_processes_is_given(write):
+    (problem,) = problems_of(write("strategy: {name: hybrid, transport: auto}"))
+    assert "transport=auto is between the processes" in problem and "no mesh" in problem
+
+
+@pytest.mark.parametrize("name", ["multi_worker_mirrored", "sharded", "hybrid"])
 def test_how_long_workers_wait_reaches_the_strategy(write, name):
     section = f"strategy: {{name: {name}, timeouts: {{silent_s: 5, stall_s: null}}}}"
     timeouts = load_config(write(section)).strategy.arguments()["timeouts"]

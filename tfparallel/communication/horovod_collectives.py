@@ -41,6 +41,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "hvd",
+    "num_ranks",
     "process_sets",
     "reduce_scatter",
     "run_elastic",
@@ -56,7 +57,9 @@ _SUMMED_AS = {
     tf.uint64: tf.int64,
 }
 _SCATTERED_AS = {**_SUMMED_AS, tf.int8: tf.int32, tf.uint8: tf.int32}
-_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by horovodrun, Open MPI, MPICH
+# By horovodrun, Open MPI, MPICH.
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _process_sets: dict[tuple[int, ...], Any] = {}  # that Horovod has started with, by their ranks
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of the last one in a graph
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
@@ -117,15 +120,32 @@ def start(
         _start_with(groups)
 
 
+def num_ranks() -> tuple[int, int] | None:
+    """How many ranks there are, and of this host, without Horovod's start; None if nothing tells.
+
+    The launcher does, but in a job that grows and shrinks.
+    """
+    if hvd.is_initialized():
+        return hvd.size(), hvd.local_size()
+    size, local_size = _told(_SIZES), _told(_LOCAL_SIZES)
+    if size is None or local_size is None or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return None
+    return size, local_size
+
+
+def _told(names: Sequence[str]) -> int | None:
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
 def _start_with(groups: Callable[[int], Iterable[Sequence[int]]] | None) -> None:
     _process_sets.clear()  # those of an earlier start are gone
-    size = next((os.environ[name] for name in _SIZES if name in os.environ), None)
+    size = _told(_SIZES)
     if groups is None:
         hvd.init()
     elif size is None:  # dear: all ranks meet, again and again, to see whether there is a new one
         hvd.init(process_sets="dynamic")
     else:
-        sets = [hvd.ProcessSet(list(ranks)) for ranks in groups(int(size))]
+        sets = [hvd.ProcessSet(list(ranks)) for ranks in groups(size)]
         hvd.init(process_sets=sets)
         _process_sets.update({tuple(each.ranks): each for each in sets})
 

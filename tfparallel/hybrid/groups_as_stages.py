@@ -15,7 +15,7 @@ from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptStageVariable
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.hybrid.split_stage_variable import SplitStageVariable
 from tfparallel.internals import device_util
-from tfparallel.pipeline.extended import PipelineExtended
+from tfparallel.pipeline.extended import Homes, PipelineExtended
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.stages import Stages
@@ -90,16 +90,19 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _reduce_gradients(self, gradients: list) -> list:
-        """As a pipeline's, of gradients in parts each part where it is."""
+    def _reduce_gradients(self, gradients: list, homes: Homes | None = None) -> list:
+        """As a pipeline's, of gradients in parts each part where it is, or is stored."""
         if self._executors is None or self._compresses:
-            return super()._reduce_gradients(gradients)
+            return super()._reduce_gradients(gradients, homes)
         variables = self._variables_of(gradients)
         pairs = zip(gradients, variables, strict=True)
         parts = [in_parts(g, v, stored=True) for g, v in pairs]
         both = list(zip(gradients, parts, strict=True))
         flat = [x for whole, own in both for x in ([whole] if own is None else own)]
-        sums = iter(super()._reduce_gradients(flat))
+        stored: list = []
+        for own, variable in zip(parts, variables, strict=True):
+            stored += [None] if own is None else variable.homes()
+        sums = iter(super()._reduce_gradients(flat, stored))
         return [
             next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
             for own, v in zip(parts, variables, strict=True)

@@ -1,10 +1,12 @@
 """The processes of a job that a mesh goes over: the workers of `TF_CONFIG`, or Horovod's ranks."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.local_sgd import LocalSGD, Meeting, as_meeting
 from tfparallel.coordination.cluster import (
     ClusterConfig,
     is_started_by_horovodrun,
@@ -13,14 +15,42 @@ from tfparallel.coordination.cluster import (
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
-from tfparallel.replicas.axis_of_processes import AxisOfProcesses
+from tfparallel.mesh import Mesh
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.replicas.device_names import count_devices_of_process
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.options import Sharding
 
 TRANSPORTS = ("auto", "ring", "collectives", "horovod")
 _STALL_TIMEOUT_S = 300.0  # as `HorovodStrategy`'s default
+
+
+class GradientsCrossing(NamedTuple):
+    """How gradients cross processes, and what is checked beside them.
+
+    Attributes:
+        compressor: what they are sent through; None sends them as they are.
+        check_weights_every: after so many steps processes compare their weights; None never.
+    """
+
+    compressor: Compressor | None = None
+    check_weights_every: int | None = None
+
+    def refuse_beside_shared_state(self, mesh: Mesh) -> None:
+        """Refuses either where processes share a copy of the state.
+
+        Raises:
+            ValueError: saying what is given, and what to take.
+        """
+        named = [f"{k}={v!r}" for k, v in self._asdict().items() if v is not None]
+        if named:
+            raise ValueError(
+                "Where processes share a copy of the state, each gets its part of the gradients' "
+                "sums, and has no weights to compare with another's. Received: "
+                f"{', '.join(named)}, on a mesh of {mesh}. Leave that out, or name 'data' first, "
+                "of a multiple of the processes."
+            )
 
 
 class ProcessesOfJob(Protocol):
@@ -41,7 +71,7 @@ class ProcessesOfJob(Protocol):
     ) -> ShardedExtended:
         """The `extended` of a strategy whose processes share copies of the state."""
 
-    def around(self, strategy: KerasStrategy) -> AxisOfProcesses:
+    def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:
         """The axis of data over the processes, each of which has an `extended` of its own."""
 
 
@@ -95,59 +125,101 @@ class _Workers:
             strategy, resolver, sharding, ring, num_copies, self._timeouts
         )
 
-    def around(self, strategy: KerasStrategy) -> AxisOfProcesses:
+    def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:
         kinds = tf.distribute.experimental.CommunicationImplementation
         implementation = kinds.AUTO if self._uses_ring else kinds.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         resolver = self._cluster.cluster_resolver()
-        return MultiWorkerExtended(
-            strategy, resolver, options, None, self._timeouts, has_inner=True
+        workers = MultiWorkerExtended(
+            strategy, resolver, options, crossing.compressor, self._timeouts, has_inner=True
         )
+        workers._check_weights(crossing.check_weights_every)
+        return workers
 
 
 class _Ranks:
-    """Those of Horovod, which is started, and imported, when it is asked for something."""
+    """Those of Horovod, which is imported when it is asked for something.
+
+    It starts where the mesh is known: of ranks that share copies it makes groups as it starts.
+    """
 
     name = "the ranks of Horovod"
 
     def __init__(self, timeouts: WorkerTimeouts):
         self._timeouts = timeouts
-        self._is_asked = False
 
     def _started(self) -> Any:
         from tfparallel.communication.horovod_collectives import hvd, start
 
-        self._is_asked = True
         start(False, SENT_BUCKET_BYTES, self._timeouts.start_s)
         return hvd
 
+    def _num_ranks(self) -> tuple[int, int]:
+        from tfparallel.communication.horovod_collectives import num_ranks
+
+        told = num_ranks()
+        if told is not None:
+            return told
+        hvd = self._started()
+        return hvd.size(), hvd.local_size()
+
     @property
     def num_processes(self) -> int:
-        return self._started().size()
+        return self._num_ranks()[0]
 
     @property
     def devices_each(self) -> int:
-        return count_devices_of_process(self._started().local_size())
+        return count_devices_of_process(self._num_ranks()[1])
 
     def sharded(
         self, strategy: KerasStrategy, sharding: Sharding, num_copies: int
     ) -> ShardedExtended:
-        if num_copies != 1 and self._is_asked:  # Horovod runs, without process sets of copies
-            raise ValueError(
-                "On a mesh of Horovod's ranks all share one copy: its axis 'shard' has all of "
-                f"them. Received: {num_copies} copies, along 'data'. Take "
-                f"ShardedStrategy(replicas={num_copies})."
-            )
         from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended
 
         return RanksShardedExtended(strategy, sharding, num_copies, self._timeouts)
 
-    def around(self, strategy: KerasStrategy) -> AxisOfProcesses:
+    def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:
         from tfparallel.data_parallel.horovod import HorovodExtended
 
         ranks = self._started().global_process_set
         options = {"predivide": 1.0, "bucket_bytes": SENT_BUCKET_BYTES}
         workers = HorovodExtended(strategy, ranks, False, False, options, has_inner=True)
+        transport = WorkersTransport(workers, ranks.rank(), ranks.size())
+        workers._compress_gradients(crossing.compressor, transport)
         if self._timeouts.stall_s is not None:
             workers._watch_for_stalls(self._timeouts.stall_s)
+        workers._check_weights(crossing.check_weights_every)
         return workers
+
+
+def gradients_crossing(
+    transport: str | None, compression: Meeting | str | None, check_weights_every: int | None
+) -> GradientsCrossing:
+    """What a user gives for gradients between the processes of a mesh, checked.
+
+    Raises:
+        ValueError: for a compression that is none, for rounds of local steps, for a number of steps
+            that is none, and for either without `transport`, which has no processes to cross.
+    """
+    given = {"compression": compression, "check_weights_every": check_weights_every}
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if transport is None and named:
+        raise ValueError(
+            "Between the devices of one process gradients are summed as they are. Received: "
+            f"{', '.join(named)} without `transport`, for a mesh of this process. Give `transport` "
+            "for a mesh over all processes of a job, or give that to the strategy whose `inner` "
+            "this one is."
+        )
+    meeting = as_meeting(compression)
+    if isinstance(meeting, LocalSGD):
+        raise ValueError(
+            "Rounds of local steps average the weights of whole replicas. Received: "
+            f"compression={compression!r} of a HybridStrategy. Take it in "
+            "MultiWorkerMirroredStrategy or HorovodStrategy, without `inner`."
+        )
+    if check_weights_every is not None and check_weights_every < 1:
+        raise ValueError(
+            "check_weights_every is a number of steps, at least 1. Received: "
+            f"{check_weights_every}."
+        )
+    return GradientsCrossing(meeting, check_weights_every)

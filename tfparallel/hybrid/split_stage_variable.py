@@ -71,6 +71,12 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
             for shard in range(self.shards)
         ]
 
+    def homes(self) -> list[Sequence[str]]:
+        """Of each piece, where each pipeline has it, or one that shares a copy with it does."""
+        pieces = range(len(self.stored.sizes))
+        pipelines = range(len(self.parts) * self.shards)
+        return [[self.parts[p // self.shards][k].device for p in pipelines] for k in pieces]
+
     def _move_to(self, places: Sequence[Sequence[str]]) -> None:
         for index in range(len(self.parts)):
             sharing = places[index * self.shards : (index + 1) * self.shards]

@@ -250,8 +250,11 @@ class ShardSection(Section):
     min_size: int = Field(default=1024, ge=1)
 
 
-class Hybrid(PlacesBatches):
-    """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s."""
+class Hybrid(WithTimeouts):
+    """`mesh`: the size of each axis, None: all on "data"; `layout`: as `TensorParallel`'s.
+
+    With `transport` it is a mesh of the devices of all processes of a job.
+    """
 
     class_name = "HybridStrategy"
     name: Literal["hybrid"]
@@ -259,6 +262,18 @@ class Hybrid(PlacesBatches):
     pipeline: PipelineSection | None = None
     shard: ShardSection | None = None
     layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+    transport: Literal["auto", "ring", "collectives", "horovod"] | None = None
+    compression: Compression = Compression()
+    check_weights_every: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _has_a_mesh_over_processes(self) -> Hybrid:
+        if self.transport is not None and self.mesh is None:
+            raise ValueError(
+                f"transport={self.transport} is between the processes whose devices `mesh` has. "
+                "Received: no mesh"
+            )
+        return self
 
     def arguments(self) -> dict[str, object]:
         import keras
@@ -276,6 +291,10 @@ class Hybrid(PlacesBatches):
             "pipeline": options,
             "shard": self.shard and tfparallel.Sharding(**self.shard.model_dump()),
             "layout_map": layout,
+            "transport": self.transport,
+            "timeouts": super().arguments()["timeouts"],
+            "compression": self.compression.compressor(),
+            "check_weights_every": self.check_weights_every,
         }
 
 

@@ -37,6 +37,8 @@ from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.state_changes import StateChanges, current_inputs
 from tfparallel.segments.memory_policy import MemoryPolicy
 
+Homes = Sequence[Sequence[str] | None]
+
 
 class PipelineExtended(DividedModels):
     """Microbatches as replicas, over variables that exist once in each pipeline.
@@ -274,7 +276,14 @@ class PipelineExtended(DividedModels):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _reduce_gradients(self, gradients: list) -> list:
+    def _reduce_gradients(self, gradients: list, homes: Homes | None = None) -> list:
+        """The sum of each gradient over microbatches, pipelines and workers.
+
+        Args:
+            gradients: of this microbatch.
+            homes: of each gradient, the device of each pipeline where its variable is; None for
+                where the pipeline's own sum is, as without `homes`.
+        """
         context = distribute_lib.get_replica_context()
         step, executors = current_replica_step(), self._executors
         if step is not None:
@@ -289,25 +298,32 @@ class PipelineExtended(DividedModels):
             microbatches = range(len(self._devices))
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             sums = [sum_gradients(*each) for each in executors.by_pipeline(parts)]
-            return self._sum_over_pipelines(sums, source)
+            return self._sum_over_pipelines(sums, source, homes)
 
         executors.end_round(values_util.get_current_replica_id_as_int())
         return context.merge_call(merge, args=(gradients, step.rows))
 
-    def _sum_over_pipelines(self, sums: list[list], source: GradientSource | None) -> list:
-        """Of each pipeline's sums over its microbatches, each copy where its pipeline has it."""
+    def _sum_over_pipelines(
+        self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
+    ) -> list:
+        """Of each pipeline's sums over its microbatches, each copy where its variable is."""
+        by_pipeline = list(zip(*sums, strict=True))
+        devices = [
+            [tensor_of(each).device for each in own] if home is None else home
+            for own, home in zip(by_pipeline, homes or [None] * len(by_pipeline), strict=True)
+        ]
         totals = []
-        for own in zip(*sums, strict=True):
-            with tf.device(tensor_of(own[0]).device):
+        for own, (first, *_) in zip(by_pipeline, devices, strict=True):
+            with tf.device(first):
                 totals.append(add_tensors(own))
         totals = self._sum_gradients_across_workers(totals, source)
         if len(sums) == 1:
             return totals
         results = []
-        for total, own in zip(totals, zip(*sums, strict=True), strict=True):
+        for total, places in zip(totals, devices, strict=True):
             copies = []
-            for each in own:
-                with tf.device(tensor_of(each).device):
+            for device in places:
+                with tf.device(device):
                     copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
             own_copies = [copies[self.pipeline_of(i)] for i in range(len(self._devices))]
             results.append(distribute_utils.regroup(tuple(own_copies), always_wrap=True))

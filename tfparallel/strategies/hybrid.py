@@ -9,12 +9,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.communication.compression.compression_report import CompressionReport
+from tfparallel.communication.local_sgd import Meeting
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.mesh_options import check_options, mesh_here, sharding_on
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
-from tfparallel.hybrid.processes_of_job import ProcessesOfJob, processes_of_job
+from tfparallel.hybrid.processes_of_job import (
+    GradientsCrossing,
+    ProcessesOfJob,
+    gradients_crossing,
+    processes_of_job,
+)
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.pipeline.extended import PipelineExtended
@@ -25,6 +32,7 @@ from tfparallel.pipeline.replicated import chosen_later
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.compressed_gradients import CompressedGradients
 from tfparallel.replicas.inner import inside_of, made
 from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.reporting_scope import ReportingScope
@@ -89,6 +97,11 @@ class HybridStrategy(KerasStrategy):
             devices are those of this process.
         timeouts: how long processes wait for one another; those of Horovod for `start_s` and
             `stall_s` of it (300 s without it).
+        compression: with `transport`, how gradients cross processes where rows alone do: a
+            compressor of `tfparallel.compression`, or its name. None sends them as they are.
+        check_weights_every: with `transport`, after so many steps the processes compare a hash of
+            their weights, where each has all of them, and end with an error that names who has
+            other ones. None compares nothing.
 
     Raises:
         ClusterConfigError: with `transport`, listing all that is wrong with `TF_CONFIG`.
@@ -101,11 +114,13 @@ class HybridStrategy(KerasStrategy):
             devices that do not exist, for options of an axis that the mesh does not have, for
             those of `Sharding` that mean nothing on it, for a layout that is to be found beside
             shards, for `memory` beside a pipeline's own `rematerialize`, for the options'
-            `num_stages` where other axes than the pipeline have places, and for axes over processes
-            that have to be inside of one.
+            `num_stages` where other axes than the pipeline have places, for axes over processes
+            that have to be inside of one, and for `compression` or `check_weights_every` without
+            `transport`, or where processes share the state.
     """
 
     inner: "HybridStrategy | None" = None  # of each process, where rows alone go over processes
+    _workers: CompressedGradients | None = None  # those processes
     _names_lost: Callable[[], AbstractContextManager | None] | None = None
     _groups_of_options: ClassVar[Mapping[str, type]] = {
         "pipeline": PipelineOptions,
@@ -125,6 +140,8 @@ class HybridStrategy(KerasStrategy):
         prefetch_batches: int | None = None,
         transport: str | None = None,
         timeouts: WorkerTimeouts | None = None,
+        compression: Meeting | str | None = None,
+        check_weights_every: int | None = None,
     ):
         check_choice("seed_by", seed_by, ("replica", "row"))
         options: dict[str, Any] = {
@@ -134,10 +151,11 @@ class HybridStrategy(KerasStrategy):
             "memory": memory,
             "seed_by": seed_by,
         }
+        crossing = gradients_crossing(transport, compression, check_weights_every)
         job = None if transport is None else processes_of_job(transport, timeouts)
         kept: Callable | None = None
         if job is not None and job.num_processes > 1:
-            extended = self._over_processes(job, mesh, options)
+            extended = self._over_processes(job, mesh, options, crossing)
         else:
             extended, kept = self._in_this_process(mesh, **options)
         if self.inner is None or prefetch_batches is not None:
@@ -168,7 +186,11 @@ class HybridStrategy(KerasStrategy):
         return extended, kept
 
     def _over_processes(
-        self, job: ProcessesOfJob, mesh: object, options: dict[str, Any]
+        self,
+        job: ProcessesOfJob,
+        mesh: object,
+        options: dict[str, Any],
+        crossing: GradientsCrossing,
     ) -> KerasExtended:
         """The `extended` on a mesh of the devices of several processes."""
         if not isinstance(mesh, Mapping) or not mesh:
@@ -182,13 +204,14 @@ class HybridStrategy(KerasStrategy):
         shard = sharding_on(self._mesh, options["shard"])
         check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
         if laid.inner is None and shard is not None:
+            crossing.refuse_beside_shared_state(self._mesh)
             extended = job.sharded(self, shard, laid.num_copies)
             extended._memory = options["memory"] or MemoryPolicy()
             if options["seed_by"] == "row":
                 extended._draw_by_row()
             self._names_lost = extended._names_lost_ranks
             return extended
-        workers = job.around(self)
+        workers = self._workers = job.around(self, crossing)
         self._names_lost = workers._names_lost_ranks
         self.inner = made(lambda: HybridStrategy(laid.inner, **options))
         return inside_of(self, self.inner, workers)
@@ -275,6 +298,10 @@ class HybridStrategy(KerasStrategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._mesh}: {self.extended._description()})"
+
+    def compression_report(self) -> list[CompressionReport]:
+        """What compression sends, for each optimizer that has trained; printed, it is a table."""
+        return [] if self._workers is None else self._workers.compression_report()
 
     def stages(self, model: keras.Model) -> Stages:
         """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""

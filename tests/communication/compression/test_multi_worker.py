@@ -157,3 +157,31 @@ def test_meshes_in_workers_train_alike_with_compression_that_decides(workers, un
     result = trained(workers, compression="adaptive", mesh=MESHES[mesh])
     assert abs(result["history"][-1] - uncompressed["history"][-1]) < 0.1
     assert result["history"][-1] < result["history"][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"data": 2, "shard": 2, "pipeline": 2}, {}),
+        ({"data": 4, "pipeline": 2}, {}),
+        ({"data": 2, "pipeline": 2, "model": 2}, {}),
+        ({"data": 8}, {}),
+        ({"data": 2, "shard": 4}, {"what": "gradients", "transport": "collectives"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("compression", "wrap"), [("power_sgd", "overflow"), ("fp16", ""), ("top_k", "")]
+)
+def test_a_mesh_over_workers_sends_what_one_with_such_an_inner_does(
+    workers, sizes, options, compression, wrap
+):
+    """To the bit: of the mesh each worker has what would be its `inner`."""
+    asked = {"compression": compression, "wrap": wrap, "batch_size": 12}
+    of_worker = {**sizes, "data": sizes["data"] // 2}
+    inside = {"sizes": of_worker, **{k: v for k, v in options.items() if k == "what"}}
+    expected = trained(workers, **asked, mesh=inside)
+    received = trained(workers, **asked, over={"sizes": sizes, **options})
+    for key in ("history", "weights", "shared", "residuals", "scale", "reports"):
+        assert received[key] == expected[key], key

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.helpers import open_logical_cpus
-from tests.hybrid.meshes import hybrid
+from tests.hybrid.meshes import hybrid, over_processes
 from tests.multi_process.answering import answer_requests
 from tfparallel.compression import Adaptive, PowerSGD, RandomK, TopK
 
@@ -49,6 +49,7 @@ def train(
     accumulate=None,
     table=False,
     mesh=None,
+    over=None,
 ):
     """A tiny model for three epochs of four uneven batches; returns what ranks must agree on.
 
@@ -56,12 +57,10 @@ def train(
         batch_size: 12 gives workers the same rows, however many replicas they have.
         mesh: sizes of the axes of each worker's devices, and more of `tests.hybrid.meshes.hybrid`;
             by default one device.
+        over: the same, of one mesh of the devices of all workers.
     """
     keras.backend.clear_session()  # the layouts of meshes go by layers' names
-    strategy = tfparallel.MultiWorkerMirroredStrategy(
-        compression=COMPRESSIONS[compression](),
-        inner=None if mesh is None else functools.partial(hybrid, **mesh),
-    )
+    strategy = _strategy(COMPRESSIONS[compression](), mesh, over)
     keras.utils.set_random_seed(1)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, 6)).astype("float32")
@@ -96,6 +95,13 @@ def train(
         "scale": float(model.optimizer.dynamic_scale.numpy()) if wrap else None,
         "iterations": int(inner.iterations.numpy()),
     }
+
+
+def _strategy(compression, mesh, over):
+    if over is not None:
+        return over_processes(**over, compression=compression)
+    inner = None if mesh is None else functools.partial(hybrid, **mesh)
+    return tfparallel.MultiWorkerMirroredStrategy(compression=compression, inner=inner)
 
 
 def _residuals(state):
