@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.launch.option_sections import (

@@ -8,7 +8,6 @@ Pipelines have their devices and copies of variables, but what a stage computes 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -56,7 +55,7 @@ class Executors:
         function: Callable,
         inputs: list,
         **options: bool,
-    ) -> Any:
+    ) -> Sequence:
         """As `Executor.call`, in the microbatch's pipeline."""
         executor, own = self._own(microbatch)
         return executor.call(stage, own, key, function, inputs, **options)

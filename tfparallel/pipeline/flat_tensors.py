@@ -33,6 +33,6 @@ def present(masks: Sequence) -> list:
     return [mask for mask in masks if mask is not None]
 
 
-def split_at(values: list, at: int) -> tuple[list, list]:
+def split_at(values: Sequence, at: int) -> tuple[Sequence, Sequence]:
     """The first `at` of `values`, and the others."""
     return values[:at], values[at:]

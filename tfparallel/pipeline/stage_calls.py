@@ -156,12 +156,12 @@ class StageCalls:
 
     def _call_as_it_is(
         self, stage: int, key: tuple, layers: Sequence, function: Callable, inputs: list
-    ) -> Any:
+    ) -> object:
         """`function(inputs)` in the graph of the step, where microbatches can exchange rows."""
         microbatch, given = self._current_microbatch(), self._changes.needed_by(layers)
         place = None if self._row_seeds is None else self._row_seeds.place()
 
-        def called() -> Any:
+        def called() -> tuple:
             state = [change.value for change in given]
             apart = self._changes.in_function(flat_tensors(inputs), given, state)
             draws = self._draws(present([place]), key[:2])

@@ -189,7 +189,7 @@ class HybridStrategy(KerasStrategy):
         self,
         job: ProcessesOfJob,
         mesh: object,
-        options: dict[str, Any],
+        options: Mapping,
         crossing: GradientsCrossing,
     ) -> KerasExtended:
         """The `extended` on a mesh of the devices of several processes."""
