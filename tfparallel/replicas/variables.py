@@ -205,7 +205,7 @@ def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
         _prefetched.values = {}
 
 
-def sums_of_copies(variables: Sequence[Any]) -> list[tf.Tensor]:
+def sums_of_copies(variables: Sequence[DistributedValues]) -> list[tf.Tensor]:
     """Of each variable the sum of its copies, on the device of the first.
 
     Variables of one type are one tensor, which crosses from device to device once. Integers, which
@@ -225,7 +225,7 @@ def sums_of_copies(variables: Sequence[Any]) -> list[tf.Tensor]:
     return [sums[id(variable)] for variable in variables]
 
 
-def joined_copies(variables: Sequence[Any], i: int) -> tf.Tensor:
+def joined_copies(variables: Sequence[DistributedValues], i: int) -> tf.Tensor:
     """`[values of all variables]`: their copies number `i`, where they are."""
     with tf.device(variables[0].values[i].device):
         values = [variable.values[i].read_value() for variable in variables]
@@ -234,7 +234,7 @@ def joined_copies(variables: Sequence[Any], i: int) -> tf.Tensor:
         return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
-def split_up(joined: tf.Tensor, variables: Sequence[Any]) -> list[tf.Tensor]:
+def split_up(joined: tf.Tensor, variables: Sequence[DistributedValues]) -> list[tf.Tensor]:
     """The value of each variable, of `joined_copies`."""
     if all(variable.shape.rank == 0 for variable in variables):
         return tf.unstack(joined, len(variables))

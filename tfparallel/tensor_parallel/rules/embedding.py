@@ -159,7 +159,9 @@ def index_check(ids: tf.Tensor, count: int, least: int = 0) -> tf.Operation:
     host, given = hosts_of([ids.device])[0], ids if tf.executing_eagerly() else _as_given(ids)
     with tf.device(host):
         is_known = tf.reduce_all((given >= least) & (given < count))
-        return tf.debugging.Assert(is_known, [f"Expected indices in [0, {count}). Received:", given])
+        return tf.debugging.Assert(
+            is_known, [f"Expected indices in [0, {count}). Received:", given]
+        )
 
 
 def _as_given(ids: tf.Tensor) -> tf.Tensor:
