@@ -14,7 +14,7 @@ import tfparallel
 from tests.conformance.models import MODELS
 from tests.gpu.audit import audit
 from tests.gpu.folding import Folded
-from tests.gpu.steps import BY_DEFAULT, EVERY, GPUS, STRATEGIES, audited
+from tests.gpu.steps import BY_DEFAULT, EVERY, FOR_ANY_SIZE, GPUS, ROWS, STRATEGIES, audited
 from tests.gpu.table import read_table, risen_directions, row_name
 
 
@@ -54,16 +54,36 @@ _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definitio
 _LOOPS = {"lstm", "masking"}  # the gradient of TensorFlow's While keeps int32 of each turn
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - FOR_ANY_SIZE))
 def test_nothing_waits_for_a_gpu_within_a_step_for_a_known_size(strategy):
     """None to the host, so neither metrics nor counters: they are read when somebody asks."""
-    names = [row_name(strategy, each, "static") for each in MODELS if each not in _LOOPS]
-    rows = {name: row for name, row in read_table().items() if name in names}
+    rows = _rows_of_known_size(strategy)
     to_host = {name: row["to_host"] for name, row in rows.items() if row["to_host"]}
     if strategy == _WEIGHTS_ON_THE_HOST:
-        assert len(to_host) == len(names)
+        assert to_host.keys() == rows.keys()
     else:
-        assert not to_host
+        assert rows and not to_host
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts", "others"),
+    [
+        ("one_device", 1, 0),
+        ("mirrored", 2, 0),
+        ("sharded", 2, 0),
+        ("tensor_parallel", 2, 0),  # both devices get all rows
+        ("pipeline", 4, 1),  # microbatches; the learning rate
+    ],
+)
+def test_a_step_for_a_known_size_gets_its_batch_and_nothing_else(strategy, parts, others):
+    for name, row in _rows_of_known_size(strategy).items():
+        num_tensors = len(tf.nest.flatten(MODELS[name.split(", ")[1]].data(ROWS)))
+        assert row["to_device"] <= num_tensors * parts + others, name
+
+
+def _rows_of_known_size(strategy: str) -> dict[str, dict]:
+    names = {row_name(strategy, model, "static") for model in MODELS.keys() - _LOOPS}
+    return {name: row for name, row in read_table().items() if name in names}
 
 
 def test_more_copies_in_one_direction_are_refused_whatever_the_others_do():
