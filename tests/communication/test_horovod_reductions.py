@@ -37,6 +37,7 @@ def test_what_horovod_was_not_built_for_is_refused(reduction, mpi_built, nccl_bu
         ("adasum", CPUS, {"mpi_started": False}, "horovodrun --mpi"),
         ("adasum", CPUS, {"all_ranks": False}, "a process set"),
         ("adasum", CPUS, {"num_ranks": 6}, "a power of two ranks"),
+        ("adasum", CPUS, {"num_ranks": 6, "nccl_built": True}, "a power of two ranks"),
         ("adasum", GPUS, {"num_ranks": 6}, None),  # of 2 hosts
         ("adasum", GPUS, {"num_ranks": 6, "num_hosts": 3}, "a power of two hosts"),
     ],
@@ -44,3 +45,20 @@ def test_what_horovod_was_not_built_for_is_refused(reduction, mpi_built, nccl_bu
 def test_what_this_job_cannot_do_is_refused(reduction, job, changes, lack):
     received = lack_of_job(reduction, dataclasses.replace(job, **changes))
     assert received is None if lack is None else lack in received
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("mesh", 1, 1.0), "Expected a reduction out of"),
+        (("ring", 0, 1.0), "bucket_bytes must be at least 1. Received: 0"),
+        (("ring", 1, 0.0), "gradient_predivide_factor must be positive. Received: 0.0"),
+    ],
+)
+def test_options_are_refused_before_ranks_meet(options, message):
+    pytest.importorskip("horovod.tensorflow")
+    from tfparallel.strategies.horovod import _check_options
+
+    _check_options("ring", 1, 0.5)
+    with pytest.raises(ValueError, match=message):
+        _check_options(*options)

@@ -113,9 +113,11 @@ def test_parts_of_every_kind_are_put_together_in_order(num_parts):
     np.testing.assert_array_equal(scalars, numbers if num_parts > 1 else numbers[0])
 
 
+@pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("columns", [4, 1])
-def test_sparse_rows_are_cut_whatever_begins_where(extended, columns):
+def test_sparse_rows_are_cut_whatever_begins_where(columns, num_replicas):
     """Of a cut in the middle, with all columns; [rows, a, b] as well."""
+    extended = tfparallel.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)]).extended
     rows = np.arange(1.0, 1 + 5 * columns * 2).reshape(5, columns, 2)
     parts = Batch(extended, tf.sparse.from_dense(rows)).parts
     expected = Batch(extended, rows).parts
@@ -139,7 +141,7 @@ def test_rows_are_hidden_of_dense_tensors_in_graphs_and_of_nothing_else():
     sparse = tf.sparse.from_dense(dense)
     assert _hide_num_rows(dense) is dense
 
-    @tf.function
+    @tf.function(autograph=False)
     def hidden():
         own, same = _hide_num_rows(tf.identity(dense)), tf.identity(number)
         assert own.shape.as_list() == [None, 3]

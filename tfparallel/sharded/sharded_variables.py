@@ -28,6 +28,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.one_piece import InOnePiece
+from tfparallel.replicas.step_build import BuildContext
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of
@@ -219,11 +220,15 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
         elif i is None:
             self._store_parts([value] * len(self._values))
         else:  # together: the next read of any replica gathers the parts of all
+            context = distribute_lib.get_replica_context()
 
             def merge(strategy: tf.distribute.Strategy, value: object) -> None:
-                self._store_parts(strategy.experimental_local_results(value))
+                wholes = strategy.experimental_local_results(value)
+                if isinstance(context, BuildContext):  # whose one replica stands for all
+                    wholes *= len(self._values)
+                self._store_parts(wholes)
 
-            distribute_lib.get_replica_context().merge_call(merge, args=(value,))
+            context.merge_call(merge, args=(value,))
         return self
 
     def _own_part(self, value: tf.Tensor, i: int) -> tf.Tensor:

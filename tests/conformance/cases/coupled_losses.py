@@ -7,7 +7,7 @@ from keras import layers, ops
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_BATCH, in_float64
+from tests.helpers import ODD_BATCH, in_float64, numbered
 
 ROWS = 2 * ODD_BATCH + 2  # the last batch has fewer rows than some strategies have replicas
 
@@ -34,6 +34,17 @@ def dice(run: Run):
         run,
         compile_options=lambda: {"loss": keras.losses.Dice(), "metrics": [keras.losses.Dice()]},
     )
+
+
+@case()
+def dice_of_a_dataset_distributed_by_the_user(run: Run):
+    """A replica does not know where its rows begin among those of all, and asks the others."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    rows = tf.data.Dataset.from_tensor_slices(MODELS["binary"].data(ROWS)).batch(ODD_BATCH)
+    dataset = strategy.experimental_distribute_dataset(rows)
+    options = {"compile_options": lambda: {"loss": keras.losses.Dice()}, "epochs": 1}
+    training = run.train("binary", data=None, x=dataset, **options)
+    return {**numbered("weights", training.model.get_weights()), **training.history}
 
 
 @case(long=True)

@@ -297,12 +297,13 @@ def loop_that_goes_on_after_what_does_not_fit(run: Run):
 
 @case()
 def step_that_returns_more_than_metrics(run: Run):
-    """What is no number of the batch comes back as it is."""
+    """A number is the mean over all rows; what is none comes back as it is."""
 
     class Model(keras.Model):
         def train_step(self, data):
             constants = {"whole": tf.constant(7), "vector": tf.constant([1.0, 2.0]), "own": 2.5}
-            return {**super().train_step(data), **constants}
+            mean = keras.ops.mean(data[0])
+            return {**super().train_step(data), **constants, "mean": mean}
 
     return run.train("values", build=lambda: _functional(Model)).results()
 

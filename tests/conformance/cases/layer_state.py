@@ -54,9 +54,12 @@ class VectorQuantizer(layers.Layer):
     Source: van den Oord et al. 2017, appendix A, https://arxiv.org/abs/1711.00937
     """
 
-    def __init__(self, num_codes: int = 4, trainable_codes: bool = False, first: bool = False):
+    def __init__(
+        self, num_codes: int = 4, trainable_codes: bool = False, first: bool = False, loss=ops.mean
+    ):
         super().__init__()
         self.num_codes, self._trainable_codes, self._first = num_codes, trainable_codes, first
+        self._loss = loss
         self.usage = keras.metrics.Sum(name="usage")
 
     def build(self, shape):
@@ -82,7 +85,7 @@ class VectorQuantizer(layers.Layer):
         if training and not self._first:
             self._update(flat, chosen)
         self.usage.update_state(ops.sum(chosen, 1))
-        self.add_loss(0.25 * ops.mean((x - ops.stop_gradient(quantised)) ** 2))
+        self.add_loss(0.25 * self._loss((x - ops.stop_gradient(quantised)) ** 2))
         return x + ops.stop_gradient(quantised - x) + 0.01 * quantised
 
     def _update(self, flat, chosen):
@@ -129,6 +132,12 @@ def layers_that_update_themselves(run: Run):
 def codebook_of_sums(run: Run):
     """A ratio of sums over rows, whole numbers of rows, a loss and a metric of the layer."""
     return run.train(build=_vq_model, validation_data=tiny_data(ODD_BATCH)).results()
+
+
+@case()
+def codebook_whose_loss_is_a_sum(run: Run):
+    """Of all rows already: it is not weighed as sums of a replica's own rows are."""
+    return run.train(build=lambda: _vq_model(loss=ops.sum)).results()
 
 
 @case()
