@@ -1,13 +1,16 @@
 """What a layout, a mesh or a variable cannot be is refused, by name."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
 from tests import helpers
-from tests.tensor_parallel.layouts import cpu_mesh, layout_map
+from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh, layout_map
 
 COLUMN = (None, "model")
 
@@ -134,3 +137,29 @@ def test_jit_compile_is_refused():
 
     with pytest.raises(ValueError, match="jit_compile=True needs the variables where XLA"):
         helpers.train(strategy, compile_options=options)
+
+
+def test_tokens_count_from_the_end_and_others_change_no_weight():
+    tokens, y = np.array([[1, -1, 5, 0], [2, 3, -6, 4]], "int32"), np.ones((2, 4), "float32")
+
+    def trained(scope):
+        keras.utils.set_random_seed(helpers.SEED)
+        with scope:
+            table, head = layers.Embedding(6, 2), layers.Dense(4)
+            model = keras.Sequential([keras.Input((4,), dtype="int32"), table, layers.Flatten()])
+            model.add(head)
+            model.compile("sgd", "mse")
+        model.fit(tokens, y, epochs=2, verbose=0)
+        return model
+
+    strategy = tfparallel.TensorParallelStrategy(LayoutOfAnything(cpu_mesh(1, 2)))
+    model = trained(strategy.scope())
+    before = model.get_weights()
+    expected = trained(contextlib.nullcontext()).get_weights()
+    for ours, theirs in zip(before, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for wrong in (6, -7):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Expected indices in"):
+            model.fit(np.where(tokens == 5, wrong, tokens), y, verbose=0)
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
