@@ -55,6 +55,8 @@ DECLARED = [
     (WorkersShardedExtended, UnitGathers),
 ]
 
+_NOWHERE = object()  # what None is not
+
 
 def members(protocol: type) -> set[str]:
     """Names that a protocol declares, with those of the protocols it is made of."""
@@ -83,7 +85,8 @@ def test_what_is_declared_is_there(extended, protocol):
     missing = [
         name
         for name in sorted(members(protocol))
-        if inspect.getattr_static(extended, name, None) is None and not is_set_in(extended, name)
+        if inspect.getattr_static(extended, name, _NOWHERE) is _NOWHERE
+        and not is_set_in(extended, name)
     ]
     assert not missing
 

@@ -88,7 +88,7 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers())
 
 
-def direct_layers(model: keras.Model) -> list[keras.Layer]:
+def direct_layers(model: keras.Layer) -> list[keras.Layer]:
     """The layers that `model` itself has, subclassed models' attributes too."""
     return list(model._flatten_layers(include_self=False, recursive=False))
 

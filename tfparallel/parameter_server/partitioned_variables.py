@@ -111,7 +111,7 @@ class Partitioned(AssignedInParts, InOnePiece, RowsOnServers):
         self,
         strategy: tf.distribute.Strategy,
         parts: Sequence,
-        aggregation: tf.VariableAggregation,
+        aggregation: object,
         var_policy: object = None,
     ):
         super().__init__(strategy, parts[:1], aggregation, var_policy)  # type: ignore[call-arg]

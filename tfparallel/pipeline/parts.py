@@ -90,7 +90,7 @@ def _collect(model: keras.Model, models: tuple, calls: Calls, parts: dict[tuple,
             parts.setdefault(member.key(calls), Part(operation, member.node, models, calls))
 
 
-def is_opened(operation: keras.Layer) -> bool:
+def is_opened(operation: keras.Operation) -> bool:
     """Whether the parts of a member of a model take its place."""
     return isinstance(operation, keras.Model) and bool(members(operation))
 

@@ -85,7 +85,7 @@ def slowest(costs: Sequence[Sequence[Sequence]]) -> list[Cost]:
     return [Cost(*map(max, zip(*own, strict=True))) for own in zip(*costs, strict=True)]
 
 
-def zeros_like_spec(spec: keras.KerasTensor, rows: int) -> tf.Tensor:
+def zeros_like_spec(spec: keras.KerasTensor | tf.Tensor, rows: int) -> tf.Tensor:
     """Zeros of a symbolic tensor's shape and type, in `rows` rows; 1 where a size is unknown."""
     shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
     return tf.zeros(shape, spec.dtype)

@@ -32,7 +32,7 @@ class TimedCalls:
         self._known: dict[str, float] = {}
         self._nothing_s: float | None = None
 
-    def seconds(self, operation: keras.Layer, args: tuple, kwargs: dict) -> float:
+    def seconds(self, operation: keras.Operation, args: tuple, kwargs: dict) -> float:
         """How long `operation(*args, **kwargs)` takes, and its backward pass."""
         key = _likeness(operation, args, kwargs)
         if key is None or key not in self._known:
@@ -42,7 +42,7 @@ class TimedCalls:
             self._known[key] = seconds
         return self._known[key]
 
-    def _measured(self, operation: keras.Layer, args: tuple, kwargs: dict) -> float:
+    def _measured(self, operation: keras.Operation, args: tuple, kwargs: dict) -> float:
         with tf.device(self._device):
             if self._nothing_s is None:
                 one = tf.ones([])
@@ -52,7 +52,7 @@ class TimedCalls:
         return max(seconds - self._nothing_s, _LEAST_S)
 
 
-def _likeness(operation: keras.Layer, args: tuple, kwargs: dict) -> str | None:
+def _likeness(operation: keras.Operation, args: tuple, kwargs: dict) -> str | None:
     """Equal for calls that compute alike: those of layers of one class, configuration and size."""
     try:
         config = json.dumps(_without_names(operation.get_config()), default=repr, sort_keys=True)
@@ -75,7 +75,9 @@ def _kind(value: object) -> str:
     return f"{value.shape} {value.dtype.name} {get_keras_mask(value) is not None}"
 
 
-def _passes(operation: keras.Layer, args: tuple, kwargs: dict) -> tuple[Callable, list[tf.Tensor]]:
+def _passes(
+    operation: keras.Operation, args: tuple, kwargs: dict
+) -> tuple[Callable, list[tf.Tensor]]:
     """A function of tensors that does both passes, and those tensors, on the current device."""
     leaves = tf.nest.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]

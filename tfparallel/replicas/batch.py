@@ -174,7 +174,7 @@ def _as_tensor(leaf: object) -> OfRows | None:
     return tf.convert_to_tensor(leaf)
 
 
-def _hide_num_rows(leaf: OfRows) -> OfRows:
+def _hide_num_rows(leaf: OfRows | None) -> OfRows | None:
     """`leaf` with rows unknown when tracing, where replicas must trace alike for different rows.
 
     Keras returns a loss of static shape [0] unreduced, and TensorFlow leaves out ops for static

@@ -126,7 +126,7 @@ class CreatesParts(SharesCopies):
         self._new_value = new.agreed(value) if isinstance(new, Drawn) else value
 
 
-def _evaluated(value: object, dtype: tf.DType | None) -> tf.Tensor:
+def _evaluated(value: object, dtype: tf.DType | str | None) -> tf.Tensor:
     if callable(value):
         with tf.init_scope():
             value = value()

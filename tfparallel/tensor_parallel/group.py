@@ -96,12 +96,12 @@ class Group:
             return self.read(variable)
         return parts_of(tf.convert_to_tensor(variable), rows)
 
-    def rows_of_sequence(self, shape: Sequence[int | None]) -> Rows | None:
+    def rows_of_sequence(self, shape: tf.TensorShape) -> Rows | None:
         """How a tensor is to be in parts along positions; None where it is not to be."""
         count = len(self.devices)
         if not self._cuts_sequences or len(shape) != 3 or (shape[1] or 0) < count:
             return None
-        return even_rows(1, shape[1], count)  # type: ignore[arg-type]
+        return even_rows(1, shape[1], count)
 
     def scattered(self, terms: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
         """The sum of a tensor on each device, in parts."""

@@ -170,7 +170,7 @@ class HoldsParts(ReplicatedExtended):
         rows, shards, _ = self._new
         return functools.partial(self._split_class, rows=rows, shards=shards)
 
-    def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
+    def _variable_devices(self, variable_class: type | functools.partial) -> tuple[str, ...]:
         if self._new is None:
             return super()._variable_devices(variable_class)
         rows, shards, _ = self._new
@@ -276,7 +276,9 @@ class HoldsParts(ReplicatedExtended):
         return distribute_utils.update_regroup(self, updates, group)
 
 
-def _pieces(var: SplitVariable, arg: Gradient | GradientInParts | tf.Variable) -> list:
+def _pieces(
+    var: SplitVariable, arg: Gradient | GradientInParts | tf.Variable | keras.Variable
+) -> list:
     """An argument of an update, for each part: of the same shape in parts, all else as it is."""
     if isinstance(arg, GradientInParts):
         return arg.pieces()

@@ -101,7 +101,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         self,
         strategy: tf.distribute.Strategy,
         values: Sequence,
-        aggregation: tf.VariableAggregation,
+        aggregation: object,
         var_policy: object = None,
         *,
         rows: Rows,
