@@ -91,3 +91,17 @@ def test_a_scalar_of_each_replica_is_reduced_along_rows_too():
     rows = strategy.run(lambda: tf.range(tf.cast(rank().replica_id_in_sync_group, tf.float32) + 1))
     assert strategy.reduce("SUM", {"rows": rows}, axis=0) == {"rows": 0.0 + 1.0 + 3.0}
     assert strategy.reduce("MEAN", rows, axis=0) == 4.0 / 6
+
+
+def test_strategies_of_different_classes_have_keys_of_their_own():
+    """TensorFlow refused a collective of a mesh whose number another strategy's had had."""
+    classes = (
+        tfparallel.MultiWorkerMirroredStrategy,
+        tfparallel.ShardedStrategy,
+        tfparallel.HybridStrategy,
+        tfparallel.TensorParallelStrategy,
+        tfparallel.PipelineStrategy,
+        tfparallel.ParameterServerStrategy,
+    )
+    keys = [object.__new__(each)._collective_key_base for each in classes for _ in range(3)]
+    assert len({key // 1_000 for key in keys}) == len(keys)

@@ -8,7 +8,7 @@ from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
 
-_FIRST_KEY = 1000  # of groups, within those of a strategy; all workers together have the first
+_FIRST_KEY = 100  # of groups, within the 1,000 of a strategy; all workers together have the first
 
 
 def ring_among(

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,6 +64,7 @@ if keras.backend.backend() != "tensorflow":
 open_logical_cpus()  # before TensorFlow starts, which any use of a strategy does
 
 _KEYS_PER_STRATEGY = 100_000
+_KEYS_PER_CLASS = 1_000  # of a strategy's keys, those that another class's strategies leave alone
 _strategy_numbers: dict[type, itertools.count] = collections.defaultdict(itertools.count)
 
 Nest = TypeVar("Nest")
@@ -91,7 +93,9 @@ class KerasStrategy(DescribedStrategy):
 
         Numbered by class, so that a strategy that only some workers create shifts no one's keys.
         """
-        return _KEYS_PER_STRATEGY * (next(_strategy_numbers[type(self)]) + 1)
+        number = next(_strategy_numbers[type(self)]) + 1
+        of_class = zlib.crc32(type(self).__name__.encode()) % 97  # the same on all workers
+        return _KEYS_PER_STRATEGY * number + _KEYS_PER_CLASS * of_class
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
