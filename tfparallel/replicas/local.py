@@ -1,5 +1,7 @@
 """Replicas on devices of one process, between which nothing has to be matched."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
@@ -86,6 +88,21 @@ class LocalExtended(ReplicatedExtended):
         if self._workers is None:
             return value
         return self._workers._gather_along(self._local_results(value)[0], axis)
+
+    def _experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], object]
+    ) -> object:
+        """As TensorFlow's, for the replicas of this process; each has its number among all."""
+        if self._workers is None:
+            return super()._experimental_distribute_values_from_function(value_fn)
+        count = self._num_replicas_in_sync
+        here = count // self._workers._num_workers
+        first = self._workers._id_in_cluster * here
+        contexts = [
+            tf.distribute.experimental.ValueContext(number, count)
+            for number in range(first, first + here)
+        ]
+        return distribute_utils.regroup([value_fn(each) for each in contexts], always_wrap=True)
 
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: object

@@ -1,6 +1,7 @@
 """A mistake is answered at once by a ValueError that says what to do."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -76,13 +77,16 @@ def a_gather_that_does_not_fit_leaves_the_next_one_working(run: Run):
 
     def gathered(columns):
         values = run.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.ones((1, columns(context.replica_id_in_sync_group)))
+            lambda context: tf.fill(
+                (1, columns(context.replica_id_in_sync_group)), context.replica_id_in_sync_group
+            )
         )
         return run.strategy.gather(values, axis=0)
 
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         gathered(lambda replica: 1 + replica)
-    assert gathered(lambda replica: 2).shape == (run.row.num_replicas, 2)
+    expected = [[replica, replica] for replica in range(run.row.num_replicas)]
+    np.testing.assert_array_equal(gathered(lambda replica: 2), expected)
 
 
 @claim()
