@@ -666,6 +666,16 @@ STRATEGIES = [
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
+        "sharded_on_hosts_workers_2x2",  # of each worker the second CPU stands for a GPU
+        lambda: library().ShardedStrategy(host="parameters", min_size=1),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=("models.mlp", "optimizers.global_clipnorm", "saving.weights_file"),
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+        every_case=False,
+    ),
+    Row(
         "sharded_collectives_workers_2",
         lambda: library().ShardedStrategy(min_size=1, transport="collectives"),
         num_replicas=2,
@@ -843,6 +853,7 @@ ROWS_OF = {
         "sharded_workers_2",
         "sharded_workers_2x2",
         "sharded_optimizer_workers_2",
+        "sharded_on_hosts_workers_2x2",
         "sharded_collectives_workers_2",
         "sharded_hybrid_workers_2x2",
         "sharded_hybrid_workers_4",
