@@ -155,7 +155,8 @@ def index_check(ids: tf.Tensor, count: int, least: int = 0) -> tf.Operation:
     comes from the batch is looked at as it came, on the host: who waits for the check waits for no
     GPU.
     """
-    host, given = hosts_of([ids.device])[0], ids if tf.executing_eagerly() else _as_given(ids)
+    host = hosts_of([ids.device])[0]
+    given = _as_given(ids) if tf.is_symbolic_tensor(ids) else ids  # which a function captures
     with tf.device(host):
         is_known = tf.reduce_all((given >= least) & (given < count))
         return tf.debugging.Assert(
