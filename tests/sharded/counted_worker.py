@@ -1,4 +1,6 @@
-"""Trains a model as one of several workers, and tells how many bytes a ring was given in a step.
+"""Trains a model as one of several workers; tells how many bytes a ring was given in a step.
+
+Also where its part of the first weight is, and that of the optimizer's slot for it.
 
 For a request, `{"options": of ShardedStrategy}`, this trains. One for each process: a second
 strategy would take the keys of the first one's collectives.
@@ -13,6 +15,7 @@ import numpy as np
 import tfparallel
 from tests.multi_process.answering import answer_requests
 from tfparallel.communication.alpha_beta import SMALL_BYTES
+from tfparallel.logical_devices import open_logical_cpus
 
 WIDTH, NUM_LAYERS, STEPS = 128, 6, 3
 
@@ -22,6 +25,7 @@ def train(options: dict) -> dict:
         import horovod.tensorflow as hvd
 
         hvd.init()
+    open_logical_cpus()  # a fork of a process that had read another environment
     strategy = tfparallel.ShardedStrategy(**options)
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -38,8 +42,13 @@ def train(options: dict) -> dict:
         sent.append([ring.bytes_sent - b for ring, b in zip(rings, before, strict=True)])
     return {
         "sent": [statistics.median(own) for own in zip(*sent, strict=True)],
+        "places": [v.value.values[-1].device[-5:] for v in _first_weight_and_slot(model)],
         "weights": sum(weight.numpy().nbytes for weight in model.trainable_variables),
     }
+
+
+def _first_weight_and_slot(model: keras.Model) -> list:
+    return [model.trainable_variables[0], model.optimizer._momentums[0]]
 
 
 def _rings(extended) -> list:

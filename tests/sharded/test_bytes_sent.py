@@ -3,6 +3,7 @@
 import pytest
 
 from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
+from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 
 CASES = {
     "optimizer": ({"shard": "optimizer"}, 1.0),
@@ -33,6 +34,20 @@ def test_a_step_sends_what_the_papers_count(options, expected):
     for own in trained(2, options):
         (sent,) = own["sent"]
         assert sent == pytest.approx(expected * own["weights"], rel=0.02)  # (N - 1) / N is a half
+
+
+@pytest.mark.parametrize(
+    ("host", "places"),
+    [
+        (None, ["CPU:1", "CPU:1"]),
+        ("optimizer", ["CPU:1", "CPU:0"]),
+        ("parameters", ["CPU:0", "CPU:0"]),
+    ],
+)
+def test_parts_of_a_worker_are_in_the_memory_of_its_host(host, places):
+    """Of two CPUs of each worker the second stands for a GPU."""
+    for own in trained(2, {"host": host}, {LOGICAL_CPUS_VARIABLE: "2"}):
+        assert own["places"] == places
 
 
 def test_only_sums_of_parts_cross_copies():

@@ -56,10 +56,8 @@ class EndsTogether:
         while not self._stopped.is_set():
             try:
                 lost = has_been_found(self._agreement, _LISTENS_S)
-            except (
-                ConnectionError
-            ):  # rank 0 has ended, as it may: if it is waited for others see it
-                return
+            except ConnectionError:
+                return  # rank 0 has ended, as it may: if it is waited for others see it
             if lost:
                 self._end(lost)
 

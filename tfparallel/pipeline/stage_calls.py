@@ -144,7 +144,12 @@ class StageCalls:
                 raise
             self._of_all_rows.add(name)
             return self._call_as_it_is(stage, key, layers, function, inputs)
-        result = self._results[key]
+        return self._handed_out(self._results[key], flat, microbatch, layers)
+
+    def _handed_out(
+        self, result: TracedResult, flat: Sequence, microbatch: int, layers: Sequence
+    ) -> object:
+        """What the function returned; what else it carried out goes where it belongs."""
         flat, left = split_at(flat, len(flat) - result.num_left)
         for call, tensors in result.calls(left):
             self._changes.leave(call, tensors)
