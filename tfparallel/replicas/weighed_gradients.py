@@ -111,7 +111,8 @@ def all_reduce(
     reduce_op: ReduceOp = ReduceOp.SUM,
 ) -> list[tf.Tensor]:
     """`context.all_reduce`, without what makes it differentiable where no tape would see it."""
-    if record.could_possibly_record():
+    has_own = type(context).all_reduce is not tf.distribute.ReplicaContext.all_reduce
+    if has_own or record.could_possibly_record():
         return context.all_reduce(reduce_op, list(tensors))
     return context.strategy.extended._all_reduce_apart(reduce_op, list(tensors))
 
