@@ -125,24 +125,16 @@ def step_graph(
     keras.utils.set_random_seed(helpers.SEED)
     keras.backend.clear_session()
     model_case = MODELS[model_name]
-    with tf.device(GPUS[0]) if strategy is None else strategy.scope():
+    with scope_of(strategy):
         model = model_case.build()
         if isinstance(strategy, (tfparallel.PipelineStrategy, tfparallel.HybridStrategy)):
             model = _with_statistics_apart(model)
         model.compile(helpers.momentum_sgd(), **model_case.compile_options(), jit_compile=False)
     batch = model_case.data(ROWS)
-    first_device = tf.device(GPUS[0]) if strategy is None else contextlib.nullcontext()
-    timing = mock.patch.object(TimedCalls, "seconds", return_value=1.0)  # or cuts are the load's
-    with first_device, timing:
-        model.train_on_batch(*batch)  # makes all variables
+    with mock.patch.object(TimedCalls, "seconds", return_value=1.0):  # or cuts change with the load
+        make_variables(strategy, model, batch)
     if hasattr(strategy, "reduce_as_on_gpus"):
         strategy.reduce_as_on_gpus()
-
-    @tf.function(autograph=False)
-    def step(data):
-        if strategy is None:
-            return model.train_step(data)
-        return strategy.run(model.train_step, args=(data,))
 
     specs = tf.nest.map_structure(lambda x: tf.TensorSpec((rows, *x.shape[1:]), _dtype(x)), batch)
     is_ahead = strategy is not None and bool(strategy.extended._num_batches_ahead)
@@ -150,8 +142,31 @@ def step_graph(
     # What CPUs get so that oneDNN never computes no rows is not there on GPUs.
     no_layers = mock.patch.object(layers_without_rows, "_LAYERS", ())
     with no_layers, mock.patch.object(keras_integers, "has_gpu", return_value=True):
-        graph = step.get_concrete_function(spec).graph
+        graph = step_of(strategy, model).get_concrete_function(spec).graph
     return graph, _placed(spec, graph) if is_ahead else {}
+
+
+def scope_of(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager:
+    """Where a model is made: without a strategy on the first device."""
+    return tf.device(GPUS[0]) if strategy is None else strategy.scope()
+
+
+def make_variables(strategy: tf.distribute.Strategy | None, model: keras.Model, batch) -> None:
+    """Those of the optimizer, too, which a first step makes."""
+    with tf.device(GPUS[0]) if strategy is None else contextlib.nullcontext():
+        model.train_on_batch(*batch)
+
+
+def step_of(strategy: tf.distribute.Strategy | None, model: keras.Model):
+    """The training step of `data`, not traced yet."""
+
+    @tf.function(autograph=False)
+    def step(data):
+        if strategy is None:
+            return model.train_step(data)
+        return strategy.run(model.train_step, args=(data,))
+
+    return step
 
 
 def _placed(spec: PlacedSpec, graph: tf.Graph) -> dict:
