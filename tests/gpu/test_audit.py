@@ -5,6 +5,8 @@ size of the batch. They may only fall, each: `python -m tests.gpu.table` writes 
 refuses more than before.
 """
 
+import re
+
 import keras
 import pytest
 import tensorflow as tf
@@ -12,6 +14,7 @@ from tensorflow.python.grappler import tf_optimizer
 
 import tfparallel
 from tests.conformance.models import MODELS
+from tests.docs.snippets import ROOT
 from tests.gpu.audit import audit
 from tests.gpu.folding import Folded
 from tests.gpu.jobs import NUM_CPUS, audited_in_job
@@ -44,6 +47,18 @@ def test_the_table_has_every_step_and_no_other():
     assert read_table().keys() == {row_name(*key) for key in EVERY}
 
 
+_COLUMNS = (KERAS, "one_device", "mirrored", "pipeline", "multi_worker", "horovod")
+
+
+def test_the_page_says_what_the_table_does():
+    page, table = (ROOT / "docs" / "gpu.md").read_text(), read_table()
+    rows = re.findall(r"^\| (\w+), (static|unknown) \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    for model, size, numbers in rows:
+        expected = [table[row_name(each, model, size)]["to_host"] for each in _COLUMNS]
+        assert list(map(int, numbers.split("|"))) == expected, (model, size)
+
+
 def test_collectives_of_gpus_are_nccl_and_alike_on_all_and_those_of_hosts_a_ring():
     for name, row in read_table().items():
         strategy, by_place = name.partition(", ")[0], row.get("collectives", {})
@@ -73,7 +88,7 @@ def test_predicting_gathers_on_the_hosts_as_training_sums_there():
 
 
 _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definition
-_LOOPS = {"lstm", "masking"}  # the gradient of TensorFlow's While keeps int32, plain Keras's too
+_LOOPS = {"lstm", "masking"}  # whose gradient has int32 in it, plain Keras's too
 
 
 _MOVED = {_WEIGHTS_ON_THE_HOST, "pipeline_offload"}  # which are for that
