@@ -83,15 +83,18 @@ class Audit:
         return {what: operations for what, operations in found.items() if operations}
 
 
-def audit(graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None) -> Audit:
+def audit(
+    graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None, default: str = GPU_0
+) -> Audit:
     """The audit of a step's graph, and of all functions that it calls.
 
     Args:
         graph: of the step, whose arguments are on the host.
         placed: arguments that are on devices already, with their devices.
+        default: where TensorFlow puts what nobody has placed.
     """
     result = Audit()
-    _audit_graph(graph, GPU_0, dict(placed or {}), result, is_step=True)
+    _audit_graph(graph, default, dict(placed or {}), result, is_step=True)
     return result
 
 

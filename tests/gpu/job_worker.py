@@ -18,8 +18,11 @@ from tests.gpu.jobs import NUM_CPUS
 from tests.gpu.steps import GPUS, SIZES, step_graph
 from tests.helpers import open_logical_cpus
 from tests.multi_process.answering import answer_requests
+from tests.parameter_server.cluster import ServerProcesses
 from tfparallel.data_parallel import horovod
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
 
 
 class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
@@ -52,6 +55,18 @@ def _horovod() -> tf.distribute.Strategy:
         return tfparallel.HorovodStrategy()
 
 
+def _parameter_server(**options) -> tf.distribute.Strategy:
+    """A worker with two stand-ins for GPUs, a server, and this process, which is their chief."""
+    _made_for_chief.append(ServerProcesses(num_workers=1, num_ps=1, **{LOGICAL_CPUS_VARIABLE: "3"}))
+    os.environ.update(_made_for_chief[0].environment("chief", 0))
+    choose = ParameterServerCluster.worker_devices
+    stand_ins = mock.patch.object(
+        ParameterServerCluster, "worker_devices", lambda self: tuple(x[1:] for x in choose(self))
+    )
+    stand_ins.start()  # the strategy asks again
+    return tfparallel.ParameterServerStrategy(**options)
+
+
 def _four_gpus(*axes: str) -> keras.distribution.DeviceMesh:
     return keras.distribution.DeviceMesh((2, 2), axes, [f"cpu:{i}" for i in range(1, 5)])
 
@@ -59,18 +74,23 @@ def _four_gpus(*axes: str) -> keras.distribution.DeviceMesh:
 MAKE = {
     "multi_worker": _WorkersOverNccl,
     "horovod": _horovod,
+    "parameter_server_sync": lambda: _parameter_server(mode="sync"),
+    "parameter_server_async": lambda: _parameter_server(mode="async", max_staleness=0),
     "hybrid": lambda: tfparallel.HybridStrategy(
         _four_gpus("data", "pipeline"),
         pipeline=tfparallel.PipelineOptions(num_microbatches=4, batch_norm="per_microbatch"),
     ),
     "hybrid_shards": lambda: tfparallel.HybridStrategy(_four_gpus("data", "shard")),
 }
+_made_for_chief: list[ServerProcesses] = []
 _made: list[tf.distribute.Strategy] = []
 
 
 def answer(model: str | None, size: str) -> dict:
     if model is None:
         return vars(audit(_gathering(_made[0])))
+    if isinstance(_made[0], tfparallel.ParameterServerStrategy):  # its chief has no GPU
+        return vars(audit(*step_graph(_made[0], model, SIZES[size]), default="/device:CPU:0"))
     with tf.device(GPUS[0]):  # where TensorFlow puts what nobody places, if there are GPUs
         return vars(audit(*step_graph(_made[0], model, SIZES[size])))
 

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from tests.gpu.audit import DIRECTIONS, Audit
 from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
 
-NUM_CPUS = {"multi_worker": 3, "horovod": 2, "hybrid": 5, "hybrid_shards": 5}  # the host is one
+NUM_CPUS = {  # of each process; the host is one, and of parameter servers this is the chief
+    "multi_worker": 3,
+    "horovod": 2,
+    "parameter_server_sync": 1,
+    "parameter_server_async": 1,
+    "hybrid": 5,
+    "hybrid_shards": 5,
+}
 _ENVIRONMENTS: dict[str, Callable[[], list[dict]]] = {
     "multi_worker": lambda: cluster_environments(2),
     "horovod": lambda: horovod_environments(2),

@@ -67,7 +67,8 @@ SIZES = {"static": ROWS, "unknown": None}
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
 # has all copies that one for a known size has.
 FOR_ANY_SIZE = {
-    *("pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload", "hybrid", "hybrid_shards"),
+    *("pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"),
+    *("hybrid", "hybrid_shards", "parameter_server_sync", "parameter_server_async"),
 }
 EVERY = [
     (strategy, model, size)
@@ -89,6 +90,8 @@ BY_DEFAULT = {
     ("multi_worker", "mlp", "static"),
     ("horovod", "embedding", "unknown"),
     ("hybrid", "mlp", "unknown"),
+    ("parameter_server_sync", "mlp", "unknown"),
+    ("parameter_server_async", "mlp", "unknown"),
     ("central_storage", "cnn", "static"),
     ("sharded", "mlp", "unknown"),
     ("tensor_parallel", "embedding", "unknown"),

@@ -91,7 +91,9 @@ _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definitio
 _LOOPS = {"lstm", "masking"}  # whose gradient has int32 in it, plain Keras's too
 
 
-_MOVED = {_WEIGHTS_ON_THE_HOST, "pipeline_offload"}  # which are for that
+_MOVED = {  # which are for that
+    *(_WEIGHTS_ON_THE_HOST, "parameter_server_sync", "parameter_server_async", "pipeline_offload")
+}
 _CALLS = {  # of the model in a step, by replicas, devices or microbatches; else 1
     **dict.fromkeys(("mirrored", "multi_worker", "sharded", "tensor_parallel"), 2),
     **dict.fromkeys(("hybrid_shards", "pipeline"), 4),
