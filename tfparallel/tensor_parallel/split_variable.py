@@ -70,9 +70,10 @@ def slices_of_part(
     if rows.dim > 0:
         return tf.IndexedSlices(parts_of(slices.values, rows)[part], slices.indices, shape)
     start, size = rows.starts[part], rows.sizes[part]
-    own = (slices.indices >= start) & (slices.indices < start + size)
-    values = tf.boolean_mask(slices.values, own)
-    return tf.IndexedSlices(values, tf.boolean_mask(slices.indices, own) - start, shape)
+    is_own = (slices.indices >= start) & (slices.indices < start + size)
+    own = tf.where(is_own)[:, 0]  # `boolean_mask` has a GPU send the host how many rows there are
+    values = tf.gather(slices.values, own)
+    return tf.IndexedSlices(values, tf.gather(slices.indices, own) - start, shape)
 
 
 class SplitVariable(AssignedInParts, ReplicatedVariable):
