@@ -127,7 +127,7 @@ class SharesAmongProcesses(HoldsShards):
         cut = [w for w in weights if isinstance(w, WeightInPieces) and w.pieces_of_parts]
         if not cut or len(own) != len(gradients):  # Keras refuses the latter
             return super()._apply_reduced(apply, gradients, variables)
-        _check_updates_pieces(optimizer, [v for g, v in pairs if g is not None])
+        check_updates_pieces(optimizer, [v for g, v in pairs if g is not None])
         build_optimizer(optimizer, own)
         with shard_view(GlobalNumbers(None, None)):
             gradients = [_in_pieces(gradient, variable) for gradient, variable in pairs]
@@ -224,7 +224,7 @@ def check_keeps_weights(mesh: Mesh, sharding: Sharding) -> None:
         )
 
 
-def _check_updates_pieces(optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> None:
+def check_updates_pieces(optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> None:
     """Refuses an update that has to look at whole weights.
 
     Raises:
