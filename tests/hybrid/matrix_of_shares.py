@@ -73,7 +73,7 @@ def check(
 
     def strategy(**others) -> tfparallel.HybridStrategy:
         keras.backend.clear_session()  # layouts go by the numbers in layers' names
-        return _strategy(**{**MESHES[mesh], **others}, model=model, memory=MEMORIES[memory])
+        return strategy_of(**{**MESHES[mesh], **others}, model=model, memory=MEMORIES[memory])
 
     with in_float64():
         if run in ("a step", "two steps"):
@@ -97,7 +97,7 @@ def _inside(mesh: str) -> dict[str, int]:
 _AXES_INSIDE = ("pipeline", "model")
 
 
-def _strategy(
+def strategy_of(
     sizes: dict[str, int],
     model: str,
     memory: tfparallel.MemoryPolicy | None,

@@ -6,7 +6,6 @@ import os
 import pytest
 
 import tfparallel
-from tests.hybrid.matrix_of_shares import CELLS as CELLS_OF_SHARES
 from tests.hybrid.matrix_over_processes import CELLS
 from tests.multi_process.pool import (
     WorkerFailure,
@@ -34,25 +33,6 @@ def workers():
     yield pool
     for each in pools:
         each.close()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["gradients", "optimizer"])
-@pytest.mark.parametrize("axis", ["model", "pipeline"])
-def test_processes_share_the_slots_beside_what_each_computes_with(workers, axis, what):
-    """A process has all weights, and half of each slot that can be cut."""
-    request = {"sizes": {"shard": 2, axis: 2}, "what": what}
-    for reply in workers(2, 2).ask(request, timeout_s=570):
-        assert reply["stored"] == reply["whole"]
-        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("cell", CELLS_OF_SHARES, ids="; ".join)
-def test_processes_that_share_the_state_train_as_one_device_does(workers, tmp_path, cell):
-    workers(2, 2).ask({"shares": [str(tmp_path), *cell]}, timeout_s=570)
 
 
 BY_ROW = {"seed_by": "row", "model": "dropout"}

@@ -15,7 +15,6 @@ from tests.helpers import (
     train,
 )
 from tests.hybrid.architectures import MODELS
-from tests.hybrid.matrix_of_shares import check as check_shares
 from tests.hybrid.matrix_over_processes import MODELS as WIDE
 from tests.hybrid.matrix_over_processes import check
 from tests.hybrid.meshes import over_processes
@@ -30,13 +29,8 @@ _MODELS = {
 }
 
 
-def answer(
-    wrong: int | None = None, cell: list | None = None, shares: list | None = None, **request
-) -> dict:
+def answer(wrong: int | None = None, cell: list | None = None, **request) -> dict:
     """What a process replies to a request: of a training, one that goes wrong, or of a matrix."""
-    if shares is not None:
-        check_shares(*shares)
-        return {}
     if cell is not None:
         return {"share": check(*cell)}
     return _trained(**request) if wrong is None else _wrong(wrong, **request)
@@ -66,17 +60,11 @@ def _trained(
         whole = [int(tf.size(v)) for v in candidate.model.trainable_weights]
         keras.backend.clear_session()
         expected = train(None, **data)
-    slots = candidate.model.optimizer.variables[2:]
     if is_compressed:
         (report,) = strategy.compression_report()
         assert report.bytes_sent < report.bytes_uncompressed, report
     assert_same_training(expected, candidate, atol=atol)
-    return {
-        "stored": sum(stored),
-        "whole": sum(whole),
-        "slots": sum(map(_numbers_of, slots)) / sum(int(tf.size(v)) for v in slots),
-        "shown": str(strategy),
-    }
+    return {"stored": sum(stored), "whole": sum(whole), "shown": str(strategy)}
 
 
 def _adam() -> keras.optimizers.Optimizer:

@@ -67,8 +67,9 @@ def sharding_on(mesh: Mesh, shard: Sharding | None) -> Sharding | None:
 
 def told_of(sizes: Mapping[str, int], shard: Sharding | None, layout_map: object) -> dict:
     """What processes have to be given alike, as they tell one another."""
-    has_patterns = isinstance(layout_map, keras.distribution.LayoutMap)
-    patterns = {key: str(each.axes) for key, each in layout_map.items()} if has_patterns else {}
+    patterns = {}
+    if isinstance(layout_map, keras.distribution.LayoutMap):
+        patterns = {key: str(each.axes) for key, each in layout_map.items()}
     parts = {} if shard is None else {"shard": shard.shard, "min_size": shard.min_size}
     return {"mesh": dict(sizes), "in parts": parts, "layout_map": patterns}
 

@@ -24,7 +24,7 @@ class MeshOverProcesses:
     Attributes:
         mesh: all places, its devices called by their numbers, rank after rank.
         inner: what each process has of it, the size of each axis by its name, where the axis of
-            data alone goes over processes; None where parts of the state do.
+            data alone goes over processes, or `has_shares`; else None.
         num_copies: of what is in parts, where processes share one.
         has_shares: whether processes share one copy of the state beside the axes of `inner`.
     """
@@ -49,7 +49,8 @@ def laid_over_processes(
     Raises:
         ValueError: saying what would fit, for axes that do not multiply to all devices, for a
             pipeline or an axis of the model that leaves a process, for parts of the state that do
-            beside those, and for shards whose neighbours are not neighbours in the job.
+            beside those without taking all processes, and for shards whose neighbours are not
+            neighbours in the job.
     """
     numbers = [str(number) for number in range(num_processes * devices_each)]
     mesh = mesh_of(list(sizes.values()), list(sizes), numbers)

@@ -43,7 +43,7 @@ class InPiecesOfProcesses(SplitVariable):
         return self.pieces_of_parts is not None
 
     @property
-    def stored(self) -> Rows:  # type: ignore[override]
+    def stored(self) -> Rows:
         """What `own_parts` are."""
         cut = self.pieces_of_parts
         return cut.own if cut is not None and self.is_in_pieces_here() else self._rows_of_parts
@@ -52,10 +52,10 @@ class InPiecesOfProcesses(SplitVariable):
     def stored(self, rows: Rows) -> None:
         self._rows_of_parts = rows
 
-    def places_of_parts(self) -> list[PlaceOfPart | None]:
-        """How each part is in pieces; None where it is not."""
-        cut, parts = self.pieces_of_parts, range(len(self.rows.sizes))
-        return [None if cut is None else PlaceOfPart(cut, part) for part in parts]
+    def places_of_parts(self) -> list[PlaceOfPart]:
+        """How each part is in pieces."""
+        cut: Any = self.pieces_of_parts
+        return [PlaceOfPart(cut, part) for part in range(len(self.rows.sizes))]
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
         """Of a value of the whole, dense or sparse, one for each of `stored`."""
@@ -124,9 +124,9 @@ class SlotInPieces(InPiecesOfProcesses):
 
     def whole(self) -> tf.Tensor:
         """Of all processes, which have to ask together."""
-        workers = self.distribute_strategy.extended._workers
-        with record.stop_recording(), tf.device(workers._host_device):
-            parts = gathered(workers._collectives, self.places_of_parts(), self.read_stored())
+        extended = self.distribute_strategy.extended
+        with record.stop_recording(), tf.device(extended._host_device):
+            parts = gathered(extended.between_processes, self.places_of_parts(), self.read_stored())
             return put_together(parts, self.rows)
 
     def numpy(self) -> np.ndarray:

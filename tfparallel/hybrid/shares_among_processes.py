@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import Collectives
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.numbers_of_processes import known_finite, numbers_of_all
 from tfparallel.hybrid.pieces_of_parts import (
@@ -62,6 +63,12 @@ class SharesAmongProcesses(HoldsShards):
     _weight_class: type[WeightInPieces]
     _slot_class: type[SlotInPieces]
 
+    @property
+    def between_processes(self) -> Collectives:
+        """The collectives of those that share the state."""
+        assert self._workers is not None
+        return self._workers._collectives
+
     # ---- where variables live --------------------------------------------------------------------
 
     @property
@@ -102,13 +109,13 @@ class SharesAmongProcesses(HoldsShards):
 
     def _scattered_among_processes(self, places: Sequence[PlaceOfPart | None], sums: list) -> list:
         """Sums over processes of those of this one; where there is a place, its piece only."""
-        cut = [k for k, place in enumerate(places) if place is not None]
+        cut = {k: place for k, place in enumerate(places) if place is not None}
         rest = [k for k, place in enumerate(places) if place is None]
         whole = self._sum_gradients_across_workers([sums[k] for k in rest], None)
         results = dict(zip(rest, whole, strict=True))
         with tf.device(self._host_device):
-            own = [places[k] for k in cut], [sums[k] for k in cut]
-            pieces = summed_and_scattered(self._workers._collectives, *own)
+            own = [sums[k] for k in cut]
+            pieces = summed_and_scattered(self.between_processes, list(cut.values()), own)
         results.update(zip(cut, pieces, strict=True))
         return [results[k] for k in range(len(sums))]
 
@@ -154,7 +161,7 @@ class SharesAmongProcesses(HoldsShards):
             places = [place for weight in weights for place in weight.places_of_parts()]
             updated = [piece for weight in weights for piece in weight.updated()]
             with tf.device(self._host_device):
-                parts = iter(gathered(self._workers._collectives, places, updated))
+                parts = iter(gathered(self.between_processes, places, updated))
             for weight in weights:
                 weight.publish([next(parts) for _ in weight.rows.sizes])
 
@@ -211,11 +218,17 @@ class _OwnNew(NewPieces):
 
 
 def check_keeps_weights(mesh: Mesh, sharding: Sharding) -> None:
-    """Refuses weights in pieces: no stage and no layer waits for another process.
+    """Refuses weights in pieces, as no stage and no layer waits for another process, and the host.
 
     Raises:
-        ValueError: saying what to take.
+        NotImplementedError: for the host.
+        ValueError: for weights in pieces, saying what to take.
     """
+    if sharding.host is not None:
+        raise NotImplementedError(
+            "Where processes share the state beside a pipeline or an axis of the model, it is on "
+            f"devices. Received: host={sharding.host!r}, on a mesh of {mesh}. Leave `host` out."
+        )
     if sharding.shard == "parameters":
         raise ValueError(
             "Beside a pipeline or an axis of the model, processes gather weights once a step, and "
@@ -262,17 +275,17 @@ def _in_pieces(
 
 
 def _places(variable: SplitVariable) -> list[PlaceOfPart | None]:
-    """Of each part of a variable."""
-    is_weight = isinstance(variable, WeightInPieces)
-    return variable.places_of_parts() if is_weight else [None] * len(variable.rows.sizes)
+    """Of each part of a variable; None where that is not in pieces."""
+    if isinstance(variable, WeightInPieces) and variable.pieces_of_parts is not None:
+        return [*variable.places_of_parts()]
+    return [None] * len(variable.rows.sizes)
 
 
 def _places_among(sums: Sequence, variables: Sequence) -> Iterator[PlaceOfPart | None]:
     """Of each of some sums: of a dense gradient of a variable in parts there is one for each."""
     position = 0
     for variable in variables:
-        split = split_of(variable)
-        is_whole = split is None or isinstance(sums[position], tf.IndexedSlices)
-        places = [None] if is_whole else _places(split)
+        split, is_sparse = split_of(variable), isinstance(sums[position], tf.IndexedSlices)
+        places = [None] if split is None or is_sparse else _places(split)
         yield from places
         position += len(places)

@@ -71,9 +71,10 @@ class HybridStrategy(KerasStrategy):
     `TensorParallelStrategy`.
 
     With `transport` the mesh has the devices of all processes of a job, rank after rank: the axes
-    that are named first go over processes, "data" with whatever is inside of one, or "shard" alone
-    or behind "data". Without it the mesh is of this process, which may be `inner` of a
-    `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
+    that are named first go over processes, "data" with whatever is inside of one, "shard" alone or
+    behind "data", or all of "shard" with pipelines or an axis of the model inside of each: these
+    share the slots, and take `Sharding("gradients")` or `("optimizer")`. Without it the mesh is of
+    this process, which may be `inner` of a `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
 
     All axes go together: layers of a stage are computed in parts on its devices, and what a device
     would have of the state is in pieces along "shard".
