@@ -63,13 +63,11 @@ def check(
     Args:
         folder: for backups, of all processes.
     """
-    has_pipeline = "pipeline" in mesh
-    parts = 2 * _MICROBATCHES if has_pipeline and model == "batch norm" else None
-    trained = functools.partial(
-        trained_under, optimizer=optimizer, model=model, batch=batch, parts=parts
-    )
+    microbatches = 2 * _MICROBATCHES if "pipeline" in mesh else None
+    trained = functools.partial(trained_under, optimizer=optimizer, model=model, batch=batch)
     options = {"steps_per_execution": 2} if run == "two steps" else {}
     candidate = functools.partial(trained, compile_options=options, synchronized=True)
+    reference = functools.partial(trained, None, compile_options={}, parts=microbatches)
 
     def strategy(**others) -> tfparallel.HybridStrategy:
         keras.backend.clear_session()  # layouts go by the numbers in layers' names
@@ -79,22 +77,22 @@ def check(
         if run in ("a step", "two steps"):
             received = candidate(strategy())
         else:
-            rows_alone = {"sizes": {"data": 2, **_inside(mesh)}, "shard": None}
-            before = strategy(**rows_alone) if run == "from rows alone" else strategy()
-            _interrupt(candidate, before, folder)
-            after = None if run == "on one device" else strategy()
-            received = _go_on(candidate if after else trained, after, folder)
+            others = {"sizes": _with_rows_alone(mesh), "shard": None}
+            _interrupt(candidate, strategy(**(others if run == "from rows alone" else {})), folder)
+            if run == "on one device":  # each process for itself, from what all have written
+                own = shutil.copytree(folder, f"{folder}-{os.getpid()}")
+                received = reference(callbacks=[_backups(own)])
+            else:
+                received = candidate(strategy(), callbacks=[_backups(folder)])
         keras.backend.clear_session()
-        expected = trained(None, compile_options={})
-    atol = 1e-9
-    assert_same_training(results_of(model, expected), results_of(model, received), atol=atol)
+        expected = reference()
+    assert_same_training(results_of(model, expected), results_of(model, received), atol=1e-9)
 
 
-def _inside(mesh: str) -> dict[str, int]:
-    return {axis: size for axis, size in MESHES[mesh]["sizes"].items() if axis in _AXES_INSIDE}
-
-
-_AXES_INSIDE = ("pipeline", "model")
+def _with_rows_alone(mesh: str) -> dict[str, int]:
+    """The sizes of the same mesh, of which rows alone go over processes."""
+    sizes = dict(MESHES[mesh]["sizes"])
+    return {"data": sizes.pop("shard", 2), **sizes}
 
 
 def strategy_of(
@@ -119,15 +117,6 @@ def _interrupt(trained, strategy, folder: str) -> None:
     except KeyboardInterrupt:
         return
     raise AssertionError("The training was not interrupted.")
-
-
-def _go_on(trained, strategy, folder: str):
-    """On one device each process goes on for itself, from a copy of what they have written."""
-    if strategy is None:
-        own = f"{folder}-{os.getpid()}"
-        shutil.copytree(folder, own)
-        folder = own
-    return trained(strategy, compile_options={}, callbacks=[_backups(folder)])
 
 
 def _backups(folder: str) -> BackupAndRestore:
