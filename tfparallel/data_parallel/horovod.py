@@ -197,8 +197,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def _is_held_alike(self, variable: tf.Variable) -> bool:
         """Whether all ranks have the whole of `variable`."""
-        del variable
-        return True
+        return not getattr(variable, "has_pieces_elsewhere", False)
 
     def _link_times(self) -> LinkTimes:
         """Sums of gradients that nothing hides, from the last gradient to the last sum.

@@ -294,15 +294,16 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         return self
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
-        """A value of the whole, dense or sparse, as one for each part."""
-        if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
+        """A value of the whole, dense or sparse, as one for each part that is stored."""
+        return self._cut(value, self.stored)
+
+    def _cut(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable, rows: Rows) -> list:
+        if isinstance(value, tf.IndexedSlices) and rows.blocks > 1:
             value = tf.convert_to_tensor(value)
         if isinstance(value, tf.IndexedSlices):
+            shapes = [self._shape_of_part(size) for size in rows.sizes]
             with record.stop_recording():
-                return [
-                    slices_of_part(value, self.stored, i, part.shape)
-                    for i, part in enumerate(self.parts[0])
-                ]
+                return [slices_of_part(value, rows, i, shape) for i, shape in enumerate(shapes)]
         if isinstance(value, DistributedVariable):
             value = value.value()
         value = tf.convert_to_tensor(value, self.dtype)
@@ -310,7 +311,12 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not value.shape.is_fully_defined():
             value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            return parts_of(value, self.stored)
+            return parts_of(value, rows)
+
+    def _shape_of_part(self, size: int) -> list[int]:
+        shape = self.shape.as_list()
+        shape[self.rows.dim] = size
+        return shape
 
     # ---- saving ----------------------------------------------------------------------------------
 
