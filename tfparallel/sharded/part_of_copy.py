@@ -6,14 +6,14 @@ from tfparallel.internals import ResourceVariable
 
 
 class PartOfCopy:
-    """The numbers from `begin` on, `length` of them, of a flat variable; acts as a variable.
+    """From `begin` on `length` numbers of a flat variable, or rows; acts as a variable.
 
     It is there during an update only, in memory of its own (`take`), until the parts of all
     replicas have become the new copy (`leave`). To write into the copy in place would be dear:
     from then on TensorFlow copies it whenever it is read.
 
     Args:
-        copy: `[...]`, one dim.
+        copy: `[size, ...]`, of which the part is along the first dim.
         container: the distributed variable that `copy` belongs to, by which optimizers know it.
         begin, length: of the part.
         device: where the part is during an update.
@@ -24,10 +24,12 @@ class PartOfCopy:
     ):
         self._copy, self._container, self.device = copy, container, device
         self._begin, self._end = begin, begin + length
-        self.shape = tf.TensorShape([length])
+        own, self._nothing = copy.shape[1:], [0, *copy.shape[1:]]
+        self.shape = tf.TensorShape([length]).concatenate(own)
         with tf.init_scope(), tf.device(device):
-            nothing = tf.zeros([0], copy.dtype)
-            self._own = ResourceVariable(nothing, trainable=False, shape=tf.TensorShape([None]))
+            nothing = tf.zeros(self._nothing, copy.dtype)
+            shape = tf.TensorShape([None]).concatenate(own)
+            self._own = ResourceVariable(nothing, trainable=False, shape=shape)
 
     dtype = property(lambda self: self._copy.dtype)
     name = property(lambda self: self._container.name)
@@ -45,10 +47,10 @@ class PartOfCopy:
     def leave(self) -> None:
         """Ends an update: the part is in the copy, and takes no memory of its own."""
         with tf.device(self.device):
-            self._own.assign(tf.zeros([0], self.dtype))
+            self._own.assign(tf.zeros(self._nothing, self.dtype))
 
     def read_value(self) -> tf.Tensor:
-        """`[length]`."""
+        """`[length, ...]`."""
         return tf.ensure_shape(self._own.read_value(), self.shape)
 
     def __tf_tensor__(self, dtype: object = None, name: str | None = None) -> tf.Tensor:
