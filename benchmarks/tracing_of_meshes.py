@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tracing import counted_operations
+from benchmarks.tracing import noted_operations
 
 MESHES = ("pipeline=2", "model=2", "pipeline=2,model=2", "shard=2,pipeline=2", "shard=2,model=2")
 TOKENS, LENGTH, WIDTH, HEADS, BLOCKS = 32, 8, 16, 2, 4
@@ -76,9 +76,9 @@ def measure(sizes: dict[str, int]) -> list[float]:
         model.fit(x, x, batch_size=rows, verbose=0)
         return time.process_time() - started
 
-    with counted_operations() as operations:
+    with noted_operations() as operations:
         first_s = step_s()
-    in_stages = [name for name in operations if name.startswith(OF_STAGES)]
+    in_stages = [name for name, _ in operations if name.startswith(OF_STAGES)]
     return [len(operations), len(in_stages), first_s - step_s()]
 
 
