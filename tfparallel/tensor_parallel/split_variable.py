@@ -287,7 +287,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.is_assigned_here():
             return self
         own = self._copy()
-        for copy in self.parts if own is None else [self.parts[own]]:
+        for copy in self.parts if own is None else [self.own_parts()]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
