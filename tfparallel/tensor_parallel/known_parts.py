@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.segments.tensor_notes import PARTS
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows
 
 
@@ -45,7 +46,10 @@ def cut_apart(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
 
 
 def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
-    """The whole, computed now."""
+    """The whole, computed now; of ranks, gathered from them."""
+    ranks = ranks_of_caller()
+    if ranks is not None and rows.is_cut:
+        parts = ranks.whole(parts, rows)
     if rows.blocks == 1:
         return tf.concat(list(parts), rows.dim)
     pieces = [tf.split(part, rows.blocks, rows.dim) for part in parts]

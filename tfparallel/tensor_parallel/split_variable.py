@@ -121,6 +121,11 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         self._piece = OnePiece(self._values_of_parts, self.stored, self._host())
 
     @property
+    def here(self) -> tuple[int, ...]:
+        """Which of `stored` the devices of this process have."""
+        return tuple(range(len(self.stored.sizes)))
+
+    @property
     def shape(self) -> tf.TensorShape:
         """Of the whole."""
         return self._whole_shape
@@ -293,14 +298,14 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         return self
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
-        """A value of the whole, dense or sparse, as one for each part."""
+        """A value of the whole, dense or sparse, as one for each part that is here."""
         if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
             value = tf.convert_to_tensor(value)
         if isinstance(value, tf.IndexedSlices):
             with record.stop_recording():
                 return [
                     slices_of_part(value, self.stored, i, part.shape)
-                    for i, part in enumerate(self.parts[0])
+                    for i, part in zip(self.here, self.parts[0], strict=True)
                 ]
         if isinstance(value, DistributedVariable):
             value = value.value()
@@ -309,7 +314,8 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not value.shape.is_fully_defined():
             value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            return parts_of(value, self.stored)
+            parts = parts_of(value, self.stored)
+        return [parts[i] for i in self.here]
 
     # ---- saving ----------------------------------------------------------------------------------
 
