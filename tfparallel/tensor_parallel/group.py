@@ -169,6 +169,11 @@ class Group:
         """Whether each device is another process's, which traces the step, too."""
         return ranks_of_caller() is not None
 
+    def one_of(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """A part that is computed here, for what is alike in all of them, such as their batch."""
+        ranks = ranks_of_caller()
+        return parts[0 if ranks is None else ranks.index]
+
     def met(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Tensors of one shape, one of each device, where one computes with all of them."""
         return met(parts)

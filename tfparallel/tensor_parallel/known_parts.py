@@ -59,8 +59,12 @@ def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
 
 def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
     """The whole of `parts` along `dim`, computed only if something reads it."""
+    return joined_as(parts, rows_of(list(parts), dim, blocks))
+
+
+def joined_as(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
+    """`joined`, where it is known how the whole is divided, though TensorFlow may not know it."""
     parts = list(parts)
-    rows = rows_of(parts, dim, blocks)
     with record.stop_recording():
         whole = put_together(parts, rows)
     setattr(whole, PARTS, (rows, parts))
@@ -74,7 +78,7 @@ def parts_of(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     with record.stop_recording():
         parts = _parts(tensor, rows)
     record.record_operation(
-        "Part", parts, [tensor], lambda *gradients: [joined(gradients, rows.dim, rows.blocks)]
+        "Part", parts, [tensor], lambda *gradients: [joined_as(gradients, rows)]
     )
     return parts
 

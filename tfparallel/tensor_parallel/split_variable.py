@@ -37,7 +37,7 @@ from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import ReplicatedVariable
-from tfparallel.tensor_parallel.known_parts import joined, parts_of, put_together
+from tfparallel.tensor_parallel.known_parts import joined_as, parts_of, put_together
 from tfparallel.tensor_parallel.loops import before_loops
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.whole_copy import OnePiece
@@ -199,7 +199,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                 "ReadParts",
                 values,
                 [self._tape_variable().handle],
-                lambda *gradients: [joined(gradients, self.rows.dim, self.rows.blocks)],
+                lambda *gradients: [joined_as(gradients, self.rows)],
             )
         return values
 
@@ -212,7 +212,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.trainable:
             return put_together(self.read_parts(), self.rows)
         with before_loops():
-            return joined(self.part_values(), self.rows.dim, self.rows.blocks)
+            return joined_as(self.part_values(), self.rows)
 
     @property
     def handle(self) -> tf.Tensor:
