@@ -375,6 +375,15 @@ STRATEGIES = [
         exempt=_OF_ONE_GROUP,
     ),
     Row(
+        "tensor_ranks_2",
+        lambda: _tensor_parallel(1, 2, transport="ring"),
+        num_replicas=1,
+        num_workers=2,
+        devices_per_worker=1,
+        every_case=False,
+        exempt=_OF_ONE_GROUP,
+    ),
+    Row(
         "tensor_branches_2",
         lambda: _found_layout("branches"),
         1,
@@ -867,6 +876,7 @@ ROWS_OF = {
         "tensor_2x2",
         "tensor_1x4",
         "tensor_auto_1x2",
+        "tensor_ranks_2",
         "tensor_branches_2",
         "tensor_image_rows_1x2",
         "tensor_sequences_1x2",
