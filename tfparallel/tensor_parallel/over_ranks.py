@@ -7,6 +7,7 @@ step as all others. What makes it one of several is in `ranks.py`.
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
+import keras
 import tensorflow as tf
 
 from tfparallel.communication.link_journal import LinkJournal
@@ -92,6 +93,16 @@ class TensorParallelOverRanks(TensorParallelExtended):
     def is_own_context(self) -> bool:
         """Whether the caller traces a step of this strategy: only there do ranks have parts."""
         return super().is_own_context() and is_in_step()
+
+    def prepare(self, model: keras.Model, args: tuple) -> None:
+        """Before a step of `model`, which XLA cannot compile."""
+        if model.jit_compile:
+            raise ValueError(
+                "jit_compile=True needs a step without Python, by which ranks exchange. Received: "
+                f"model '{model.name}' on {self.ranks.size} ranks. Compile it with "
+                "jit_compile=False."
+            )
+        super().prepare(model, args)
 
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
