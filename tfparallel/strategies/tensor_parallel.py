@@ -139,7 +139,8 @@ class TensorParallelStrategy(KerasStrategy):
             ),
         )
         layouts.cuts_sequences = sequence_parallel
-        super().__init__(TensorParallelOverRanks(self, layouts, job, ranks_of(job)))
+        extended = TensorParallelOverRanks(self, layouts, job, ranks_of(job))
+        super().__init__(extended, MemoryPolicy().of_groups(extended.own_group))
 
     extended: TensorParallelExtended
 

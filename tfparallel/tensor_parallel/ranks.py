@@ -181,9 +181,8 @@ class _Step:
             raise NotImplementedError(
                 "Ranks that each trace their own part exchange tensors in the step itself. "
                 f"Received: an exchange ({what}) in a loop, a branch or a function within it, such "
-                "as clipping by a norm under gradient accumulation or a loss scale, or a layer in "
-                "a RematScope. Leave that out, or let one process control the others "
-                "(cluster_resolver=...)."
+                "as clipping by a norm under gradient accumulation or a loss scale. Leave that "
+                "out, or let one process control the others (cluster_resolver=...)."
             )
 
     def finish(self, result: object) -> None:

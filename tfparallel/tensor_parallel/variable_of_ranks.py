@@ -16,6 +16,8 @@ from tfparallel.tensor_parallel.split_variable import SplitVariable
 class VariableOfRanks(SplitVariable):
     """Reads and assignments of a variable whose parts are those of the strategy's ranks."""
 
+    worker_bounds = None  # ranks write no shards of files: rank 0 writes wholes, which all gather
+
     @property
     def _ranks(self) -> Ranks:
         return self.distribute_strategy.extended.ranks
@@ -27,14 +29,16 @@ class VariableOfRanks(SplitVariable):
 
     def read_stored(self) -> list[tf.Tensor]:
         """This rank's part, and stand-ins for those of the others."""
-        (own,), shape = self.own_parts(), self.shape.as_list()
+        (own,), ranks, shape = self.own_parts(), self._ranks, self.shape.as_list()
         values = []
         with record.stop_recording(), tf.device(own.device):
             for i, size in enumerate(self.stored.sizes):
                 shape[self.stored.dim] = size
-                is_own = i == self._ranks.index
-                stand_in = self._ranks.stand_in
-                values.append(own.read_value() if is_own else stand_in(shape, self.dtype, self.name))
+                values.append(
+                    own.read_value()
+                    if i == ranks.index
+                    else ranks.stand_in(shape, self.dtype, self._own_name())
+                )
         return values
 
     def _values_of_parts(self) -> list[tf.Tensor]:
