@@ -175,7 +175,7 @@ def _of_each_row(x: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
 
 def _largest(group: Group, values: list[tf.Tensor]) -> tf.Tensor:
     with tf.device(group.devices[0]):
-        return functools.reduce(tf.maximum, values)
+        return functools.reduce(tf.maximum, group.met(values))
 
 
 def _accuracy(
@@ -195,6 +195,7 @@ def _accuracy(
             [tf.constant(start, tf.int64) for start in rows.starts],
         )
         with tf.device(group.devices[0]):
+            values, indices = group.met(values), group.met(indices)
             largest, index = values[0], indices[0]
             for value, other in zip(values[1:], indices[1:], strict=True):
                 index = tf.where(value > largest, other, index)

@@ -37,7 +37,7 @@ from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import ReplicatedVariable
-from tfparallel.tensor_parallel.known_parts import joined, parts_of, put_together
+from tfparallel.tensor_parallel.known_parts import joined_as, parts_of, put_together
 from tfparallel.tensor_parallel.loops import before_loops
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.whole_copy import OnePiece
@@ -122,6 +122,11 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         self._piece = OnePiece(self._values_of_parts, self.stored, self._host())
 
     @property
+    def here(self) -> tuple[int, ...]:
+        """Which of `stored` the devices of this process have."""
+        return tuple(range(len(self.stored.sizes)))
+
+    @property
     def shape(self) -> tf.TensorShape:
         """Of the whole."""
         return self._whole_shape
@@ -195,7 +200,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                 "ReadParts",
                 values,
                 [self._tape_variable().handle],
-                lambda *gradients: [joined(gradients, self.rows.dim, self.rows.blocks)],
+                lambda *gradients: [joined_as(gradients, self.rows)],
             )
         return values
 
@@ -208,7 +213,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.trainable:
             return put_together(self.read_parts(), self.rows)
         with before_loops():
-            return joined(self.part_values(), self.rows.dim, self.rows.blocks)
+            return joined_as(self.part_values(), self.rows)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -287,15 +292,16 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.is_assigned_here():
             return self
         own = self._copy()
-        for copy in self.parts if own is None else [self.parts[own]]:
+        for copy in self.parts if own is None else [self.own_parts()]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
         return self
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
-        """A value of the whole, dense or sparse, as one for each part that is stored."""
-        return self._cut(value, self.stored)
+        """A value of the whole, dense or sparse, as one for each part that is here."""
+        parts = self._cut(value, self.stored)
+        return [parts[i] for i in self.here]
 
     def _cut(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable, rows: Rows) -> list:
         if isinstance(value, tf.IndexedSlices) and rows.blocks > 1:
