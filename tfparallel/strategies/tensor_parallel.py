@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,7 @@ from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups, group_of_ranks, mesh_groups
 from tfparallel.tensor_parallel.over_ranks import TensorParallelOverRanks
 
-Layout = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
+Layout: TypeAlias = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
 
 
 class TensorParallelStrategy(KerasStrategy):
