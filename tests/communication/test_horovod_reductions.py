@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfparallel.communication.horovod_collectives import HorovodCollectives
 from tfparallel.communication.horovod_reductions import Job, lack_of_build, lack_of_job
 
 GPUS = Job(mpi_started=True, nccl_built=True, on_gpu=True, num_ranks=8, num_hosts=2, all_ranks=True)
@@ -68,6 +67,9 @@ def test_options_are_refused_before_ranks_meet(options, message):
 
 def test_what_orders_collectives_is_where_they_are():
     """And not on GPU 0, where TensorFlow puts what nobody places: each would wait for it."""
+    pytest.importorskip("horovod.tensorflow")
+    from tfparallel.communication.horovod_collectives import HorovodCollectives
+
     ranks = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     collectives = HorovodCollectives(ranks, "/device:CPU:1")
     assert collectives.order.device.endswith("CPU:1")

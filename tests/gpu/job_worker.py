@@ -19,7 +19,6 @@ from tests.gpu.steps import GPUS, SIZES, step_graph
 from tests.helpers import open_logical_cpus
 from tests.multi_process.answering import answer_requests
 from tests.parameter_server.cluster import ServerProcesses
-from tfparallel.data_parallel import horovod
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
@@ -51,7 +50,8 @@ class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
 
 
 def _horovod() -> tf.distribute.Strategy:
-    with mock.patch.object(horovod, "device_of_rank", return_value="/device:CPU:1"):
+    chosen = "tfparallel.data_parallel.horovod.device_of_rank"
+    with mock.patch(chosen, return_value="/device:CPU:1"):
         return tfparallel.HorovodStrategy()
 
 
