@@ -129,7 +129,7 @@ def made(row_name: str) -> Any:
 
 @contextlib.contextmanager
 def noted_operations() -> Iterator[list[tuple[str, float]]]:
-    """Gives what gets, for each operation that is made within it, its graph and processor time."""
+    """Gives what gets each operation's graph's name, and the processor time, within it."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
     create, made = FuncGraph._create_op_internal, []

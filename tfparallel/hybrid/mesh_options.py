@@ -65,6 +65,15 @@ def sharding_on(mesh: Mesh, shard: Sharding | None) -> Sharding | None:
     return Sharding() if shard is None and "shard" in mesh.names else shard
 
 
+def told_of(sizes: Mapping[str, int], shard: Sharding | None, layout_map: object) -> dict:
+    """What processes have to be given alike, as they tell one another."""
+    patterns = {}
+    if isinstance(layout_map, keras.distribution.LayoutMap):
+        patterns = {key: str(each.axes) for key, each in layout_map.items()}
+    parts = {} if shard is None else {"shard": shard.shard, "min_size": shard.min_size}
+    return {"mesh": dict(sizes), "in parts": parts, "layout_map": patterns}
+
+
 def check_options(
     mesh: Mesh, shard: Sharding | None, pipeline: PipelineOptions | None, layout_map: object
 ) -> None:

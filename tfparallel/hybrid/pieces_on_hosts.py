@@ -52,7 +52,7 @@ class StoredInPieces(SplitVariable):
         if copy not in self._on_hosts or self._on_hosts[copy][0] is not pieces:
             hosts = hosts_of(piece.device for piece in pieces)
             there = zip(pieces, hosts, strict=True)
-            on_hosts = tuple(PartOfCopy(x, self, 0, x.shape[0], host) for x, host in there)
+            on_hosts = tuple(PartOfCopy(x, self, tf.identity, x.shape, host) for x, host in there)
             self._on_hosts[copy] = pieces, on_hosts
         for each in self._on_hosts[copy][1]:
             each.take()

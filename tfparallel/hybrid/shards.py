@@ -42,13 +42,18 @@ class HoldsShards(HoldsParts):
     sharding: Sharding | None
     num_shards: int
 
+    @property
+    def _pieces_of_part(self) -> int:
+        """How many store a part together."""
+        return self.num_shards
+
     def _rows(self, kwargs: Mapping[str, object]) -> Rows | None:
         """A weight that no layout divides is one part, where it is stored in pieces."""
         rows = super()._rows(kwargs)
         shape = None if rows is not None else self._shape_of_weight(kwargs)
         if shape is None:
             return rows
-        dim = _dim_of_pieces(shape, self.num_shards)
+        dim = _dim_of_pieces(shape, self._pieces_of_part)
         return None if dim is None or not self._is_large(shape) else Rows(dim, (shape[dim],))
 
     def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
@@ -73,7 +78,7 @@ class HoldsShards(HoldsParts):
         variable = variable_under_creation()
         layer = owner_of_new_variable() or layer_of_late_variable()
         is_weight = isinstance(layer, keras.Layer) and kwargs.get("trainable", True)
-        if self.num_shards == 1 or variable is None or not is_weight:
+        if self._pieces_of_part == 1 or variable is None or not is_weight:
             return None
         return shape_of_new(variable)
 
