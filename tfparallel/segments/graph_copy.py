@@ -134,8 +134,8 @@ class GraphFunction:
         """This, with the devices that `device` calls it for: copied once, and not traced."""
         if device not in self._elsewhere:
             moves = {old: new for old, new in self._places(device).items() if old != new}
-            bodies = [each.cached_definition for each in self._around[0].children]
-            written = {node.device for body in bodies for node in body.node_def}
+            called = self._around[0].children if moves else []
+            written = {node.device for each in called for node in each.cached_definition.node_def}
             self._elsewhere[device] = None if written.isdisjoint(moves) else self._moved(moves)
         return self._elsewhere[device] or self
 
