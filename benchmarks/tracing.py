@@ -107,9 +107,10 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
         model.fit(x, y, batch_size=IMAGES, verbose=0)
         return time.process_time() - started
 
-    with noted_operations() as times_s:
+    with noted_operations() as operations:
         first_s = step_s()
-    return [times_s[-1] - times_s[0], first_s - step_s(), len(times_s)]
+    (_, began_s), (_, ended_s) = operations[0], operations[-1]
+    return [ended_s - began_s, first_s - step_s(), len(operations)]
 
 
 def made(row_name: str) -> Any:
@@ -127,20 +128,20 @@ def made(row_name: str) -> Any:
 
 
 @contextlib.contextmanager
-def noted_operations() -> Iterator[list[float]]:
-    """Gives what gets the processor time at which each operation of a graph is made within it."""
+def noted_operations() -> Iterator[list[tuple[str, float]]]:
+    """Gives what gets each operation's graph's name, and the processor time, within it."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
-    create, times_s = FuncGraph._create_op_internal, []
+    create, made = FuncGraph._create_op_internal, []
 
     def noting(graph: Any, *args: Any, **kwargs: Any) -> Any:
         operation = create(graph, *args, **kwargs)
-        times_s.append(time.process_time())
+        made.append((graph.name, time.process_time()))
         return operation
 
     FuncGraph._create_op_internal = noting
     try:
-        yield times_s
+        yield made
     finally:
         FuncGraph._create_op_internal = create
 

@@ -108,9 +108,6 @@ REFUSED = {
             {"gather_dtype": "bfloat16"},
         )
     ],
-    "`host` of `Sharding`": [
-        lambda: HybridStrategy(cpu_mesh_of(shard=2, pipeline=2), shard=Sharding(host="optimizer")),
-    ],
     '`MemoryPolicy(offload={"dense*"})`': [
         lambda: HybridStrategy(cpu_mesh_of(pipeline=2), memory=MemoryPolicy(offload={"dense*"})),
     ],

@@ -63,7 +63,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
         self._collectives = HorovodCollectives(process_set, self._host_device)
-        with tf.init_scope():
+        with tf.init_scope(), tf.device(self._host_device):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
         self._broadcasts = [0, 0]  # begun and ended, outside of graphs

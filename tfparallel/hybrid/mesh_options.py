@@ -80,7 +80,6 @@ def check_options(
     """Refuses options of axes that the mesh does not have, and those that mean nothing on it.
 
     Raises:
-        NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another layout.
         ValueError: for all else, saying what to leave out or to take.
     """
@@ -117,12 +116,7 @@ def check_options(
 
 def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
     """Refuses what means nothing where a stage or a group of devices gathers what it computes."""
-    if shard.host is not None:
-        raise NotImplementedError(
-            "Beside a pipeline or an axis of the model, weights and slots are on devices. "
-            f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
-        )
-    defaults = Sharding(shard.shard, shard.min_size)
+    defaults = Sharding(shard.shard, shard.min_size, host=shard.host)
     names = [field.name for field in dataclasses.fields(shard)]
     given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
     if given:

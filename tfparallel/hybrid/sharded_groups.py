@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
+from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import distribute_lib, distribute_utils
 from tfparallel.replicas.replica_step import current_replica_step
@@ -22,7 +23,7 @@ from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
-class SharedSplitVariable(SplitVariable):
+class SharedSplitVariable(StoredInPieces):
     """A variable of which several replicas may share a copy: optimizers assign it, layers do not.
 
     The first replica assigns for all, so that another one would compute with what came of that.

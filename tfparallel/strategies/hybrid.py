@@ -113,7 +113,6 @@ class HybridStrategy(KerasStrategy):
         ClusterConfigError: with `transport`, listing all that is wrong with `TF_CONFIG`.
         ImportError: if Horovod is not installed where it is asked for.
         WaitedTooLong: naming the processes that have not started.
-        NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for

@@ -21,10 +21,12 @@ from tfparallel.replicas.clipping import (
     clips_by_norm,
     scaled_gradient,
     sum_of_squares,
+    widest,
 )
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
 from tfparallel.tensor_parallel.gradients import as_whole
 from tfparallel.tensor_parallel.known_parts import known_parts
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 
 
 def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> list:
@@ -33,8 +35,7 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
     if not any(_is_in_parts(gradient) for gradient in gradients):
         return clip_gradients(gradients)
     if clips_by_norm(optimizer):
-        squares = [squares_in_parts(gradient) for gradient in gradients]
-        return clipped_in_parts(optimizer, gradients, squares)
+        return clipped_in_parts(optimizer, gradients, _squares(gradients))
     limit = optimizer.clipvalue
     if not limit or limit <= 0:
         return gradients
@@ -58,6 +59,27 @@ def clipped_in_parts(
 
 def _is_in_parts(gradient: object) -> bool:
     return isinstance(gradient, GradientInParts) or known_parts(gradient) is not None
+
+
+def _squares(gradients: Sequence[Gradient | GradientInParts]) -> list[tf.Tensor]:
+    """The sum of squares of each gradient; ranks exchange those of all parts at once."""
+    ranks = ranks_of_caller()
+    if ranks is None:
+        return [squares_in_parts(gradient) for gradient in gradients]
+    squares = [sum_of_squares(_own_numbers(gradient, ranks.index)) for gradient in gradients]
+    is_part = [known_parts(gradient) is not None for gradient in gradients]
+    dtype = widest(squares)
+    of_parts = [tf.cast(x, dtype) for x, part in zip(squares, is_part, strict=True) if part]
+    sums = iter(tf.unstack(ranks.all_reduce(tf.stack(of_parts)), len(of_parts)) if of_parts else [])
+    return [next(sums) if part else x for x, part in zip(squares, is_part, strict=True)]
+
+
+def _own_numbers(gradient: Gradient | GradientInParts, rank: int) -> Gradient:
+    """What a rank adds to the squares of a gradient: its part, or all of one that all have."""
+    if isinstance(gradient, GradientInParts):
+        return gradient.numbers()[0]
+    known = known_parts(gradient)
+    return gradient if known is None else known[1][rank]
 
 
 def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
