@@ -84,6 +84,17 @@ def test_optimizers_that_look_at_whole_weights_are_refused(workers, optimizer):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_layers_that_assign_their_own_weights_are_refused(workers, sizes):
+    for reply in ask(workers(), "assigned", sizes=sizes):
+        assert "Received: an assignment" in reply["told"]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(workers, sizes):
+    ask(workers(), "overflow", sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_process_that_ends_is_named(workers, sizes):
     with pytest.raises(WorkerFailure) as failure:
         ask(workers(), "lost", sizes=sizes, rank=1)

@@ -36,7 +36,12 @@ def _stored(sizes: dict[str, int], shard: str, transport: str = "auto") -> dict:
     with in_float64():
         candidate = _new(sizes, shard, transport)
         keras.backend.clear_session()
-        assert_same_training(_trained(None, optimizer=_adam), candidate, atol=1e-9)
+        expected = _trained(None, optimizer=_adam)
+        assert_same_training(expected, candidate, atol=1e-9)
+        x, y = tiny_data(7)
+        for ask in (lambda m: m.predict(x, verbose=0), lambda m: m.evaluate(x, y, verbose=0)):
+            np.testing.assert_allclose(ask(candidate.model), ask(expected.model), 1e-9)
+    assert candidate.model.distribute_strategy.summary(candidate.model)
     weights, slots = candidate.model.trainable_weights, candidate.model.optimizer.variables[2:]
     return {"weights": _share(weights), "slots": _share(slots)}
 
@@ -113,7 +118,7 @@ def _differs(in_what: str) -> dict:
 
 
 def _refused(optimizer: str) -> dict:
-    """Replies with why an optimizer, or a constraint, cannot be."""
+    """Replies with why an optimizer cannot be."""
     make = getattr(keras.optimizers, optimizer)
     keras.backend.clear_session()
     try:
@@ -121,6 +126,54 @@ def _refused(optimizer: str) -> dict:
     except NotImplementedError as error:
         return {"told": str(error)}
     return {"told": ""}
+
+
+class _Halved(keras.layers.Dense):
+    """Assigns its own weight."""
+
+    def call(self, x):
+        self.kernel.assign(self.kernel / 2)
+        return super().call(x)
+
+
+def _assigned(sizes: dict[str, int]) -> dict:
+    """Replies with why a layer cannot assign its own weight."""
+
+    def build():
+        return keras.Sequential([keras.Input((6,)), _Halved(4, name="own"), keras.layers.Dense(3)])
+
+    keras.backend.clear_session()
+    try:
+        train(strategy_of(sizes, "plain", None), build=build)
+    except ValueError as error:
+        return {"told": str(error)}
+    return {"told": ""}
+
+
+def _overflow(sizes: dict[str, int]) -> None:
+    """Gradients of some rows of a kernel overflow: steps are skipped, by both processes."""
+
+    def data(rows):
+        x, y = tiny_data(rows)
+        return x * np.array([100, 1, 1, 1, 1, 1], x.dtype), y
+
+    def build():
+        stack = [keras.layers.Dense(8, "relu", name="dense_0"), keras.layers.Dense(3, name="dense")]
+        return keras.Sequential([keras.Input((6,)), *stack])
+
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1e-4), initial_scale=2.0**125, dynamic_growth_steps=100
+        )
+
+    options = {"build": build, "data": data, "rows": 26, "batch_size": 5, "optimizer": scaled}
+    keras.backend.clear_session()
+    candidate = train(strategy_of(sizes, "plain", None), **options)
+    keras.backend.clear_session()
+    expected = train(None, **options)
+    halved = 2.0**125 / float(expected.model.optimizer.dynamic_scale)
+    assert 1 < halved < 2**12, halved  # some of the twelve steps were skipped
+    assert_same_training(expected, candidate)
 
 
 def _rank() -> int:
@@ -135,6 +188,8 @@ _KINDS = {
     "lost": _lost,
     "differs": _differs,
     "refused": _refused,
+    "assigned": _assigned,
+    "overflow": _overflow,
 }
 
 if __name__ == "__main__":

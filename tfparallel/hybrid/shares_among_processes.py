@@ -265,8 +265,8 @@ def _in_pieces(
     if isinstance(gradient, tf.IndexedSlices):
         return GradientInParts(weight, slices=gradient)
     cut, known = weight.pieces_of_parts, known_parts(gradient)
-    if known is not None and known[0] == cut.own:
-        return GradientInParts(weight, known[1])
+    if known is not None and tuple(x.shape[cut.own.dim] for x in known[1]) == cut.own.sizes:
+        return GradientInParts(weight, list(known[1]))
     pieces = []  # where all was summed: no Keras step was traced
     for k, part in enumerate(in_parts(gradient, weight) or []):
         with tf.device(part.device):
