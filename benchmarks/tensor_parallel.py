@@ -3,9 +3,10 @@
     python benchmarks/tensor_parallel.py --torch-path /tmp/torch
     python benchmarks/tensor_parallel.py --model mlp --rows 1 --what predict --rounds 5
 
-"ours" and "torch" are two processes of one thread, each bound to a CPU of its own: torch over Gloo,
-ours over TensorFlow's gRPC. "here" is ours on two logical devices of one process, "alone" and
-"torch alone" are the same model on one device, of one thread, bound to one CPU (TensorFlow runs
+"ranks", "ours" and "torch" are two processes of one thread, each bound to a CPU of its own: "ranks"
+trace a part each and exchange by our ring, as torch's do over Gloo; "ours" is one process that
+controls both, over TensorFlow's gRPC. "here" is ours on two logical devices of one process, "alone"
+and "torch alone" are the same model on one device, of one thread, bound to one CPU (TensorFlow runs
 the products of a backward pass side by side where it finds another). Contestants take turns, each
 round in fresh processes. Prints median milliseconds of a call, and the median over rounds of each
 ratio: below 1 the first one is faster.
@@ -23,8 +24,16 @@ from pathlib import Path
 
 WIDTH, HEADS, CONTEXT, UNITS = 512, 8, 64, 4096
 WARMUP = 3
-CONTESTANTS = ("ours", "here", "torch", "alone", "torch alone")
-RATIOS = (("ours", "torch"), ("here", "torch"), ("here", "alone"), ("ours", "alone"))
+CONTESTANTS = ("ranks", "ours", "here", "torch", "alone", "torch alone")
+RATIOS = (
+    ("ranks", "torch"),
+    ("ranks", "ours"),
+    ("ranks", "alone"),
+    ("ours", "torch"),
+    ("here", "torch"),
+    ("here", "alone"),
+    ("ours", "alone"),
+)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(REPOSITORY))
@@ -61,7 +70,7 @@ def main() -> None:
 def run(name: str, options: argparse.Namespace) -> list[float]:
     """Seconds of each call of a contestant, in fresh processes."""
     script = [__file__, *sys.argv[1:], "--contestant", name]
-    if name == "ours":
+    if name in ("ranks", "ours"):
         bound = ["--standalone", "--workers", "2", "--bind-cpus"]
         script = ["-m", "tfparallel", "launch", *bound, *script]
     threads = "2" if name == "here" else "1"
@@ -76,7 +85,8 @@ def run(name: str, options: argparse.Namespace) -> list[float]:
     )
     if done.returncode:
         sys.exit(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1].removeprefix("[worker 0] "))
+    of_first = [line for line in done.stdout.splitlines() if not line.startswith("[worker 1]")]
+    return json.loads(of_first[-1].removeprefix("[worker 0] "))
 
 
 def torch_path(name: str, options: argparse.Namespace) -> str:
@@ -136,6 +146,8 @@ def ours(name: str, options: argparse.Namespace) -> list[float]:
     if name == "ours":
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         strategy = tfparallel.TensorParallelStrategy("auto", cluster_resolver=resolver)
+    if name == "ranks":
+        strategy = tfparallel.TensorParallelStrategy("auto", transport="ring")
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = keras_model(options.model)
     x, y = map(tf.constant, data(options))

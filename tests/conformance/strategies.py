@@ -287,6 +287,17 @@ _OF_ALL_ROWS = {
     "tests/tensor_parallel/test_training.py",
 }
 _OF_ONE_GROUP = {**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA}
+_OF_RANKS = {
+    **_OF_ONE_GROUP,
+    **dict.fromkeys(
+        (
+            "dropout.masks",
+            "misuse.gradients_outside_of_run_are_refused_where_other_workers_have_rows",
+        ),
+        "by design: each rank has all rows, and draws what one device draws: "
+        "tests/tensor_parallel/test_ranks.py",
+    ),
+}
 
 
 _OF_WHOLE_WEIGHTS = dict.fromkeys(
@@ -376,6 +387,15 @@ STRATEGIES = [
         1,
         few=("optimizers.global_clipnorm",),
         exempt=_OF_ONE_GROUP,
+    ),
+    Row(
+        "tensor_ranks_2",
+        lambda: _tensor_parallel(1, 2, transport="ring"),
+        num_replicas=1,
+        num_workers=2,
+        devices_per_worker=1,
+        every_case=False,
+        exempt=_OF_RANKS,
     ),
     Row(
         "tensor_branches_2",
@@ -870,6 +890,7 @@ ROWS_OF = {
         "tensor_2x2",
         "tensor_1x4",
         "tensor_auto_1x2",
+        "tensor_ranks_2",
         "tensor_branches_2",
         "tensor_image_rows_1x2",
         "tensor_sequences_1x2",

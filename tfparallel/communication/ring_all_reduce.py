@@ -68,9 +68,14 @@ class RingAllReduce(BucketedAllReduce):
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._ring.all_gather, rows, [None, *rows.shape[1:]])
 
-    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """All workers' `[rows, ...]`, one after the other; only the number of rows may differ."""
-        return self._gather_rows(rows)
+    def gather_rows(self, rows: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
+        """All workers' `[rows, ...]`, one after the other; only the number of rows may differ.
+
+        Args:
+            unordered: as of `sum_of`.
+        """
+        shape = [None, *rows.shape[1:]]
+        return self._call_ring(self._ring.all_gather, rows, shape, unordered)
 
     def _gather_summed(self, rows: tf.Tensor) -> tf.Tensor:
         return self._call_ring(self._timed(self._ring.all_gather), rows, [None, *rows.shape[1:]])
@@ -80,9 +85,15 @@ class RingAllReduce(BucketedAllReduce):
         """What keeps calls in the program's order."""
         return self._order
 
-    def sum_of(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum of all workers' tensors of one shape."""
-        return self._call_ring(self._ring.all_reduce, tensor, tensor.shape)
+    def sum_of(self, tensor: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
+        """The sum of all workers' tensors of one shape.
+
+        Args:
+            unordered: for an operation that is left out where nothing reads it, and to which the
+                caller gives its place in the order of calls: any number that is not known before
+                the graph runs, so that TensorFlow does not compute a sum of constants beforehand.
+        """
+        return self._call_ring(self._ring.all_reduce, tensor, tensor.shape, unordered)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
@@ -101,9 +112,22 @@ class RingAllReduce(BucketedAllReduce):
         return wholes
 
     def _call_ring(
-        self, collective: Callable, tensor: tf.Tensor, shape: tf.TensorShape
+        self,
+        collective: Callable,
+        tensor: tf.Tensor,
+        shape: tf.TensorShape,
+        unordered: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        result = self._in_order(collective, [tensor], tensor.dtype)
+        if unordered is None:
+            result = self._in_order(collective, [tensor], tensor.dtype)
+        else:
+            result = tf.numpy_function(
+                lambda array, _: collective(array),
+                [tensor, unordered],
+                tensor.dtype,
+                stateful=False,
+                name=COLLECTIVE,
+            )
         result.set_shape(shape)
         return result
 

@@ -3,12 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfparallel.coordination.timeouts import Timeouts
+from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
+from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.hybrid.ranks_of_job import job_of_ranks, ranks_of
 from tfparallel.internals.keras_layers import layout_map_of
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
@@ -21,7 +23,10 @@ from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.found_layouts import FoundLayouts, lay_out
 from tfparallel.tensor_parallel.layout_table import LayoutSummary, summary
 from tfparallel.tensor_parallel.layouts import Layouts
-from tfparallel.tensor_parallel.mesh_groups import mesh_groups
+from tfparallel.tensor_parallel.mesh_groups import MeshGroups, group_of_ranks, mesh_groups
+from tfparallel.tensor_parallel.over_ranks import TensorParallelOverRanks
+
+Layout: TypeAlias = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
 
 
 class TensorParallelStrategy(KerasStrategy):
@@ -57,11 +62,20 @@ class TensorParallelStrategy(KerasStrategy):
         cluster_resolver: of processes whose devices compute together; the script runs in the first,
             the others serve it. Then number 1 of a mesh, `cpu:1`, is that of the second process,
             or the second of all GPUs. `TF_CONFIG` counts only as a `TFConfigClusterResolver`.
+        transport: "ring": each process of `TF_CONFIG` runs the script, traces its own part of the
+            model, and exchanges by this package's ring; all get the same data, and whoever reads a
+            whole weight outside of a step (`get_weights`, `save`) gathers it, on all of them. None:
+            there is one process, or one that controls those of `cluster_resolver`.
         insecure_network: says that strangers cannot reach the network between the processes. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
-        timeouts: how long processes wait for one another.
+        timeouts: how long processes wait for one another: `WorkerTimeouts` with a `transport`.
 
     Raises:
+        ClusterConfigError: with a `transport`, listing all that is wrong with `TF_CONFIG`.
+        DisagreementError: with a `transport`, at the first step, naming ranks of which one has
+            another model or layout.
+        NotImplementedError: with a `transport`, at the first step, naming what would need a part
+            that another rank stores.
         RuntimeError: between processes, if there are variables before the strategy.
         StageLost: from training, naming a process that is gone or does not answer.
         TimeoutError: naming the processes that never came.
@@ -71,16 +85,24 @@ class TensorParallelStrategy(KerasStrategy):
 
     def __init__(
         self,
-        layout: keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str,
+        layout: Layout,
         batch_dim_name: str | None = None,
         *,
         device_mesh: keras.distribution.DeviceMesh | None = None,
         sequence_parallel: bool = False,
         memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        transport: str | None = None,
         insecure_network: bool = False,
-        timeouts: Timeouts | None = None,
+        timeouts: Timeouts | WorkerTimeouts | None = None,
     ):
+        if transport is not None:
+            given = {"cluster_resolver": cluster_resolver, "memory": memory}
+            job = job_of_ranks(self, transport, layout, given, timeouts)
+            self._begin_as_rank(job, layout, batch_dim_name, device_mesh, sequence_parallel)
+            return
+        if isinstance(timeouts, WorkerTimeouts):
+            raise TypeError(f"Without a `transport` expected Timeouts. Received: {timeouts}.")
         cluster, of_cluster = None, None
         if cluster_resolver is not None:
             timeouts = timeouts or Timeouts()
@@ -89,39 +111,36 @@ class TensorParallelStrategy(KerasStrategy):
             )
             of_cluster = None if cluster is None else found
         reports = None if cluster is None else cluster.reports_lost_stages
-        make_layouts = _made_without_mesh(layout)
-        if make_layouts is not None:
-            mesh = device_mesh or _all_devices(of_cluster)
-            groups = mesh_groups(mesh, batch_dim_name, of_cluster)
-            self._begin(make_layouts(groups), sequence_parallel, reports, memory)
-            return
-        if device_mesh is not None:
-            raise ValueError(
-                "device_mesh is for 'auto', 'branches' and a dict; a LayoutMap has its own. "
-                f"Received: device_mesh={device_mesh!r} with {layout!r}."
-            )
-        if isinstance(layout, keras.distribution.ModelParallel):
-            batch_dim_name = batch_dim_name or layout.batch_dim_name
-            layout = layout_map_of(layout)
-        if not isinstance(layout, keras.distribution.LayoutMap):
-            raise TypeError(
-                "Expected 'auto', 'branches', a dict of patterns, a keras.distribution.LayoutMap "
-                f"or ModelParallel. Received: {layout!r}. Make one with "
-                "keras.distribution.LayoutMap(device_mesh)."
-            )
-        groups = mesh_groups(layout.device_mesh, batch_dim_name, of_cluster)
-        self._begin(Layouts(layout, groups), sequence_parallel, reports, memory)
-
-    def _begin(
-        self,
-        layouts: Layouts,
-        sequence_parallel: bool,
-        reports: Callable | None,
-        memory: MemoryPolicy | None,
-    ) -> None:
+        layouts = _layouts(
+            layout,
+            batch_dim_name,
+            device_mesh,
+            lambda mesh, name: mesh_groups(mesh or _all_devices(of_cluster), name, of_cluster),
+        )
         layouts.cuts_sequences = sequence_parallel
         extended = TensorParallelExtended(self, layouts, reports)
         super().__init__(extended, (memory or MemoryPolicy()).of_groups(extended.own_group))
+
+    def _begin_as_rank(
+        self,
+        job: MultiWorkerExtended,
+        layout: Layout,
+        batch_dim_name: str | None,
+        device_mesh: keras.distribution.DeviceMesh | None,
+        sequence_parallel: bool,
+    ) -> None:
+        devices = [f"{name}/device:CPU:0" for name in job._task_names]
+        layouts = _layouts(
+            layout,
+            batch_dim_name,
+            device_mesh,
+            lambda mesh, name: group_of_ranks(
+                mesh or _all_devices(devices), name, devices, job._id_in_cluster
+            ),
+        )
+        layouts.cuts_sequences = sequence_parallel
+        extended = TensorParallelOverRanks(self, layouts, job, ranks_of(job))
+        super().__init__(extended, MemoryPolicy().of_groups(extended.own_group))
 
     extended: TensorParallelExtended
 
@@ -161,6 +180,33 @@ class TensorParallelStrategy(KerasStrategy):
         if isinstance(self.extended.layouts, FoundLayouts):
             lay_out(self, model, inputs)
         return summary(model, self.extended.layouts, inputs)
+
+
+def _layouts(
+    layout: Layout,
+    batch_dim_name: str | None,
+    device_mesh: keras.distribution.DeviceMesh | None,
+    groups_of: Callable[[keras.distribution.DeviceMesh | None, str | None], MeshGroups],
+) -> Layouts:
+    """What `layout` says of the groups that `groups_of` makes of a mesh and its batch's axis."""
+    make_layouts = _made_without_mesh(layout)
+    if make_layouts is not None:
+        return make_layouts(groups_of(device_mesh, batch_dim_name))
+    if device_mesh is not None:
+        raise ValueError(
+            "device_mesh is for 'auto', 'branches' and a dict; a LayoutMap has its own. "
+            f"Received: device_mesh={device_mesh!r} with {layout!r}."
+        )
+    if isinstance(layout, keras.distribution.ModelParallel):
+        batch_dim_name = batch_dim_name or layout.batch_dim_name
+        layout = layout_map_of(layout)
+    if not isinstance(layout, keras.distribution.LayoutMap):
+        raise TypeError(
+            "Expected 'auto', 'branches', a dict of patterns, a keras.distribution.LayoutMap "
+            f"or ModelParallel. Received: {layout!r}. Make one with "
+            "keras.distribution.LayoutMap(device_mesh)."
+        )
+    return Layouts(layout, groups_of(layout.device_mesh, batch_dim_name))
 
 
 def _made_without_mesh(layout: object) -> Callable | None:

@@ -21,10 +21,12 @@ from tfparallel.replicas.clipping import (
     clips_by_norm,
     scaled_gradient,
     sum_of_squares,
+    widest,
 )
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
 from tfparallel.tensor_parallel.gradients import as_whole
 from tfparallel.tensor_parallel.known_parts import known_parts
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 
 
 def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence) -> list:
@@ -33,10 +35,7 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
     if not any(_is_in_parts(gradient) for gradient in gradients):
         return clip_gradients(gradients)
     if clips_by_norm(optimizer):
-        squares = [squares_in_parts(gradient) for gradient in gradients]
-        # As on one device sparse gradients are dense behind a global norm.
-        scaled = scaled_in_parts if optimizer.clipnorm else _scaled_dense
-        return clipped_by_norm(optimizer, gradients, squares, scaled)
+        return clipped_in_parts(optimizer, gradients, _squares(gradients))
     limit = optimizer.clipvalue
     if not limit or limit <= 0:
         return gradients
@@ -49,8 +48,38 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
     ]
 
 
+def clipped_in_parts(
+    optimizer: BaseOptimizer, gradients: Sequence, squares: Sequence[tf.Tensor]
+) -> list:
+    """`clipped_by_norm` of gradients that may be in parts."""
+    # As on one device sparse gradients are dense behind a global norm.
+    scaled = _scaled_in_parts if optimizer.clipnorm else _scaled_dense
+    return clipped_by_norm(optimizer, gradients, squares, scaled)
+
+
 def _is_in_parts(gradient: object) -> bool:
     return isinstance(gradient, GradientInParts) or known_parts(gradient) is not None
+
+
+def _squares(gradients: Sequence[Gradient | GradientInParts]) -> list[tf.Tensor]:
+    """The sum of squares of each gradient; ranks exchange those of all parts at once."""
+    ranks = ranks_of_caller()
+    if ranks is None:
+        return [squares_in_parts(gradient) for gradient in gradients]
+    squares = [sum_of_squares(_own_numbers(gradient, ranks.index)) for gradient in gradients]
+    is_part = [known_parts(gradient) is not None for gradient in gradients]
+    dtype = widest(squares)
+    of_parts = [tf.cast(x, dtype) for x, part in zip(squares, is_part, strict=True) if part]
+    sums = iter(tf.unstack(ranks.all_reduce(tf.stack(of_parts)), len(of_parts)) if of_parts else [])
+    return [next(sums) if part else x for x, part in zip(squares, is_part, strict=True)]
+
+
+def _own_numbers(gradient: Gradient | GradientInParts, rank: int) -> Gradient:
+    """What a rank adds to the squares of a gradient: its part, or all of one that all have."""
+    if isinstance(gradient, GradientInParts):
+        return gradient.numbers()[0]
+    known = known_parts(gradient)
+    return gradient if known is None else known[1][rank]
 
 
 def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
@@ -69,7 +98,7 @@ def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
     return tf.add_n(squares)
 
 
-def scaled_in_parts(
+def _scaled_in_parts(
     gradient: Gradient | GradientInParts, scale: tf.Tensor
 ) -> Gradient | GradientInParts:
     """A gradient, which may be in parts, times a number."""
@@ -82,7 +111,7 @@ def _scaled_dense(
     gradient: Gradient | GradientInParts, scale: tf.Tensor
 ) -> Gradient | GradientInParts:
     dense = gradient.dense() if isinstance(gradient, GradientInParts) else gradient
-    return scaled_in_parts(dense, scale)
+    return _scaled_in_parts(dense, scale)
 
 
 def _mapped(

@@ -85,9 +85,9 @@ class GradientInParts:
                 "tf.convert_to_tensor of both."
             )
         sums = []
-        for part, before in zip(self.dense().numbers(), split.read_stored(), strict=True):
+        for part, before in zip(self.dense().numbers(), split.own_parts(), strict=True):
             with tf.device(before.device):
-                sums.append(part + before)
+                sums.append(part + before.read_value())
         return GradientInParts(self.variable, sums)
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
@@ -115,4 +115,4 @@ def for_optimizer(
     known = known_parts(gradient)
     if known is None or known[0] != split.stored:
         return gradient
-    return GradientInParts(split, known[1])
+    return GradientInParts(split, [known[1][i] for i in split.here])

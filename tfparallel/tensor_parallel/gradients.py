@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfparallel.internals import distribute_lib, distribute_utils, record
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.tensor_parallel.known_parts import joined, parts_of
+from tfparallel.tensor_parallel.known_parts import joined_as, parts_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
@@ -88,4 +88,4 @@ def _copies(groups: Sequence[Sequence[str]], part: int, total: tf.Tensor) -> obj
 def as_whole(parts: list[tf.Tensor], rows: Rows) -> tf.Tensor:
     """The gradient that an optimizer gets."""
     with record.stop_recording():
-        return joined(parts, rows.dim, rows.blocks)
+        return joined_as(parts, rows)

@@ -8,8 +8,15 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_state import autocast
-from tfparallel.tensor_parallel.exchanges import copy_on_each, gather_on_each, scatter_sum
+from tfparallel.tensor_parallel.exchanges import (
+    copy_on_each,
+    gather_on_each,
+    met,
+    scatter_sum,
+    sum_of,
+)
 from tfparallel.tensor_parallel.known_parts import joined, known_parts, on_device, parts_of
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows, even_rows
 from tfparallel.tensor_parallel.split_variable import split_of
 
@@ -145,12 +152,31 @@ class Group:
             function: of one tensor for each of `inputs`; returns a tensor.
             inputs: for each a list with a tensor for every device, or one tensor for all of them.
         """
-        count = len(self.devices)
-        lists = [list(x) if isinstance(x, (list, tuple)) else [x] * count for x in inputs]
+        lists = [list(x) if isinstance(x, (list, tuple)) else self._for_all(x) for x in inputs]
         return [
             on_device(device, function, *each)
             for device, *each in zip(self.devices, *lists, strict=True)
         ]
+
+    def _for_all(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """One tensor for all devices; of ranks, its gradient is the sum of theirs."""
+        if ranks_of_caller() is None or not tensor.dtype.is_floating:
+            return [tensor] * len(self.devices)
+        return copy_on_each(tensor, self.devices)
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether each device is another process's, which traces the step, too."""
+        return ranks_of_caller() is not None
+
+    def one_of(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """A part that is computed here, for what is alike in all of them, such as their batch."""
+        ranks = ranks_of_caller()
+        return parts[0 if ranks is None else ranks.index]
+
+    def met(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Tensors of one shape, one of each device, where one computes with all of them."""
+        return met(parts)
 
     def joined(self, parts: Sequence[tf.Tensor], dim: int) -> tf.Tensor:
         """The whole of which these are the parts; not computed unless something reads it."""
@@ -158,5 +184,4 @@ class Group:
 
     def summed(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         """Their sum, on the replica's own device."""
-        with tf.device(self.devices[0]):
-            return tf.add_n(list(parts))
+        return sum_of(parts, self.devices)

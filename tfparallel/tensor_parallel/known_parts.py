@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.segments.tensor_notes import PARTS
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows
 
 
@@ -45,7 +46,10 @@ def cut_apart(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
 
 
 def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
-    """The whole, computed now."""
+    """The whole, computed now; of ranks, gathered from them."""
+    ranks = ranks_of_caller()
+    if ranks is not None and rows.is_cut:
+        parts = ranks.whole(parts, rows)
     if rows.blocks == 1:
         return tf.concat(list(parts), rows.dim)
     pieces = [tf.split(part, rows.blocks, rows.dim) for part in parts]
@@ -55,8 +59,12 @@ def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
 
 def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
     """The whole of `parts` along `dim`, computed only if something reads it."""
+    return joined_as(parts, rows_of(list(parts), dim, blocks))
+
+
+def joined_as(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
+    """`joined`, where it is known how the whole is divided, though TensorFlow may not know it."""
     parts = list(parts)
-    rows = rows_of(parts, dim, blocks)
     with record.stop_recording():
         whole = put_together(parts, rows)
     setattr(whole, PARTS, (rows, parts))
@@ -70,7 +78,7 @@ def parts_of(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     with record.stop_recording():
         parts = _parts(tensor, rows)
     record.record_operation(
-        "Part", parts, [tensor], lambda *gradients: [joined(gradients, rows.dim, rows.blocks)]
+        "Part", parts, [tensor], lambda *gradients: [joined_as(gradients, rows)]
     )
     return parts
 

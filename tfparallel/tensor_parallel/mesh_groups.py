@@ -99,6 +99,33 @@ def mesh_groups(
     )
 
 
+def group_of_ranks(
+    mesh: object, batch_dim_name: str | None, devices: Sequence[str], rank: int
+) -> MeshGroups:
+    """The group of all ranks, as rank `rank` computes with it: on its own device, all of them.
+
+    Args:
+        mesh: a `keras.distribution.DeviceMesh` of one group, whose `cpu:1` is that of rank 1.
+        batch_dim_name: as of `mesh_groups`.
+        devices: one of each rank, full names.
+        rank: the caller's.
+
+    Raises:
+        TypeError, ValueError: as `mesh_groups`; and for another mesh than one of all ranks in their
+            order.
+    """
+    found = mesh_groups(mesh, batch_dim_name, devices)
+    if found.groups != (tuple(devices),):
+        raise ValueError(
+            "Ranks that each trace their own part have one device each, all on the axis of the "
+            f"model, in their order: a mesh of shape (1, {len(devices)}) of "
+            f"{[f'cpu:{i}' for i in range(len(devices))]}. Received: devices {found.groups} by "
+            f"replica. (Rank {rank} is speaking.)"
+        )
+    own = (devices[rank],) * len(devices)
+    return MeshGroups((own,), found.batch_axis, found.model_axis)
+
+
 def _task(device: str) -> str:
     spec: Any = tf.DeviceSpec.from_string(device)
     return f"{spec.job} {spec.task}"

@@ -16,6 +16,7 @@ from tfparallel.internals.keras_layers import all_accumulated_gradients, moving_
 from tfparallel.tensor_parallel.clipping_parts import clip
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
 from tfparallel.tensor_parallel.numbers_of_update import update_on
+from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.split_variable import in_part, split_of
 
 
@@ -41,6 +42,10 @@ def _check_finite(original: Callable, gradients: Sequence) -> tf.Tensor:
     for numbers in [each for gradient in in_parts for each in gradient.numbers()]:
         with tf.device(numbers.device):
             finite.append(tf.reduce_all(tf.math.is_finite(numbers)))
+    ranks = ranks_of_caller()
+    if ranks is not None:
+        is_wrong = tf.cast(tf.logical_not(tf.reduce_all(tf.stack(finite))), tf.float32)
+        finite = [ranks.all_reduce(is_wrong) == 0]
     others = [g for g in gradients if g is not None and not isinstance(g, GradientInParts)]
     return tf.reduce_all(tf.stack([*finite, *([original(others)] if others else [])]))
 

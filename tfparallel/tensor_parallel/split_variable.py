@@ -37,7 +37,7 @@ from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.tape_hooks import told_of_gradient
 from tfparallel.replicas.variables import ReplicatedVariable
-from tfparallel.tensor_parallel.known_parts import joined, parts_of, put_together
+from tfparallel.tensor_parallel.known_parts import joined_as, parts_of, put_together
 from tfparallel.tensor_parallel.loops import before_loops
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.whole_copy import OnePiece
@@ -70,9 +70,10 @@ def slices_of_part(
     if rows.dim > 0:
         return tf.IndexedSlices(parts_of(slices.values, rows)[part], slices.indices, shape)
     start, size = rows.starts[part], rows.sizes[part]
-    own = (slices.indices >= start) & (slices.indices < start + size)
-    values = tf.boolean_mask(slices.values, own)
-    return tf.IndexedSlices(values, tf.boolean_mask(slices.indices, own) - start, shape)
+    is_own = (slices.indices >= start) & (slices.indices < start + size)
+    own = tf.where(is_own)[:, 0]  # `boolean_mask` has a GPU send the host how many rows there are
+    values = tf.gather(slices.values, own)
+    return tf.IndexedSlices(values, tf.gather(slices.indices, own) - start, shape)
 
 
 class SplitVariable(AssignedInParts, ReplicatedVariable):
@@ -119,6 +120,11 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         shape[rows.dim] = sum(rows.sizes)
         self._whole_shape = tf.TensorShape(shape)
         self._piece = OnePiece(self._values_of_parts, self.stored, self._host())
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Which of `stored` the devices of this process have."""
+        return tuple(range(len(self.stored.sizes)))
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -194,7 +200,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
                 "ReadParts",
                 values,
                 [self._tape_variable().handle],
-                lambda *gradients: [joined(gradients, self.rows.dim, self.rows.blocks)],
+                lambda *gradients: [joined_as(gradients, self.rows)],
             )
         return values
 
@@ -207,7 +213,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.trainable:
             return put_together(self.read_parts(), self.rows)
         with before_loops():
-            return joined(self.part_values(), self.rows.dim, self.rows.blocks)
+            return joined_as(self.part_values(), self.rows)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -286,22 +292,24 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.is_assigned_here():
             return self
         own = self._copy()
-        for copy in self.parts if own is None else [self.parts[own]]:
+        for copy in self.parts if own is None else [self.own_parts()]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
         return self
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
-        """A value of the whole, dense or sparse, as one for each part."""
-        if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
+        """A value of the whole, dense or sparse, as one for each part that is here."""
+        parts = self._cut(value, self.stored)
+        return [parts[i] for i in self.here]
+
+    def _cut(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable, rows: Rows) -> list:
+        if isinstance(value, tf.IndexedSlices) and rows.blocks > 1:
             value = tf.convert_to_tensor(value)
         if isinstance(value, tf.IndexedSlices):
+            shapes = [self._shape_of_part(size) for size in rows.sizes]
             with record.stop_recording():
-                return [
-                    slices_of_part(value, self.stored, i, part.shape)
-                    for i, part in enumerate(self.parts[0])
-                ]
+                return [slices_of_part(value, rows, i, shape) for i, shape in enumerate(shapes)]
         if isinstance(value, DistributedVariable):
             value = value.value()
         value = tf.convert_to_tensor(value, self.dtype)
@@ -309,7 +317,12 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not value.shape.is_fully_defined():
             value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            return parts_of(value, self.stored)
+            return parts_of(value, rows)
+
+    def _shape_of_part(self, size: int) -> list[int]:
+        shape = self.shape.as_list()
+        shape[self.rows.dim] = size
+        return shape
 
     # ---- saving ----------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def _dropout_rate(layer: keras.Layer) -> float:
 
 def _masks_of_scores(group: Group, layer: keras.Layer, heads: list, rows: Rows) -> list[tf.Tensor]:
     """What one device multiplies scores `[rows, heads, queries, keys]` with, by device."""
-    (queries, *_), (keys, *_), _ = heads
+    queries, keys, _ = map(group.one_of, heads)
     shape = [_size(queries, 0), sum(rows.sizes), _size(queries, 1), _size(keys, 1)]
     with record.stop_recording():
         whole = dropout_of_scores(layer)(tf.ones(shape, queries.dtype), training=True)

@@ -150,7 +150,7 @@ def dropout(
         return inputs
     parts = group.parts(inputs, rows)
     with record.stop_recording():
-        mask = original(tf.ones(_whole_shape(parts, rows), inputs.dtype), training=training)
+        mask = original(tf.ones(_whole_shape(group, parts, rows), inputs.dtype), training=training)
         masks = group.parts(mask, rows)
     kept = group.compute(masked, parts, masks)
     return group.joined(kept, rows.dim)
@@ -161,12 +161,12 @@ def masked(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask > 0, x * tf.stop_gradient(mask), tf.zeros_like(x))
 
 
-def _whole_shape(parts: list, rows: Rows) -> Sequence[int | tf.Tensor]:
+def _whole_shape(group: Group, parts: list, rows: Rows) -> Sequence[int | tf.Tensor]:
     """Of the tensor that has these parts, which is not asked: it would be computed."""
     static = rows.whole_shape(parts[0].shape)
     if None not in static:
         return static
-    known = tf.shape(parts[0])
+    known = tf.shape(group.one_of(parts))
     return [known[i] if size is None else size for i, size in enumerate(static)]
 
 

@@ -139,11 +139,11 @@ def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
 def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
     """Of the tokens that each device has, and zeros for the others."""
     parts = []
-    pieces = zip(table.own_parts(), table.stored.starts, table.stored.sizes, strict=True)
+    pieces = zip(table.read_stored(), table.stored.starts, table.stored.sizes, strict=True)
     for part, start, size in pieces:
         with tf.device(part.device):
             is_own = (ids >= start) & (ids < start + size)
-            vectors = tf.gather(part.read_value(), tf.where(is_own, ids - start, 0))
+            vectors = tf.gather(part, tf.where(is_own, ids - start, 0))
             parts.append(tf.where(is_own[..., None], vectors, tf.zeros_like(vectors)))
     return parts
 
@@ -176,7 +176,7 @@ def _as_given(ids: tf.Tensor) -> tf.Tensor:
 
 def _by_columns(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
     parts = []
-    for part in table.own_parts():
+    for part in table.read_stored():
         with tf.device(part.device):
-            parts.append(tf.gather(part.read_value(), ids))
+            parts.append(tf.gather(part, ids))
     return joined(parts, -1)

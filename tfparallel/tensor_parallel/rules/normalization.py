@@ -190,7 +190,7 @@ def _joined_moments_of_rows(group: Group, own: Sequence[tf.Tensor], rows: Rows) 
     """Mean and variance, `[2, features]`, of all rows, from those of each device's own."""
     with tf.device(group.devices[0]):
         shares = [size / sum(rows.sizes) for size in rows.sizes]
-        means, variances = zip(*(tf.unstack(each) for each in own), strict=True)
+        means, variances = zip(*(tf.unstack(each) for each in group.met(own)), strict=True)
         mean = tf.add_n([share * m for share, m in zip(shares, means, strict=True)])
         spreads = [
             share * (v + tf.math.squared_difference(m, mean))
@@ -223,7 +223,7 @@ def _joined_moments(group: Group, own: Sequence[tf.Tensor], rows: Rows) -> tf.Te
     """Mean and variance of all of which each device has its `_moments`."""
     total = sum(rows.sizes)
     with tf.device(group.devices[0]):
-        means, squares = zip(*(tf.unstack(each) for each in own), strict=True)
+        means, squares = zip(*(tf.unstack(each) for each in group.met(own)), strict=True)
         mean = tf.add_n([n * m for n, m in zip(rows.sizes, means, strict=True)]) / total
         between = [
             n * tf.math.squared_difference(m, mean) for n, m in zip(rows.sizes, means, strict=True)

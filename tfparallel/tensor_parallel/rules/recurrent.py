@@ -47,7 +47,7 @@ def recurrent(
     """`RNN.inner_loop`: the last output, those of all steps, and the last states."""
     del original
     rows = _rows(group, layer) if is_plain_tensor(sequences) else None
-    if rows is None or (training and _drops_all(layer.cell)):
+    if rows is None or group.is_of_ranks or (training and _drops_all(layer.cell)):
         return NotImplemented
     cell, units = layer.cell, tuple(size // rows.blocks for size in rows.sizes)
     mask = None if mask is None else _by_steps(mask, layer.go_backwards)

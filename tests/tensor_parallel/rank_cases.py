@@ -1,0 +1,303 @@
+"""The program of a rank: what a case returns goes to the test; an error is the reply, by rank."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tests import helpers
+from tests.multi_process.answering import answer_requests
+from tests.tensor_parallel.layouts import LayoutOfAnything, layout_map
+from tests.tensor_parallel.test_training import TRANSFORMER, _adamw, _tokens, _transformer
+from tfparallel.coordination.timeouts import WorkerTimeouts
+
+PAIR = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+CASES: dict = {}
+
+
+def _case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def _rank() -> int:
+    return int(os.environ["TF_CONFIG"].rpartition('"index": ')[2].rstrip("}"))
+
+
+def _num_ranks() -> int:
+    return os.environ["TF_CONFIG"].count("127.0.0.1:")
+
+
+def _strategy(layouts=None, **options) -> tfparallel.TensorParallelStrategy:
+    layout = layouts if isinstance(layouts, str) else layout_map(1, _num_ranks(), layouts or PAIR)
+    return tfparallel.TensorParallelStrategy(layout, transport="ring", **options)
+
+
+def _pair() -> keras.Model:
+    inputs = keras.Input((6,))
+    x = layers.Dense(7, "tanh", name="up")(layers.Dense(6, name="first")(inputs))
+    return keras.Model(inputs, layers.Dense(3, name="down")(x))
+
+
+def _adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+
+
+def _compared(strategy, like=None, **options) -> helpers.Training:
+    """What ranks have trained, once it is known to be as one device trains it, or a model `like`
+    it."""
+    options = {"rows": helpers.UNEVEN_ROWS, "batch_size": helpers.BATCH, **options}
+    keras.backend.clear_session()
+    candidate = helpers.train(strategy, **options)
+    keras.backend.clear_session()
+    expected = helpers.train(None, **{**options, "build": like or options["build"]})
+    helpers.assert_same_training(expected, candidate, atol=1e-10)
+    return candidate
+
+
+@_case
+def a_transformer(layout=None, **options) -> dict:
+    """Uneven heads, units and tokens; a last batch that is smaller; a norm that clips."""
+    strategy = _strategy(layout or TRANSFORMER, **options)
+    with helpers.in_float64():
+        given = {"build": _transformer, "data": _tokens, "optimizer": _adamw}
+        model = _compared(strategy, **given).model
+        x, y = _tokens(5)
+        predicted, eager = model.predict(x, verbose=0), np.asarray(model(x))
+        loss = model.evaluate(x, y, verbose=0)[0]
+        whole = model.get_layer("up0").kernel
+        folder = f"{os.environ['CASE_FOLDER']}/{_rank()}"
+        model.save(f"{folder}.keras")
+        loaded = keras.saving.load_model(f"{folder}.keras")
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), predicted, atol=1e-12)
+        np.testing.assert_allclose(eager, predicted, atol=1e-12)
+        own = keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
+        np.testing.assert_allclose(loss, np.mean(own), atol=1e-12)
+    return {
+        "shown": repr(strategy),
+        "whole": list(whole.shape),
+        "stored": [part.shape.as_list() for part in whole.value.parts[0]],
+        "slot": [p.shape.as_list() for p in _slot(model, whole).value.parts[0]],
+    }
+
+
+def _slot(model, weight):
+    name = f"{weight.path.replace('/', '_')}_momentum"
+    return next(v for v in model.optimizer.variables if v.path.endswith(name))
+
+
+@_case
+def what_a_step_exchanges() -> dict:
+    """A pair behind a whole layer: one sum forward and one backward; and `predict`."""
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)})
+    ring, counts = strategy.extended.ranks._reduction._ring, {"sums": 0, "gathers": 0}
+    for kind, name in (("sums", "all_reduce"), ("gathers", "all_gather")):
+        setattr(ring, name, _counting(getattr(ring, name), counts, kind))
+    with strategy.scope():
+        model = _pair()
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 6), "float32"), np.ones((4, 3), "float32")
+    seen = {}
+    for what, call in {
+        "train": lambda: model.train_on_batch(x, y),
+        "predict": lambda: model.predict_on_batch(x),
+    }.items():
+        call()
+        counts.update(sums=0, gathers=0)
+        call()
+        seen[what] = dict(counts)
+    return seen
+
+
+def _counting(function, counts, kind):
+    def counted(array):
+        counts[kind] += 1
+        return function(array)
+
+    return counted
+
+
+@_case
+def layers_and_optimizers() -> dict:
+    """What computes in parts, reads wholes, or exchanges beside layers."""
+    strategy = tfparallel.TensorParallelStrategy(
+        LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh), transport="ring"
+    )
+    compiled = helpers.tiny_compile_options
+    with helpers.in_float64():
+        for options in (
+            {"build": _recurrent, "data": _sequences},
+            {"build": _images, "data": _pictures},
+            {"build": _rematerialized, "like": _normalized},
+            {"build": _normalized, "optimizer": lambda: keras.optimizers.Adam(clipnorm=0.05)},
+            {"build": _normalized, "optimizer": lambda: keras.optimizers.Adafactor(0.01)},
+            {
+                "build": _normalized,
+                "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+                    helpers.momentum_sgd(), initial_scale=8.0
+                ),
+            },
+            {
+                "build": _normalized,
+                "optimizer": lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+            },
+            {
+                "build": _normalized,
+                "compile_options": lambda: {**compiled(), "steps_per_execution": 2},
+            },
+            {
+                "build": _normalized,
+                "compile_options": lambda: {**compiled(), "run_eagerly": True},
+                "optimizer": _adam,
+            },
+        ):
+            _compared(strategy, **options)
+    return {}
+
+
+def _recurrent() -> keras.Model:
+    x = keras.Input((5, 3))
+    return keras.Model(x, layers.Dense(3, name="dense_2")(layers.LSTM(4, name="lstm")(x)))
+
+
+def _sequences(rows: int) -> tuple:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 5, 3)), rng.integers(0, 3, rows)
+
+
+def _images() -> keras.Model:
+    inputs = keras.Input((8, 8, 2))
+    x = layers.Conv2D(4, 3, padding="same", name="conv2d_0")(inputs)
+    x = layers.MaxPooling2D()(layers.ReLU()(layers.BatchNormalization()(x)))
+    x = layers.Conv2D(6, 3, name="conv2d_1")(x)
+    return keras.Model(inputs, layers.Dense(3, name="dense_2")(layers.GlobalAveragePooling2D()(x)))
+
+
+def _pictures(rows: int) -> tuple:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 8, 8, 2)), rng.integers(0, 3, rows)
+
+
+def _normalized() -> keras.Model:
+    inputs = keras.Input((6,))
+    x = layers.LayerNormalization()(layers.Dense(8, name="dense_0")(inputs))
+    return keras.Model(inputs, layers.Dense(3, name="dense_1")(layers.Dropout(0.3, seed=1)(x)))
+
+
+def _rematerialized() -> keras.Model:
+    with keras.RematScope("full"):
+        return _normalized()
+
+
+@_case
+def goes_on_from_a_backup() -> dict:
+    """Interrupted on all ranks after the first epoch."""
+
+    class Killed(Exception):
+        pass
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise Killed
+
+    begun = []
+
+    def fit(*callbacks):
+        backup = tfparallel.callbacks.BackupAndRestore(f"{os.environ['CASE_FOLDER']}/backup")
+        counts = keras.callbacks.LambdaCallback(on_epoch_begin=lambda n, logs: begun.append(n))
+        given = {"build": _pair, "optimizer": _adam, "callbacks": [backup, counts, *callbacks]}
+        return helpers.train(_strategy(), epochs=2, **given)
+
+    try:
+        fit(Kill())
+    except Killed:
+        pass
+    else:
+        raise AssertionError("it was not interrupted")
+    resumed = fit()
+    expected = helpers.train(None, build=_pair, optimizer=_adam)
+    for one, other in zip(expected.model.get_weights(), resumed.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    return {"begun": begun}
+
+
+class Summed(keras.layers.Layer):
+    """A layer whose rule adds up the parts itself, past the group."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, inputs):
+        return inputs * tf.reduce_sum(self.scale)
+
+
+def _past_the_group(group, layer, original, inputs):
+    if group.rows(layer.scale) is None:
+        return NotImplemented
+    return inputs * tf.add_n([tf.reduce_sum(part) for part in group.read(layer.scale)])
+
+
+@_case
+def refusals() -> dict:
+    """What each says that cannot be done, on this rank."""
+    tfparallel.tensor_parallel.layer_rule(Summed)(_past_the_group)
+    both = {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1}
+    clips = {"optimizer": lambda: keras.optimizers.Adam(0.01, **both)}
+    compiles = {**helpers.tiny_compile_options(), "jit_compile": True}
+    tries = {
+        "norm": lambda: helpers.train(_strategy(), build=_pair, **clips),
+        "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
+        "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
+        "branches": lambda: _strategy("branches"),
+        "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
+        "mesh": lambda: tfparallel.TensorParallelStrategy(layout_map(2, 1, {}), transport="ring"),
+        "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
+    }
+    said = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except (NotImplementedError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def _summed() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), Summed(), layers.Dense(3)])
+
+
+@_case
+def different_layouts() -> dict:
+    """Rank 1 has another layout, of the same variables."""
+    turned = {".*up/kernel": ("model", None), ".*down/kernel": (None, "model")}
+    helpers.train(_strategy(PAIR if _rank() == 0 else turned), build=_pair)
+    return {}
+
+
+@_case
+def a_rank_is_killed() -> dict:
+    """Rank 1, in the middle of an epoch."""
+    strategy = _strategy(timeouts=WorkerTimeouts(silent_s=5.0, stall_s=20.0))
+
+    def end(batch, logs=None):
+        if batch == 2 and _rank() == 1:
+            os._exit(1)
+
+    kill = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    helpers.train(strategy, build=_pair, rows=200, callbacks=[kill])
+    return {}
+
+
+def answer(case: str, folder: str, options: dict | None = None) -> dict:
+    """What a rank replies to a request."""
+    os.environ["CASE_FOLDER"] = folder
+    keras.backend.clear_session()
+    return CASES[case](**(options or {}))
+
+
+if __name__ == "__main__":
+    answer_requests(answer, lambda: helpers.open_logical_cpus(1))

@@ -1,0 +1,94 @@
+"""Real processes that each trace their own part train as one device, and say what they cannot."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], WorkerPool]]:
+    """Ranks that stay up, by how many there are."""
+    made: dict[int, WorkerPool] = {}
+
+    def pool_of(count: int) -> WorkerPool:
+        if count not in made:
+            program = ["-m", "tests.tensor_parallel.rank_cases"]
+            made[count] = WorkerPool(program, lambda: cluster_environments(count))
+        return made[count]
+
+    yield pool_of
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture
+def ask(pools: Callable[[int], WorkerPool], tmp_path: Path) -> Callable[..., list[dict]]:
+    """Has all ranks run a case; gives what each replied."""
+
+    def ask(case: str, ranks: int = 2, **options: object) -> list[dict]:
+        request = {"case": case, "folder": str(tmp_path), "options": options}
+        return pools(ranks).ask(request, timeout_s=300)
+
+    return ask
+
+
+def test_two_ranks_train_a_transformer_save_and_predict_as_one_device(ask):
+    replies = ask("a_transformer")
+    assert [reply["stored"] for reply in replies] == [[[8, 8]], [[8, 7]]]
+    assert [reply["slot"] for reply in replies] == [[[8, 8]], [[8, 7]]]
+    assert all(reply["whole"] == [8, 15] for reply in replies)
+    assert "rank=1 of 2" in replies[1]["shown"]
+
+
+@pytest.mark.long
+def test_three_ranks_find_a_layout_and_keep_sequences_in_parts(ask):
+    replies = ask("a_transformer", ranks=3, layout="auto", sequence_parallel=True)
+    assert [reply["stored"] for reply in replies] == [[[8, 5]]] * 3
+
+
+def test_a_pair_of_layers_exchanges_one_sum_forward_and_one_backward(ask):
+    """Its wholes are traced, and nobody gathers what nobody reads."""
+    for reply in ask("what_a_step_exchanges"):
+        assert reply["train"] == {"sums": 2, "gathers": 0}
+        assert reply["predict"] == {"sums": 1, "gathers": 0}
+
+
+@pytest.mark.long
+def test_other_layers_and_optimizers_train_as_one_device(ask):
+    ask("layers_and_optimizers")
+
+
+def test_a_training_goes_on_from_a_backup(ask):
+    assert [reply["begun"] for reply in ask("goes_on_from_a_backup")] == [[0, 1, 1]] * 2
+
+
+def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
+    for said in ask("refusals"):
+        assert "NotImplementedError" in said["norm"]
+        assert "clipping by a norm under gradient accumulation" in said["norm"]
+        assert "jit_compile=False" in said["jit"]
+        assert "scale' that another rank stores" in said["rule"], said["rule"]
+        assert "layout='branches'" in said["branches"]
+        assert "Received: memory, layout='auto'" in said["memory"]
+        assert "a mesh of shape (1, 2)" in said["mesh"]
+        assert "must be 'ring' or None. Received: 'pigeons'" in said["transport"]
+
+
+def test_ranks_of_different_layouts_are_told_so(ask):
+    with pytest.raises(WorkerFailure) as failure:
+        ask("different_layouts")
+    for rank in (0, 1):
+        assert f"(Rank {rank} is speaking.)" in str(failure.value)
+    assert "All ranks must trace the same step, of the same model and layout" in str(failure.value)
+
+
+def test_a_rank_that_is_killed_is_named(ask):
+    with pytest.raises(WorkerFailure) as failure:
+        ask("a_rank_is_killed")
+    of_first = str(failure.value).partition("worker 0:")[2]
+    assert "rank 1" in of_first

@@ -1,0 +1,110 @@
+"""The five decisions under tensor parallelism where each rank traces its own part.
+
+A rank is one replica, of one device, as it knows: it gets the whole batch, and computes the same
+step as all others. What makes it one of several is in `ranks.py`.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.link_journal import LinkJournal
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals import TrainerCall, numpy_dataset
+from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
+from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.layouts import Layouts
+from tfparallel.tensor_parallel.ranks import Ranks, is_in_step
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.variable_of_ranks import VariableOfRanks
+
+
+class TensorParallelOverRanks(TensorParallelExtended):
+    """A rank of several, each of which stores its part of every variable that is in parts.
+
+    Args:
+        container_strategy: the strategy.
+        layouts: of one group, of this rank's device as often as there are ranks.
+        job: the processes.
+        ranks: the same, as those who exchange in a step.
+    """
+
+    _split_class = VariableOfRanks
+    _takes_workers = False
+    _xla_can_predict = False  # an exchange is Python
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        layouts: Layouts,
+        job: AxisOfProcesses,
+        ranks: Ranks,
+    ):
+        super().__init__(container_strategy, layouts)
+        self._job, self.ranks = job, ranks
+        self._default_device = job._default_device
+
+    def _description(self) -> str:
+        return f"rank={self.ranks.index} of {self.ranks.size}, {super()._description()}"
+
+    # ---- what the processes of a job agree on ----------------------------------------------------
+
+    def agreement(self) -> Agreement | None:
+        """That of the ranks."""
+        return self._job._agreement
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
+        return self._job._keras_dataset(dataset, call)
+
+    def _link_times(self) -> LinkTimes:
+        return self._job._link_times()
+
+    def _link_journal(self) -> AbstractContextManager[LinkJournal]:
+        return self._job._link_journal()
+
+    def _begun_alike(self, kwargs: dict) -> dict:
+        is_local = isinstance(kwargs.get("colocate_with"), numpy_dataset.SingleDevice)
+        if is_local or kwargs["initial_value"] is self._agreed_value:
+            return kwargs
+        self._agreed_value = value_of_rank_zero(self._job, kwargs)
+        return {**kwargs, "initial_value": self._agreed_value}
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
+        del rows, shards
+        return self._devices
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> object:
+        if self._new is None:
+            return super()._get_variable_creator_initial_value(
+                replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+            )
+        *_, pieces = self._new
+        return pieces.piece(self.ranks.index, device)
+
+    # ---- how a step runs -------------------------------------------------------------------------
+
+    def is_own_context(self) -> bool:
+        """Whether the caller traces a step of this strategy: only there do ranks have parts."""
+        return super().is_own_context() and is_in_step()
+
+    def prepare(self, model: keras.Model, args: tuple) -> None:
+        """Before a step of `model`, which XLA cannot compile."""
+        if model.jit_compile:
+            raise ValueError(
+                "jit_compile=True needs a step without Python, by which ranks exchange. Received: "
+                f"model '{model.name}' on {self.ranks.size} ranks. Compile it with "
+                "jit_compile=False."
+            )
+        super().prepare(model, args)
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            return super()._call_for_each_replica(fn, args, kwargs)
+        return super()._call_for_each_replica(self.ranks.step(fn), args, kwargs)

@@ -1,0 +1,251 @@
+"""Processes that compute one model together: each traces the whole step, and computes its part.
+
+In the graph of a rank a list of parts has all of them, as where one process controls all devices.
+Of what other ranks store there are stand-ins. Where parts meet, in a sum or a whole, the ranks
+exchange their own ones, so that what meets is right on all of them:
+
+    rank 0    x0  (x1)                   rank 1    (x0)  x1
+               |                                         |
+               '---------- all-gather or all-reduce -----'
+               |                                         |
+              whole                                    whole
+
+What is computed of stand-ins alone leads nowhere, and TensorFlow prunes it. So a graph says what
+that of one controller says. `_Step.finish` looks at what is left when a step is traced: collectives
+get the order of the program, and anything that would still read a stand-in is an error.
+"""
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.coordination.agreement import Agreement, DisagreementError
+from tfparallel.internals import record
+from tfparallel.internals.graphs import is_stateful, run_after
+from tfparallel.tensor_parallel.rows import Rows
+
+_thread = threading.local()
+
+
+def ranks_of_caller() -> "Ranks | None":
+    """The ranks whose step the caller traces or runs; None where one process has all parts."""
+    return getattr(_thread, "ranks", None)
+
+
+class Ranks:
+    """The ranks of a job, which have a part of each split tensor each, in the order of ranks.
+
+    Args:
+        reduction: through their ring.
+        agreement: of the ranks.
+        device: of this rank, where the ring is called.
+
+    Attributes:
+        index: the number of this rank, and of its parts.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, reduction: RingAllReduce, agreement: Agreement, device: str):
+        self._reduction, self._agreement, self._device = reduction, agreement, device
+        self.index, self.size = agreement.rank, agreement.num_workers
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Within it, `ranks_of_caller` are these."""
+        before = ranks_of_caller()
+        _thread.ranks = self
+        try:
+            yield
+        finally:
+            _thread.ranks = before
+
+    def step(self, function: Callable) -> Callable:
+        """`function`, of a replica, as a step of all ranks, which trace it together."""
+
+        @functools.wraps(function)
+        def traced(*args: object, **kwargs: object) -> object:
+            with self.meeting():
+                if tf.executing_eagerly():
+                    return function(*args, **kwargs)
+                before = _step()
+                _thread.step = _Step(self._reduction, self._agreement)
+                try:
+                    result = function(*args, **kwargs)
+                    _thread.step.finish(result)
+                finally:
+                    _thread.step = before
+                return result
+
+        return traced
+
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The sum of the ranks' tensors of one shape; unknown to gradient tapes."""
+        what = f"sum {tensor.dtype.name}{tensor.shape}"
+        return self._meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+
+    def whole(self, parts: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
+        """All parts of a tensor.
+
+        Args:
+            parts: of each rank, of which this one's is read; or that alone.
+            rows: how they are parts of the whole.
+        """
+        own = parts[0] if len(parts) == 1 else parts[self.index]
+        what = f"gather {own.dtype.name}{rows.whole_shape(own.shape)} of {rows}"
+        flat = self._meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
+        dynamic = tf.shape(own)
+        shapes = [
+            [n if n is not None else dynamic[i] for i, n in enumerate(_with(own, rows.dim, size))]
+            for size in rows.sizes
+        ]
+        lengths = [tf.reduce_prod(shape) for shape in shapes]
+        pieces = tf.split(flat, tf.stack(lengths), num=len(shapes))
+        return [tf.reshape(x, shape) for x, shape in zip(pieces, shapes, strict=True)]
+
+    def _meet(
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, what: str
+    ) -> tf.Tensor:
+        step = _step()
+        with tf.device(self._device), record.stop_recording():
+            if step is None:
+                return collective(tensor)
+            step.check_is_its_graph(what)
+            result = collective(tensor, unordered=step.number)
+        step.calls.append(_Call(result.op, what))
+        return result
+
+    def stand_in(self, shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Tensor:
+        """For a part of the variable `name` that another rank stores."""
+        stand_in = tf.zeros(shape, dtype)
+        step = _step()
+        if step is not None:
+            step.stand_ins[stand_in.op] = name
+        return stand_in
+
+
+def is_in_step() -> bool:
+    """Whether the caller traces a step of ranks, in its own graph."""
+    step = _step()
+    return step is not None and step.graph is tf.compat.v1.get_default_graph()
+
+
+@contextlib.contextmanager
+def in_graph_of_step() -> Iterator[None]:
+    """Within it, operations are made in the graph of the step that is traced, if there is one."""
+    step = _step()
+    if step is None:
+        yield
+        return
+    with step.graph.as_default():
+        yield
+
+
+def _step() -> "_Step | None":
+    return getattr(_thread, "step", None)
+
+
+def _with(tensor: tf.Tensor, dim: int, size: int) -> list[int | None]:
+    shape = tensor.shape.as_list()
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+class _Call(NamedTuple):
+    operation: tf.Operation
+    what: str
+
+
+class _Step:
+    """A step while it is traced.
+
+    Attributes:
+        calls: collectives, in the order of the program.
+        stand_ins: with the names of their variables.
+        number: that TensorFlow does not know before the step runs, so that it folds no collective.
+    """
+
+    def __init__(self, reduction: RingAllReduce, agreement: Agreement):
+        self._order, self._agreement = reduction.order, agreement
+        self.graph = tf.compat.v1.get_default_graph()
+        self.calls: list[_Call] = []
+        self.stand_ins: dict[tf.Operation, str] = {}
+        self.number = self._order.read_value()
+
+    def check_is_its_graph(self, what: str) -> None:
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise NotImplementedError(
+                "Ranks that each trace their own part exchange tensors in the step itself. "
+                f"Received: an exchange ({what}) in a loop, a branch or a function within it, such "
+                "as clipping by a norm under gradient accumulation or a loss scale. Leave that "
+                "out, or let one process control the others (cluster_resolver=...)."
+            )
+
+    def finish(self, result: object) -> None:
+        """Orders what is to run for `result`, and for what changes state; all ranks call it.
+
+        Raises:
+            DisagreementError: naming the ranks whose step is another one.
+            NotImplementedError: if a rank would need what another one stores.
+        """
+        live = _ancestors(self.graph, result)
+        calls = [call for call in self.calls if call.operation in live]
+        refused = self._refused(live)
+        told = self._agreement.exchange("trace a step", [refused, [call.what for call in calls]])
+        refusals = [text for text, _ in told if text]
+        if refusals:
+            raise NotImplementedError(refusals[0])
+        for rank, (_, others) in enumerate(told):
+            _check_alike(self._agreement.rank, rank, [call.what for call in calls], others)
+        if not calls:
+            return
+        first = self._order.assign_add(1.0, read_value=False)
+        for before, after in itertools.pairwise([first, *(call.operation for call in calls)]):
+            run_after(after, before)
+        with tf.control_dependencies([calls[-1].operation]):
+            self._order.assign_add(1.0, read_value=False)
+
+    def _refused(self, live: set[tf.Operation]) -> str:
+        """What reads a stand-in; "" for nothing."""
+        for operation in live:
+            for tensor in operation.inputs:
+                if tensor.op in self.stand_ins:
+                    return (
+                        "Ranks that each trace their own part compute a layer in parts if its rule "
+                        "exchanges through its group. Received: operation "
+                        f"'{operation.name}', which needs the part of '{self.stand_ins[tensor.op]}'"
+                        " that another rank stores. Leave that variable out of the layout, or let "
+                        "one process control the others (cluster_resolver=...). (Rank "
+                        f"{self._agreement.rank} is speaking.)"
+                    )
+        return ""
+
+
+def _check_alike(own_rank: int, rank: int, own: list[str], others: list[str]) -> None:
+    pairs = itertools.zip_longest(own, others, fillvalue="nothing")
+    for number, (mine, theirs) in enumerate(pairs):
+        if mine != theirs:
+            raise DisagreementError(
+                "All ranks must trace the same step, of the same model and layout. Received: "
+                f"exchange {number} is a {mine} on rank {own_rank} and a {theirs} on rank {rank}. "
+                f"(Rank {own_rank} is speaking.)"
+            )
+
+
+def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:
+    """What runs in `graph` for `result`, and for what changes state."""
+    results = tf.nest.flatten(result, expand_composites=True)
+    waiting = [x.op for x in results if tf.is_tensor(x) and getattr(x, "graph", None) is graph]
+    waiting += [op for op in graph.get_operations() if is_stateful(op)]
+    live: set[tf.Operation] = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation not in live:
+            live.add(operation)
+            waiting += [x.op for x in operation.inputs]
+            waiting += operation.control_inputs
+    return live

@@ -1,0 +1,54 @@
+"""One variable of which each rank stores its part.
+
+As `SplitVariable` says, but that whoever reads the whole gathers it: outside of a step, too, and on
+all ranks together (`get_weights`, `save`).
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.internals import record
+from tfparallel.tensor_parallel.known_parts import cut_apart
+from tfparallel.tensor_parallel.ranks import Ranks, in_graph_of_step
+from tfparallel.tensor_parallel.split_variable import SplitVariable
+
+
+class VariableOfRanks(SplitVariable):
+    """Reads and assignments of a variable whose parts are those of the strategy's ranks."""
+
+    worker_bounds = None  # ranks write no shards of files: rank 0 writes wholes, which all gather
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.distribute_strategy.extended.ranks
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """This rank's part."""
+        return (self._ranks.index,)
+
+    def read_stored(self) -> list[tf.Tensor]:
+        """This rank's part, and stand-ins for those of the others."""
+        (own,), ranks, shape = self.own_parts(), self._ranks, self.shape.as_list()
+        values = []
+        with record.stop_recording(), tf.device(own.device):
+            for i, size in enumerate(self.stored.sizes):
+                shape[self.stored.dim] = size
+                values.append(
+                    own.read_value()
+                    if i == ranks.index
+                    else ranks.stand_in(shape, self.dtype, self._own_name())
+                )
+        return values
+
+    def _values_of_parts(self) -> list[tf.Tensor]:
+        return cut_apart(self.whole(), self.stored)
+
+    def whole(self) -> tf.Tensor:
+        """All parts as one, gathered."""
+        with in_graph_of_step(), self._ranks.meeting():
+            return super().whole()
+
+    def numpy(self) -> np.ndarray:
+        """The whole; all ranks have to ask together."""
+        return self.whole().numpy()
