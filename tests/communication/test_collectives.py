@@ -3,6 +3,7 @@
 import functools
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +101,25 @@ def test_between_workers_of_tensorflow(num_workers):
         assert pool.ask({}, timeout_s=120) == [[]] * num_workers
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(("at_once", "times"), [(False, 4), (True, 0)])
+def test_ranks_of_horovod_count_before_and_after_what_has_an_order(at_once, times):
+    """The order is that of the counter, by which a rank that is behind is found, too."""
+    pytest.importorskip("horovod.tensorflow")
+    from tfparallel.communication.horovod_collectives import HorovodCollectives
+
+    places = SimpleNamespace(size=lambda: 2, rank=lambda: 0, process_set_id=0)
+    collectives = HorovodCollectives(places, "CPU:0")
+
+    @tf.function
+    def two():
+        with collectives.at_once_if(at_once):
+            return [collectives.all_reduce(tf.ones(2)) for _ in range(2)]
+
+    types = [op.type for op in two.get_concrete_function().graph.get_operations()]
+    assert types.count("HorovodAllreduce") == 2
+    assert types.count("AssignAddVariableOp") == times
 
 
 @pytest.mark.long

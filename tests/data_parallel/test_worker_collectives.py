@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+import tfparallel
+from tests.helpers import assert_same_training, train
 from tfparallel.data_parallel.watched_collectives import WatchedCollectives
 from tfparallel.data_parallel.worker_collectives import (
     BYTES_PER_PACK,
@@ -107,3 +109,9 @@ def _before(operation: tf.Operation) -> set[tf.Operation]:
                 found.add(each)
                 left.append(each)
     return found
+
+
+def test_one_worker_alone_trains_as_one_device():
+    """Without a cluster."""
+    alone = tfparallel.MultiWorkerMirroredStrategy()
+    assert_same_training(train(None), train(alone))

@@ -28,7 +28,7 @@ class AfterThreeBatches(keras.callbacks.Callback):
 
 
 def fit(strategy, units=5, restored=False, callbacks=(), steps_per_execution=1):
-    """A trained model; `restored` begins with ones instead of random weights."""
+    """A trained model; `restored` begins with ones instead of random weights, and is in motion."""
     keras.backend.clear_session()  # names begin anew, whatever a rank has built before
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -41,8 +41,11 @@ def fit(strategy, units=5, restored=False, callbacks=(), steps_per_execution=1):
         model.compile(
             momentum_sgd(), **tiny_compile_options(), steps_per_execution=steps_per_execution
         )
+        model.optimizer.build(model.trainable_variables)
     if restored:
-        model.set_weights([np.ones_like(w) for w in model.get_weights()])
+        for weight, momentum in zip(model.variables, model.optimizer.momentums, strict=True):
+            weight.assign(np.ones(weight.shape))
+            momentum.assign(np.full(weight.shape, 0.01))
     x, y = tiny_data(64)
     model.fit(x, y, batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks))
     return model

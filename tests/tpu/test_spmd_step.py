@@ -49,6 +49,14 @@ class ComputeLoss(OwnLoss):
         return {"own_loss": loss}
 
 
+class MoreThanMetrics(keras.Sequential):
+    """A `train_step` whose outputs are not all means over rows."""
+
+    def train_step(self, data):
+        constants = {"whole": tf.constant(7), "vector": tf.constant([1.0, 2.0]), "own": 2.5}
+        return {**super().train_step(data), **constants}
+
+
 def build(model_class):
     return lambda: model_class(tiny_model().layers)
 
@@ -71,10 +79,11 @@ def sum_loss():
         {},
         {"build": build(OwnLoss), "compile_options": sum_loss_alone, **WHOLE},
         {"build": build(ComputeLoss), "compile_options": sum_loss_alone, **WHOLE},
+        {"build": build(MoreThanMetrics), **WHOLE},
         {"compile_options": sum_loss},
         {"optimizer": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)},
     ],
-    ids=["stock", "own_loss", "compute_loss", "sum", "clipping"],
+    ids=["stock", "own_loss", "compute_loss", "more_than_metrics", "sum", "clipping"],
 )
 def test_fit_equals_one_device(strategy, options):
     assert_same_training(train(None, **options), train(strategy, **options))

@@ -1,6 +1,7 @@
 """A user's own `train_step` and a user's own loop train as on one device."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import keras
@@ -17,6 +18,7 @@ from tests.helpers import (
     UNEVEN_ROWS,
     Training,
     numbered,
+    tiny_compile_options,
     tiny_data,
     tiny_model,
 )
@@ -39,6 +41,23 @@ class GuideModel(keras.Model):
             else:
                 metric.update_state(y, y_pred)
         return {m.name: m.result() for m in self.metrics}
+
+
+class StopsAfterThreeSteps(keras.Sequential):
+    """Applies its optimizer in a branch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+
+        def update():
+            self.optimizer.apply(gradients, self.trainable_weights)
+            return 0
+
+        tf.cond(self.optimizer.iterations < 3, update, lambda: 0)
+        return {"loss": loss}
 
 
 class OwnEverything(keras.Model):
@@ -306,6 +325,25 @@ def step_that_returns_more_than_metrics(run: Run):
             return {**super().train_step(data), **constants, "mean": mean}
 
     return run.train("values", build=lambda: _functional(Model)).results()
+
+
+@case(core=True)
+def optimizer_in_a_branch(run: Run):
+    """Exact, or refused where replicas cannot meet in it: then Python runs the branch."""
+
+    def trained(eagerly: bool):
+        loss = tiny_compile_options()["loss"]
+        return run.train(
+            build=lambda: StopsAfterThreeSteps(tiny_model().layers),
+            compile_options=lambda: {"loss": loss, "run_eagerly": eagerly},
+        ).results()
+
+    try:
+        return trained(eagerly=False)
+    except RuntimeError as refused:
+        assert run.row.num_replicas > 1
+        assert re.search(r"tf\.cond.*run_eagerly=True", str(refused))
+    return trained(eagerly=True)
 
 
 @case(core=True)

@@ -102,6 +102,30 @@ def own_train_step(run: Run):
 
 
 @case(atol=ATOL)
+def kinks_and_ties(run: Run):
+    """Whole numbers: ReLUs get zeros, and pools several largest numbers."""
+
+    def whole(shape, dtype=None):
+        return keras.ops.cast(np.random.default_rng(4).integers(-1, 2, shape), dtype)
+
+    def build():
+        layers = [
+            keras.layers.Conv2D(3, 2, activation="relu", kernel_initializer=whole),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Conv2D(2, 2, activation="relu", kernel_initializer=whole),
+            keras.layers.GlobalMaxPooling2D(),
+            keras.layers.Dense(3, kernel_initializer=whole),
+        ]
+        return keras.Sequential([keras.Input((7, 7, 1)), *layers])
+
+    def data(rows):
+        rng = np.random.default_rng(2)
+        return rng.integers(-1, 2, (rows, 7, 7, 1)).astype("float64"), rng.integers(0, 3, rows)
+
+    return _results(run, build=build, data=data)
+
+
+@case(atol=ATOL)
 def evaluation(run: Run):
     x, y = tiny_data(ODD_ROWS)
     with in_float64():

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.conformance.case import Run, claim
+from tests.conformance.case import Run, case, claim
 from tests.helpers import BATCH, EVEN_ROWS
 
 WIDTH = 64  # two masks of 64 coins are never equal by chance
@@ -112,6 +112,22 @@ def _differ_in_a_custom_loop(run: Run, dropout: keras.layers.Layer):
     masks = np.concatenate([step().numpy(), step().numpy()])
     assert len(masks) == 4 * run.row.num_replicas
     assert len(np.unique(masks, axis=0)) == len(masks), "Two rows were given the same mask."
+
+
+@case()
+def the_first_replica_draws_from_the_global_seed_as_one_device(run: Run):
+    """Also where one device has drawn before, and after."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    draws = {}
+    for name, number in {"first_by_replicas": 0, "first_outside": 1}.items():
+        keras.utils.set_random_seed(1)
+        before = [keras.random.uniform((1,)) for _ in range(number)]
+        each = [strategy.run(lambda: keras.random.uniform((1,))) for _ in range(3)]
+        during = [strategy.gather(values, axis=0)[:1] for values in each]
+        with run.scope():
+            after = [keras.random.uniform((1,))]
+        draws[name] = np.concatenate([*before, *during, *after])
+    return draws
 
 
 @claim()

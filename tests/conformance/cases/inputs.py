@@ -289,6 +289,14 @@ def run_eagerly(run: Run):
     return _with_compile(run, run_eagerly=True, epochs=1)
 
 
+@case()
+def run_eagerly_with_batches_of_one_row(run: Run):
+    """Without a graph, Keras reduces a loss of no rows to no number."""
+    return run.train(
+        compile_options=lambda: _compiled(run_eagerly=True), rows=2, batch_size=1, epochs=1
+    ).results()
+
+
 @case(core=True)
 def evaluate_and_predict_without_fit(run: Run):
     keras.utils.set_random_seed(1)
