@@ -5,8 +5,8 @@
 
 "ranks", "ours" and "torch" are two processes of one thread, each bound to a CPU of its own: "ranks"
 trace a part each and exchange by our ring, as torch's do over Gloo; "ours" is one process that
-controls both, over TensorFlow's gRPC. "here" is ours on two logical devices of one process, "alone" and
-"torch alone" are the same model on one device, of one thread, bound to one CPU (TensorFlow runs
+controls both, over TensorFlow's gRPC. "here" is ours on two logical devices of one process, "alone"
+and "torch alone" are the same model on one device, of one thread, bound to one CPU (TensorFlow runs
 the products of a backward pass side by side where it finds another). Contestants take turns, each
 round in fresh processes. Prints median milliseconds of a call, and the median over rounds of each
 ratio: below 1 the first one is faster.

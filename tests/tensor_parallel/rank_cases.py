@@ -254,9 +254,7 @@ def refusals() -> dict:
         "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
         "branches": lambda: _strategy("branches"),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
-        "mesh": lambda: tfparallel.TensorParallelStrategy(
-            layout_map(2, 1, {}), transport="ring"
-        ),
+        "mesh": lambda: tfparallel.TensorParallelStrategy(layout_map(2, 1, {}), transport="ring"),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
     }
     said = {}

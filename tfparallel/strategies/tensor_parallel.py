@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,7 @@ from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups, group_of_ranks, mesh_groups
 from tfparallel.tensor_parallel.over_ranks import TensorParallelOverRanks
 
-Layout = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
+Layout: TypeAlias = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
 
 
 class TensorParallelStrategy(KerasStrategy):
@@ -129,7 +129,8 @@ class TensorParallelStrategy(KerasStrategy):
         device_mesh: keras.distribution.DeviceMesh | None,
         sequence_parallel: bool,
     ) -> None:
-        devices = [f"{name}/device:CPU:0" for name in job._task_names]
+        of_rank = job.worker_devices[0].rpartition("/")[2]
+        devices = [f"{name}/{of_rank}" for name in job._task_names]
         layouts = _layouts(
             layout,
             batch_dim_name,

@@ -94,7 +94,7 @@ def copy_on_each(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
 
 
 def sum_of(terms: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
-    """The sum of `terms`, one on each device, on the first of them; on all, where they are ranks'."""
+    """The sum of `terms`, one on each device, on the first of them; on all of ranks."""
     ranks = ranks_of_caller()
     if ranks is None:
         with tf.device(devices[0]):
