@@ -81,6 +81,7 @@ class _Body:
         path: of the calls to it.
         home: the device of what has none.
         is_inlined: whether it becomes a part of the graph around it.
+        moves: which device does what one in the graph does, where that is another.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class _Body:
         path: tuple,
         home: str,
         is_inlined: bool = True,
+        moves: Mapping[str, str] | None = None,
     ):
+        self._moves = moves or {}
         self.graph, self.given, self.path, self.home = graph, given, path, home
         self.is_inlined = is_inlined
         self._outer = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
@@ -121,7 +124,10 @@ class _Body:
         for tensor in operation.inputs:
             if tensor.dtype == tf.resource and operation.type != "RemoteCall":
                 return self.made(tensor).device
-        return short(operation.device or self.home)
+        return self._own_device(operation)
+
+    def _own_device(self, operation: tf.Operation) -> str:
+        return short(self._moves.get(operation.device, operation.device) or self.home)
 
     def function(self, operation: tf.Operation) -> Any:
         """The graph of the function that an operation calls."""
@@ -136,16 +142,16 @@ class _Body:
         return self._entered[operation]
 
     def _body_of(self, operation: tf.Operation) -> "_Body":
-        definition = self.graph._get_function(operation.get_attr("f").name).cached_definition
-        is_inlined = not definition.attr["_noinline"].b
-        graph = self.function(operation)
-        path, home = (*self.path, operation.name), short(operation.device or self.home)
+        function = self.graph._get_function(operation.get_attr("f").name)
+        is_inlined = not function.cached_definition.attr["_noinline"].b
+        graph, moves = function.graph, getattr(function, "devices", self._moves)
+        path, home = (*self.path, operation.name), self._own_device(operation)
         given = {}
         for inner, outer in zip(graph.inputs, operation.inputs, strict=True):
             is_where_it_was = is_inlined or inner.dtype == tf.resource
             here = Made(path, inner.ref(), home)
             given[id(inner)] = self.made(outer) if is_where_it_was else here
-        return _Body(graph, given, path, home, is_inlined)
+        return _Body(graph, given, path, home, is_inlined, moves)
 
 
 class _Counter:

@@ -306,10 +306,8 @@ def bytes_along(axis: str, sizes: dict[str, int], what: str) -> int:
         return 2 * others * weights  # sums of gradients, once for each copy
     if axis == "shard":  # weights gathered, and gradients scattered, in each copy
         is_in_stages = "pipeline" in sizes and what == "parameters"
-        # In stages for each microbatch forward, and backward but for the first layer, whose weight
-        # no gradient needs.
-        gathers = MICROBATCHES * (2 - 1 / 4) if is_in_stages else 1
-        return int((gathers + 1) * others * weights) * sizes.get("data", 1)
+        gathers = MICROBATCHES if is_in_stages else 1  # in stages for each microbatch
+        return (gathers + 1) * others * weights * sizes.get("data", 1)
     if axis == "pipeline":
         return 2 * others * outputs  # forward, and gradients back
     # Two pairs of a column and a row: a sum, a gradient, and for the second the input and the sum

@@ -4,24 +4,23 @@
     python benchmarks/tracing.py --models MobileNetV2 --rows mirrored_2 horovod_2 --rounds 3
 
 For every model and strategy (a row of `tests/conformance/strategies.py`, or `stock`, TensorFlow's
-MirroredStrategy of two replicas) the seconds of processor
-time that a process spends on the first step of `fit`, which is traced, less those of a second one
-of the same shapes, which is not; and the operations that it makes, in thousands, which no other
-process slows down. In brackets, times those without a strategy. Four images, each measurement in a
-process of its own, in turns; medians of the rounds. Of several workers, rank 0's. A pipeline
-refuses synchronised BatchNorm.
+MirroredStrategy of two replicas) three numbers: the seconds of processor time that a process spends
+from the first operation of a graph to the last, tracing; on all of the first step of `fit`, which
+TensorFlow's optimiser is part of, less a second one of the same shapes; and the operations that it
+makes, in thousands, which no other process slows down. In brackets, times those without a strategy.
+Four images, each measurement in a process of its own, in turns; medians of the rounds. Of several
+workers, rank 0's. A pipeline refuses synchronised BatchNorm.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(*options.measure)))
         return
-    print(f"{'model':16} {'strategy':22} {'none':>12} {PLAIN:>24} {SYNCHRONISED:>24}")
+    print(f"{'model':16} {'strategy':22} {'none':>18} {PLAIN:>36} {SYNCHRONISED:>36}")
     for model in options.models:
         for row in options.rows:
             cells = [(NO_STRATEGY, PLAIN), (row, PLAIN)]
@@ -58,19 +57,21 @@ def main() -> None:
             rounds = [[in_processes(r, model, n) for r, n in cells] for _ in range(options.rounds)]
             none, *found = (medians(taken) for taken in zip(*rounds, strict=True))
             columns = [compared(each, none) for each in found]
-            first = f"{none[0]:.1f} s {none[1] / 1000:.1f}k"
-            print(f"{model:16} {row:22} {first:>12}", *[f"{c:>24}" for c in columns], flush=True)
+            first = f"{none[0]:.1f} {none[1]:.1f} s {none[2] / 1000:.1f}k"
+            print(f"{model:16} {row:22} {first:>18}", *[f"{c:>36}" for c in columns], flush=True)
 
 
 def medians(taken: Sequence[Sequence[float]]) -> list[float]:
-    """Of seconds and of operations, over the rounds."""
+    """Of each number, over the rounds."""
     return [statistics.median(each) for each in zip(*taken, strict=True)]
 
 
 def compared(own: Sequence[float], none: Sequence[float]) -> str:
     """Seconds and thousands of operations, and how many times those of `none` they are."""
-    (s, operations), (times_s, times) = own, (a / b for a, b in zip(own, none, strict=True))
-    return f"{s:.1f} s ({times_s:.2f}) {operations / 1000:.1f}k ({times:.2f})"
+    tracing_s, all_s, operations = own
+    times = [f"({a / b:.2f})" for a, b in zip(own, none, strict=True)]
+    seconds = f"{tracing_s:.1f} {times[0]} {all_s:.1f} s {times[1]}"
+    return f"{seconds} {operations / 1000:.1f}k {times[2]}"
 
 
 def in_processes(row_name: str, model: str, norm: str) -> list[float]:
@@ -90,7 +91,7 @@ def in_processes(row_name: str, model: str, norm: str) -> list[float]:
 
 
 def measure(row_name: str, model_name: str, norm: str) -> list[float]:
-    """Processor seconds of a first step, less those of a second; and the operations it makes."""
+    """Processor seconds of tracing and of a first step less a second; the operations it makes."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
     import numpy as np
@@ -106,9 +107,10 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
         model.fit(x, y, batch_size=IMAGES, verbose=0)
         return time.process_time() - started
 
-    with counted_operations() as count:
+    with noted_operations() as operations:
         first_s = step_s()
-    return [first_s - step_s(), count()]
+    (_, began_s), (_, ended_s) = operations[0], operations[-1]
+    return [ended_s - began_s, first_s - step_s(), len(operations)]
 
 
 def made(row_name: str) -> Any:
@@ -126,19 +128,20 @@ def made(row_name: str) -> Any:
 
 
 @contextlib.contextmanager
-def counted_operations() -> Iterator[Callable[[], int]]:
-    """Gives a function that tells how many operations graphs have got within it."""
+def noted_operations() -> Iterator[list[tuple[str, float]]]:
+    """Gives what gets each operation's graph's name, and the processor time, within it."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
-    create, made = FuncGraph._create_op_internal, itertools.count()
+    create, made = FuncGraph._create_op_internal, []
 
-    def counting(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        next(made)
-        return create(graph, *args, **kwargs)
+    def noting(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        operation = create(graph, *args, **kwargs)
+        made.append((graph.name, time.process_time()))
+        return operation
 
-    FuncGraph._create_op_internal = counting
+    FuncGraph._create_op_internal = noting
     try:
-        yield lambda: next(made)
+        yield made
     finally:
         FuncGraph._create_op_internal = create
 

@@ -7,7 +7,8 @@ two workers that `tfparallel launch` or `horovodrun` starts. All start from the 
 the same global batches, of which the last is uneven, and should end with the same weights.
 
 Ends with a table and demo.png. Exits with 1 if a run fails, or if any weight differs from one
-device's by more than 1e-4.
+device's by more than 1e-4. It hides GPUs; on one, such a comparison needs TF32 to be off, which
+rounds float32 to 11 bits (docs/exactness.md).
 """
 
 import importlib.util

@@ -9,10 +9,7 @@ from tensorflow.python.eager import context as eager  # records what each device
 from benchmarks import crossing, hybrid
 
 # What passes through the first device of a stage is sent twice: docs/measurements/meshes.md.
-SENDS_MORE = [
-    ({"shard": 2, "pipeline": 2}, "parameters"),
-    ({"pipeline": 2, "model": 2}, "parameters"),
-]
+SENDS_MORE = [({"pipeline": 2, "model": 2}, "parameters")]
 
 
 @pytest.mark.parametrize(

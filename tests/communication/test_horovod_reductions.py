@@ -1,9 +1,11 @@
 """Which reductions are refused, and in which words: tables."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from tfparallel.communication.horovod_collectives import HorovodCollectives
 from tfparallel.communication.horovod_reductions import Job, lack_of_build, lack_of_job
 
 GPUS = Job(mpi_started=True, nccl_built=True, on_gpu=True, num_ranks=8, num_hosts=2, all_ranks=True)
@@ -62,3 +64,10 @@ def test_options_are_refused_before_ranks_meet(options, message):
     _check_options("ring", 1, 0.5)
     with pytest.raises(ValueError, match=message):
         _check_options(*options)
+
+
+def test_what_orders_collectives_is_where_they_are():
+    """And not on GPU 0, where TensorFlow puts what nobody places: each would wait for it."""
+    ranks = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    collectives = HorovodCollectives(ranks, "/device:CPU:1")
+    assert collectives.order.device.endswith("CPU:1")

@@ -10,6 +10,7 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
         "batch_norm.synchronized_with_few_rows",
         "batch_norm.synchronized_after_an_activity_regularizer",
         "batch_norm.synchronized_without_a_stock_step",
+        "batch_norm.synchronized_in_a_model_that_its_step_builds",
         "batch_norm.synchronized_and_masked",
         "batch_norm.synchronized_and_masked_inside_of_a_layer",
         "batch_norm.synchronized_far_from_zero",

@@ -28,6 +28,11 @@ _FUNCTIONAL = {
     *("PartitionedCall", "StatefulPartitionedCall"),
 }
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+# Built with NCCL; of the rest `splits` and `received_splits` alone are on the host (mpi_ops.cc).
+_OF_HOROVOD = {
+    *("HorovodAllreduce", "HorovodGroupedAllreduce", "HorovodAllgather", "HorovodGroupedAllgather"),
+    *("HorovodBroadcast", "HorovodReducescatter", "HorovodAlltoall"),
+}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}  # whose first input is the condition
 _IN_HOST_MEMORY = {tf.string, tf.resource}
 DIRECTIONS = ("to_device", "to_host", "between_devices")
@@ -78,15 +83,18 @@ class Audit:
         return {what: operations for what, operations in found.items() if operations}
 
 
-def audit(graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None) -> Audit:
+def audit(
+    graph: tf.Graph, placed: Mapping[tf.Operation, str] | None = None, default: str = GPU_0
+) -> Audit:
     """The audit of a step's graph, and of all functions that it calls.
 
     Args:
         graph: of the step, whose arguments are on the host.
         placed: arguments that are on devices already, with their devices.
+        default: where TensorFlow puts what nobody has placed.
     """
     result = Audit()
-    _audit_graph(graph, GPU_0, dict(placed or {}), result, is_step=True)
+    _audit_graph(graph, default, dict(placed or {}), result, is_step=True)
     return result
 
 
@@ -122,7 +130,7 @@ def _places(graph, default: str, given: dict, result: Audit) -> dict:
         if operation.type not in _FUNCTIONAL | {"RemoteCall"}:
             handles = [x.op for x in operation.inputs if x.dtype == tf.resource and x.op in fixed]
             device = devices[handles[0]] if handles else device
-        device = device or default
+        device = device if tf.DeviceSpec.from_string(device).device_type else default
         if is_stand_in(device) and _host_arguments(operation) is None:
             types = {x.dtype.name for x in [*operation.inputs, *operation.outputs]}
             result.without_kernel[f"{operation.type}({', '.join(sorted(types))})"] += 1
@@ -134,8 +142,9 @@ def _places(graph, default: str, given: dict, result: Audit) -> dict:
 def _look_at_operation(operation, device: str, result: Audit) -> None:
     if operation.type in _PYTHON:
         result.python_calls.append(operation.name)
-    if "Collective" in operation.type:
-        hint = operation.get_attr("communication_hint").decode()
+    if "Collective" in operation.type or operation.type in _OF_HOROVOD:
+        is_stock = "Collective" in operation.type
+        hint = operation.get_attr("communication_hint").decode() if is_stock else "horovod"
         result.collectives[f"{operation.type} on {_name(device)}, {hint}"] += 1
     if operation.type == "RemoteCall" and is_stand_in(device):
         tensors = [*operation.inputs[1:], *operation.outputs]
@@ -172,6 +181,8 @@ def _host_arguments(operation) -> list[str] | None:
     """Names of the arguments in the host's memory of the GPU's kernel; None without a kernel."""
     if operation.type in _FUNCTIONAL | {"Placeholder", "NoOp", "RemoteCall"}:
         return []
+    if operation.type in _OF_HOROVOD:
+        return ["splits", "received_splits"]
     known = _kernels().get(operation.type, ())
     for wanted in ("GPU", "DEFAULT"):
         for device, constraints, host_arguments, _ in known:
@@ -182,6 +193,8 @@ def _host_arguments(operation) -> list[str] | None:
 
 def _is_met(operation, constraints: dict[str, list[str]]) -> bool:
     for name, allowed in constraints.items():
+        if not allowed:  # of something else than a type, which the dump does not tell
+            continue
         value = operation.node_def.attr[name]
         types = value.list.type if value.WhichOneof("value") == "list" else [value.type]
         if not {tf.as_dtype(each).name for each in types} <= set(allowed):

@@ -1,5 +1,6 @@
-"""The steps under audit: every strategy of one process, on stand-ins for two GPUs."""
+"""The steps under audit: every strategy of one process on stand-ins for two GPUs, and `jobs.py`."""
 
+import contextlib
 import json
 from unittest import mock
 
@@ -10,6 +11,7 @@ import tfparallel
 from tests import helpers
 from tests.conformance.models import MODELS
 from tests.gpu.audit import Audit, audit
+from tests.gpu.jobs import NUM_CPUS, audited_in_job
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel.internals import CollectiveAllReduce, keras_integers
 from tfparallel.internals.keras_layers import layers_of
@@ -45,7 +47,9 @@ class _MirroredOverNccl(tfparallel.MirroredStrategy):
         self.extended._user_cross_device_ops = CollectiveAllReduce(devices, len(devices), options)
 
 
+KERAS = "keras"  # without a strategy, on one device: what the others are held against
 STRATEGIES = {
+    KERAS: lambda: None,
     "one_device": lambda: tfparallel.OneDeviceStrategy(GPUS[0]),
     "one_device_ahead": lambda: tfparallel.OneDeviceStrategy(GPUS[0], prefetch_batches=2),
     "mirrored": lambda: tfparallel.MirroredStrategy(GPUS),
@@ -61,29 +65,39 @@ STRATEGIES = {
 }
 SIZES = {"static": ROWS, "unknown": None}
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
-# has all copies that one for a known size has. So has what reduces otherwise.
-FOR_ANY_SIZE = {"mirrored_nccl", "pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"}
+# has all copies that one for a known size has.
+FOR_ANY_SIZE = {
+    *("pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"),
+    *("hybrid", "hybrid_shards", "parameter_server_sync", "parameter_server_async"),
+}
 EVERY = [
     (strategy, model, size)
-    for strategy in STRATEGIES
+    for strategy in (*STRATEGIES, *NUM_CPUS)
     for model in MODELS
     for size in SIZES
     if size == "unknown" or strategy not in FOR_ANY_SIZE
 ]
 # What shares its code with another, and other sizes, are for `--everything`.
 BY_DEFAULT = {
+    (KERAS, "embedding", "unknown"),
     ("one_device", "embedding", "unknown"),
     ("mirrored", "mlp", "static"),
     ("mirrored_ahead", "mlp", "static"),
     ("mirrored_ahead", "embedding", "unknown"),
     ("mirrored", "cnn", "unknown"),
     ("mirrored", "embedding", "unknown"),
-    ("mirrored_nccl", "embedding", "unknown"),
+    ("mirrored_nccl", "embedding", "static"),
+    ("multi_worker", "mlp", "static"),
+    ("horovod", "embedding", "unknown"),
+    ("hybrid", "mlp", "unknown"),
+    ("parameter_server_sync", "mlp", "unknown"),
+    ("parameter_server_async", "mlp", "unknown"),
     ("central_storage", "cnn", "static"),
     ("sharded", "mlp", "unknown"),
-    ("tensor_parallel", "embedding", "static"),
+    ("tensor_parallel", "embedding", "unknown"),
     ("pipeline", "mlp", "unknown"),
     ("pipeline", "embedding", "static"),
+    ("pipeline", "lstm", "static"),
     ("pipeline", "embedding", "unknown"),
     ("pipeline", "attention", "unknown"),
     ("pipeline_zero_bubble", "embedding", "unknown"),
@@ -94,46 +108,68 @@ def audited(strategy_name: str, model_name: str, size: str) -> Audit:
     """The audit of one training step.
 
     Args:
-        strategy_name: of `STRATEGIES`.
+        strategy_name: of `STRATEGIES`, or of `jobs.py`.
         model_name: of the conformance suite's models.
         size: "static" or "unknown": whether the step is traced for a number of rows.
     """
+    if strategy_name in NUM_CPUS:
+        return audited_in_job(strategy_name, model_name, size)
     return audit(*step_graph(STRATEGIES[strategy_name](), model_name, SIZES[size]))
 
 
 def step_graph(
-    strategy: tf.distribute.Strategy, model_name: str, rows: int | None
+    strategy: tf.distribute.Strategy | None, model_name: str, rows: int | None
 ) -> tuple[tf.Graph, dict]:
     """The graph of a training step for batches of so many rows, and which arguments are placed.
 
     Those are, with their devices, the rows of a strategy that places batches before their steps.
+    Without a strategy it is Keras's own, on the first device.
     """
     keras.utils.set_random_seed(helpers.SEED)
     keras.backend.clear_session()
     model_case = MODELS[model_name]
-    with strategy.scope():
+    with scope_of(strategy):
         model = model_case.build()
-        if isinstance(strategy, tfparallel.PipelineStrategy):
+        if isinstance(strategy, (tfparallel.PipelineStrategy, tfparallel.HybridStrategy)):
             model = _with_statistics_apart(model)
-        model.compile(helpers.momentum_sgd(), **model_case.compile_options())
+        model.compile(helpers.momentum_sgd(), **model_case.compile_options(), jit_compile=False)
     batch = model_case.data(ROWS)
     with mock.patch.object(TimedCalls, "seconds", return_value=1.0):  # or cuts change with the load
-        model.train_on_batch(*batch)  # makes all variables
-    if isinstance(strategy, _MirroredOverNccl):
+        make_variables(strategy, model, batch)
+    if hasattr(strategy, "reduce_as_on_gpus"):
         strategy.reduce_as_on_gpus()
 
-    @tf.function(autograph=False)
-    def step(data):
-        return strategy.run(model.train_step, args=(data,))
-
     specs = tf.nest.map_structure(lambda x: tf.TensorSpec((rows, *x.shape[1:]), _dtype(x)), batch)
-    is_ahead = bool(strategy.extended._num_batches_ahead)
+    is_ahead = strategy is not None and bool(strategy.extended._num_batches_ahead)
     spec = BatchPlacement(strategy.extended, specs)._spec if is_ahead else specs
     # What CPUs get so that oneDNN never computes no rows is not there on GPUs.
     no_layers = mock.patch.object(layers_without_rows, "_LAYERS", ())
     with no_layers, mock.patch.object(keras_integers, "has_gpu", return_value=True):
-        graph = step.get_concrete_function(spec).graph
+        graph = step_of(strategy, model).get_concrete_function(spec).graph
     return graph, _placed(spec, graph) if is_ahead else {}
+
+
+def scope_of(strategy: tf.distribute.Strategy | None) -> contextlib.AbstractContextManager:
+    """Where a model is made: without a strategy on the first device."""
+    return tf.device(GPUS[0]) if strategy is None else strategy.scope()
+
+
+def make_variables(strategy: tf.distribute.Strategy | None, model: keras.Model, batch) -> None:
+    """Those of the optimizer, too, which a first step makes."""
+    with tf.device(GPUS[0]) if strategy is None else contextlib.nullcontext():
+        model.train_on_batch(*batch)
+
+
+def step_of(strategy: tf.distribute.Strategy | None, model: keras.Model):
+    """The training step of `data`, not traced yet."""
+
+    @tf.function(autograph=False)
+    def step(data):
+        if strategy is None:
+            return model.train_step(data)
+        return strategy.run(model.train_step, args=(data,))
+
+    return step
 
 
 def _placed(spec: PlacedSpec, graph: tf.Graph) -> dict:

@@ -5,6 +5,8 @@ size of the batch. They may only fall, each: `python -m tests.gpu.table` writes 
 refuses more than before.
 """
 
+import re
+
 import keras
 import pytest
 import tensorflow as tf
@@ -12,9 +14,20 @@ from tensorflow.python.grappler import tf_optimizer
 
 import tfparallel
 from tests.conformance.models import MODELS
+from tests.docs.snippets import ROOT
 from tests.gpu.audit import audit
 from tests.gpu.folding import Folded
-from tests.gpu.steps import BY_DEFAULT, EVERY, FOR_ANY_SIZE, GPUS, ROWS, STRATEGIES, audited
+from tests.gpu.jobs import NUM_CPUS, audited_in_job
+from tests.gpu.steps import (
+    BY_DEFAULT,
+    EVERY,
+    FOR_ANY_SIZE,
+    GPUS,
+    KERAS,
+    ROWS,
+    STRATEGIES,
+    audited,
+)
 from tests.gpu.table import read_table, risen_directions, row_name
 
 
@@ -34,27 +47,78 @@ def test_the_table_has_every_step_and_no_other():
     assert read_table().keys() == {row_name(*key) for key in EVERY}
 
 
-def test_collectives_are_nccl_and_on_every_gpu_alike():
-    with_nccl = 0
+_COLUMNS = (KERAS, "one_device", "mirrored", "pipeline", "multi_worker", "horovod")
+
+
+def test_the_page_says_what_the_table_does():
+    page, table = (ROOT / "docs" / "gpu_copies.md").read_text(), read_table()
+    rows = re.findall(r"^\| (\w+), (static|unknown) \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    for model, size, numbers in rows:
+        expected = [table[row_name(each, model, size)]["to_host"] for each in _COLUMNS]
+        assert list(map(int, numbers.split("|"))) == expected, (model, size)
+
+
+def test_collectives_of_gpus_are_nccl_and_alike_on_all_and_those_of_hosts_a_ring():
     for name, row in read_table().items():
-        by_place = row.get("collectives", {})
-        is_asked = name.startswith("mirrored_nccl")
-        assert any(each.startswith("CollectiveReduceV2") for each in by_place) == is_asked, name
-        assert all(each.endswith(", nccl") for each in by_place), name
+        strategy, by_place = name.partition(", ")[0], row.get("collectives", {})
+        places = {each.partition(" on ")[2].replace("GPU:1", "GPU:0") for each in by_place}
+        assert places == _COLLECTIVES.get(strategy, set()), name
         first, second = (
             {each.partition(" on ")[0]: n for each, n in by_place.items() if device in each}
             for device in ("GPU:0", "GPU:1")
         )
-        assert first == second and sum(map(len, (first, second))) == len(by_place), name
-        with_nccl += is_asked
-    assert with_nccl == len(MODELS)
+        assert first == second or strategy == "horovod", name  # which has one a rank
+
+
+_COLLECTIVES = {
+    "mirrored_nccl": {"GPU:0, nccl"},
+    "multi_worker": {"GPU:0, nccl", "HOST, ring"},
+    "horovod": {"GPU:0, horovod", "HOST, horovod"},
+}
+
+
+def test_predicting_gathers_on_the_hosts_as_training_sums_there():
+    """A group has one kind of device: with one of them on a GPU, `predict` behind `fit` ends."""
+    found = audited_in_job("multi_worker", None, "unknown")
+    assert not found.faults()
+    kinds = {each.partition(" ")[0] for each in found.collectives}
+    assert "CollectiveGatherV2" in kinds
+    assert all(each.endswith(" on HOST, ring") for each in found.collectives)
 
 
 _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definition
-_LOOPS = {"lstm", "masking"}  # the gradient of TensorFlow's While keeps int32 of each turn
+_LOOPS = {"lstm", "masking"}  # whose gradient has int32 in it, plain Keras's too
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - FOR_ANY_SIZE))
+_MOVED = {  # which are for that
+    *(_WEIGHTS_ON_THE_HOST, "parameter_server_sync", "parameter_server_async", "pipeline_offload")
+}
+_CALLS = {  # of the model in a step, by replicas, devices or microbatches; else 1
+    **dict.fromkeys(("mirrored", "multi_worker", "sharded", "tensor_parallel"), 2),
+    **dict.fromkeys(("hybrid_shards", "pipeline"), 4),
+    "hybrid": 8,
+}
+_METRICS = {"multi_worker": 1, "horovod": 1}  # of a step, as one tensor, for the other processes
+_ROWS_OF_A_TABLE = 8  # TensorFlow's gather between workers asks both GPUs for numbers of rows
+_TABLES = {"embedding": 1, "masking": 1, "positions": 2}
+
+
+@pytest.mark.parametrize("strategy", sorted({*STRATEGIES, *NUM_CPUS} - _MOVED - {KERAS}))
+def test_no_step_sends_the_host_more_than_plain_keras_does(strategy):
+    """For each call of the model, whatever the batch's size; but for one tensor of metrics."""
+    calls = next((n for name, n in _CALLS.items() if strategy.startswith(name)), 1)
+    table = read_table()
+    keys = [key for key in EVERY if key[0] == strategy]
+    assert len(keys) >= len(MODELS)
+    for _, model, size in keys:
+        plain = table[row_name(KERAS, model, size)]["to_host"]
+        own = table[row_name(strategy, model, size)]["to_host"]
+        rows = _ROWS_OF_A_TABLE * _TABLES.get(model, 0) if strategy == "multi_worker" else 0
+        assert own <= calls * plain + _METRICS.get(strategy, 0) + rows, (model, size)
+
+
+@pytest.mark.parametrize("strategy", sorted({*STRATEGIES, *NUM_CPUS} - FOR_ANY_SIZE - {KERAS}))
 def test_nothing_waits_for_a_gpu_within_a_step_for_a_known_size(strategy):
     """None to the host, so neither metrics nor counters: they are read when somebody asks."""
     rows = _rows_of_known_size(strategy)
@@ -62,7 +126,8 @@ def test_nothing_waits_for_a_gpu_within_a_step_for_a_known_size(strategy):
     if strategy == _WEIGHTS_ON_THE_HOST:
         assert to_host.keys() == rows.keys()
     else:
-        assert rows and not to_host
+        metrics = _METRICS.get(strategy, 0)
+        assert rows and to_host == (dict.fromkeys(rows, metrics) if metrics else {})
 
 
 @pytest.mark.parametrize(
@@ -73,6 +138,9 @@ def test_nothing_waits_for_a_gpu_within_a_step_for_a_known_size(strategy):
         ("sharded", 2, 0),
         ("tensor_parallel", 2, 0),  # both devices get all rows
         ("pipeline", 4, 1),  # microbatches; the learning rate
+        ("mirrored_nccl", 2, 0),
+        ("multi_worker", 2, 1),  # of metrics the sums over workers
+        ("horovod", 1, 1),
     ],
 )
 def test_a_step_for_a_known_size_gets_its_batch_and_nothing_else(strategy, parts, others):
@@ -82,7 +150,8 @@ def test_a_step_for_a_known_size_gets_its_batch_and_nothing_else(strategy, parts
 
 
 def _rows_of_known_size(strategy: str) -> dict[str, dict]:
-    names = {row_name(strategy, model, "static") for model in MODELS.keys() - _LOOPS}
+    others = _LOOPS | (_TABLES.keys() if strategy == "multi_worker" else set())
+    names = {row_name(strategy, model, "static") for model in MODELS.keys() - others}
     return {name: row for name, row in read_table().items() if name in names}
 
 
@@ -91,6 +160,11 @@ def test_more_copies_in_one_direction_are_refused_whatever_the_others_do():
     assert not risen_directions({**before, "to_device": 9}, before)
     changed = {"to_device": 1, "to_host": 3, "between_devices": 0}
     assert risen_directions(changed, before) == ["to_host"]
+    gathers = {"CollectiveGatherV2 on GPU:0, nccl": 1, "CollectiveGatherV2 on GPU:1, nccl": 1}
+    assert risen_directions({**before, "collectives": gathers}, before) == ["between_devices"]
+    assert not risen_directions(
+        {**before, "between_devices": 2}, {**before, "collectives": gathers}
+    )
 
 
 def test_an_operation_of_python_in_the_step_is_found():

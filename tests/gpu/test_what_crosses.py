@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.gpu.audit import audit
-from tests.gpu.steps import STRATEGIES
+from tests.gpu.steps import KERAS, STRATEGIES, make_variables, scope_of, step_of
 from tfparallel.internals import keras_integers
 
 ROWS = 12
@@ -23,20 +23,15 @@ class Norm(keras.layers.BatchNormalization):
 def audited(strategy_name, layers, labels="int32", metrics=(lambda: "accuracy",)):
     """A training step for `[12, 6]` rows and 3 classes, by `layers` and a Dense behind them."""
     strategy = STRATEGIES[strategy_name]()
-    with strategy.scope():
+    with scope_of(strategy):
         model = keras.Sequential([keras.Input((6,)), *[make() for make in layers]])
         model.add(keras.layers.Dense(3))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, metrics=[make() for make in metrics])
+        model.compile("sgd", loss, metrics=[make() for make in metrics], jit_compile=False)
     x, y = tf.random.normal([ROWS, 6]), tf.zeros([ROWS], labels)
-    model.train_on_batch(x, y)
-
-    @tf.function(autograph=False)
-    def step(*data):
-        return strategy.run(model.train_step, args=(data,))
-
+    make_variables(strategy, model, (x, y))
     with mock.patch.object(keras_integers, "has_gpu", return_value=True):  # of stand-ins
-        return audit(step.get_concrete_function(x, y).graph)
+        return audit(step_of(strategy, model).get_concrete_function((x, y)).graph)
 
 
 def test_statistics_of_any_number_of_layers_cross_as_one_tensor_of_each_type():
@@ -81,6 +76,15 @@ def test_neither_metrics_nor_seeds_nor_counters_wait_for_a_gpu(strategy):
     """An accuracy, Dropout, and an optimizer's count of steps, for batches of a known size."""
     found = audited(strategy, [lambda: keras.layers.Dropout(0.5)])
     assert found.totals()["to_host"] == 0, found.copies["to_host"]
+
+
+def test_one_replica_sends_the_seed_of_a_dropout_as_plain_keras_does():
+    """It stays on the GPU, since XLA may compile that step."""
+    own, plain = (
+        audited(name, [lambda: keras.layers.Dropout(0.5)], metrics=()).copies["to_host"]
+        for name in ("one_device", KERAS)
+    )
+    assert own and own == plain
 
 
 def test_tokens_stay_on_their_gpu():

@@ -33,6 +33,11 @@ print("loaded")
 """
 
 
+def test_the_guide_has_the_packages_that_it_is_built_from():
+    guide = (ROOT / "BUILD.md").read_text()
+    assert [each for each in PACKAGES if each not in guide] == []
+
+
 def run(step: str, command: list, environment: Mapping[str, str] = os.environ) -> str:
     """The output of a step, whose name stands in the failure."""
     done = subprocess.run(

@@ -119,13 +119,13 @@ def reference(optimizer: str, model: str, batch: str, parts: int | None) -> dict
         parts: of a batch that BatchNorm sees each for itself; None where it sees all rows.
     """
     options = {"parts": parts} if model == "batch norm" else {}
-    return _results(model, _trained(None, optimizer, model, batch, {}, **options))
+    return results_of(model, trained_under(None, optimizer, model, batch, {}, **options))
 
 
 def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memory: str) -> dict:
     """What a cell gives."""
     trained = functools.partial(
-        _trained,
+        trained_under,
         optimizer=optimizer,
         model=model,
         batch=batch,
@@ -134,14 +134,14 @@ def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memor
     )
     strategy = functools.partial(_strategy, model=model, memory=memory)
     if "restored" not in run:
-        return _results(model, trained(strategy(mesh)))
+        return results_of(model, trained(strategy(mesh)))
     other = _another(mesh) if "another" in run else mesh
     with tempfile.TemporaryDirectory() as folder:
         backups = functools.partial(BackupAndRestore, folder, save_freq=1, asynchronous=False)
         try:
             trained(strategy(other), callbacks=[backups(), Interrupt()])
         except KeyboardInterrupt:
-            return _results(model, trained(strategy(mesh), callbacks=[backups()]))
+            return results_of(model, trained(strategy(mesh), callbacks=[backups()]))
     raise AssertionError("The training was not interrupted.")
 
 
@@ -172,9 +172,10 @@ def _strategy(mesh: str, model: str, memory: str) -> tfparallel.HybridStrategy:
     return hybrid(sizes, memory=MEMORIES[memory], seed_by=seed_by, **options)
 
 
-def _trained(
+def trained_under(
     strategy, optimizer, model, batch, compile_options, synchronized=False, parts=None, **options
 ):
+    """A training under `strategy`, or on one device; arguments as of a cell."""
     rows, batch_size = BATCHES[batch]
     make = OPTIMIZERS[optimizer]
 
@@ -205,7 +206,8 @@ def _trained(
     )
 
 
-def _results(model: str, training) -> dict[str, np.ndarray]:
+def results_of(model: str, training) -> dict[str, np.ndarray]:
+    """What is compared of a training of a `model`."""
     results = training.results()
     if model in ("two optimizers", "float16"):
         # The first has its own; slots of float16 hold rounding noise.

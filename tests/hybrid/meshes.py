@@ -52,9 +52,9 @@ def over_processes(
         options: of the strategy.
     """
     if "shard" in sizes:
-        options["shard"] = tfparallel.Sharding(what, min_size=1)
+        options.setdefault("shard", tfparallel.Sharding(what, min_size=1))
     if "pipeline" in sizes:
-        options["pipeline"] = tfparallel.PipelineOptions(2)
+        options.setdefault("pipeline", tfparallel.PipelineOptions(2))
     if "model" in sizes:
         options["layout_map"] = LayoutOfAnything(None)
     return tfparallel.HybridStrategy(sizes, transport=transport, **options)

@@ -18,6 +18,7 @@ from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import GradientsCrossing
+from tfparallel.hybrid.shares_among_processes import check_keeps_weights, check_updates_pieces
 from tfparallel.mesh import mesh_of
 from tfparallel.replicas.inner import inside_of
 
@@ -52,6 +53,15 @@ class Halved(layers.Dense):
     def call(self, x):
         self.kernel.assign(self.kernel / 2)
         return super().call(x)
+
+
+WHOLE = (keras.optimizers.Lamb, keras.optimizers.Muon, keras.optimizers.Adafactor)
+
+
+def constrained():
+    layer = layers.Dense(2, kernel_constraint="max_norm")
+    layer.build([1, 2])
+    return layer.kernel
 
 
 def rounds():
@@ -98,9 +108,6 @@ REFUSED = {
             {"gather_dtype": "bfloat16"},
         )
     ],
-    "`host` of `Sharding`": [
-        lambda: HybridStrategy(cpu_mesh_of(shard=2, pipeline=2), shard=Sharding(host="optimizer")),
-    ],
     '`MemoryPolicy(offload={"dense*"})`': [
         lambda: HybridStrategy(cpu_mesh_of(pipeline=2), memory=MemoryPolicy(offload={"dense*"})),
     ],
@@ -117,10 +124,20 @@ REFUSED = {
         lambda own=own: own.refuse_beside_shared_state(mesh_of([4], ["shard"], list("0123")))
         for own in (GradientsCrossing(as_compressor("fp16")), GradientsCrossing(None, 4))
     ],
-    '"shard" over processes': [
-        lambda axis=axis: laid_over_processes({"shard": 2, axis: 2}, 2, 2, has_parts=False)
-        for axis in ("pipeline", "model")
+    '"shard" over some of the processes, or with "data"': [
+        lambda sizes=sizes, job=job: laid_over_processes(sizes, *job, has_parts=False)
+        for sizes, job in (
+            ({"shard": 4, "model": 2}, (2, 4)),
+            ({"data": 2, "shard": 2, "pipeline": 2}, (4, 2)),
+        )
     ],
+    '`Sharding("parameters")`': [
+        lambda: check_keeps_weights(mesh_of([2, 2], ["shard", "model"], list("0123")), Sharding()),
+    ],
+    "Lamb, Muon, Adafactor, constraints": [
+        lambda make=make: check_updates_pieces(make(), []) for make in WHOLE
+    ]
+    + [lambda: check_updates_pieces(keras.optimizers.SGD(), [constrained()])],
     '`layout_map="auto"`': [
         lambda: HybridStrategy(cpu_mesh_of(shard=2, model=2), layout_map="auto"),
     ],

@@ -180,6 +180,8 @@ def test_the_launcher_tells_how_many_ranks_there_are(monkeypatch, environment, e
         ((2, 4), {"batch": 4, "tensor": 2}, {"batch": 2, "tensor": 2}, 1),
         ((2, 4), {"data": 2, "shard": 2, "model": 2}, {"data": 1, "shard": 2, "model": 2}, 1),
         ((2, 2), {"shard": 4}, None, 1),
+        ((2, 2), {"shard": 2, "model": 2}, {"data": 1, "model": 2}, 1),
+        ((2, 4), {"fsdp": 2, "batch": 2, "stage": 2}, {"batch": 2, "stage": 2}, 1),
         ((4, 1), {"data": 2, "fsdp": 2}, None, 2),
         ((4, 2), {"data": 2, "shard": 4}, None, 2),
         ((4, 2), {"data": 4, "shard": 2}, {"data": 1, "shard": 2}, 1),
@@ -196,7 +198,12 @@ def test_the_axes_named_first_go_over_processes(job, sizes, inner, copies):
     [
         ((2, 2), {"pipeline": 4}, "pipeline 4, whose axis 'pipeline' leaves it. Name 'data' first"),
         ((2, 2), {"model": 2, "data": 2}, "whose axis 'model' leaves it.*a multiple of 2"),
-        ((2, 2), {"shard": 2, "pipeline": 2}, "axis 'shard' leaves it. Name 'data' first"),
+        (
+            (2, 4),
+            {"shard": 4, "pipeline": 2},
+            "share one copy.*Name 'shard' first, of 2; or",
+        ),
+        ((4, 2), {"data": 2, "shard": 2, "model": 2}, "Name 'shard' first, of 4"),
         ((2, 2), {"shard": 2, "data": 2}, "named before 'shard'.*would fit: {'shard': 4}"),
         ((2, 3), {"data": 3, "shard": 2}, "its size divides 2"),
         ((2, 2), {"data": 3}, "data 3 = 3 for 4 devices. What would fit: data 4 = 4"),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 SHOW = """
 import json, os, sys
 names = ["TF_CONFIG", "TFPARALLEL_LOGICAL_CPUS", "TF_NUM_INTEROP_THREADS", "PYTHONUNBUFFERED"]
+names += ["CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"]
 place = {"argv": sys.argv[1:], "cpus": sorted(os.sched_getaffinity(0))}
 print(json.dumps({**place, **{name: os.environ.get(name) for name in names}}))
 """
@@ -58,6 +59,19 @@ def test_workers_form_one_cluster_on_loopback(tfparallel):
     addresses = json.loads(cluster)["worker"]
     assert len(set(addresses)) == 3
     assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+def test_workers_have_equal_shares_of_the_gpus_that_the_user_shows(tfparallel):
+    job = ["launch", "--standalone", "--workers", "2"]
+    shares = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,MIG-c,MIG-d"}
+    workers = shown(tfparallel(*job, "show.py", **shares))
+    assert [w["CUDA_VISIBLE_DEVICES"] for w in workers] == ["GPU-a,GPU-b", "MIG-c,MIG-d"]
+    assert not any(w["TF_FORCE_GPU_ALLOW_GROWTH"] for w in workers)
+    refused = tfparallel(*job, "show.py", CUDA_VISIBLE_DEVICES="GPU-a")
+    assert refused.returncode != 0 and "2 workers, 1 GPU" in refused.stderr
+    workers = shown(tfparallel(*job, "--share-gpus", "show.py", CUDA_VISIBLE_DEVICES="GPU-a"))
+    expected = {"CUDA_VISIBLE_DEVICES": "GPU-a", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    assert all(expected.items() <= worker.items() for worker in workers)
 
 
 def test_everything_after_the_script_belongs_to_the_script(tfparallel):

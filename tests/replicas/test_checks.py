@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.tpu.test_spmd_step import CpuStrategy
+from tfparallel.replicas import checks
 
 FEATURES, TARGETS = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
 
@@ -81,6 +82,14 @@ def test_jit_compile_is_refused_where_the_variables_are_elsewhere():
     model = build(strategy, jit_compile=True)
     with pytest.raises(ValueError, match="variables on .*CPU:1, computation on .*CPU:0"):
         model.fit(FEATURES, TARGETS, verbose=0)
+
+
+def test_jit_compile_is_refused_where_workers_have_two_groups_of_collectives():
+    strategy = tfparallel.MirroredStrategy(["CPU:0"])
+    model = build(strategy, jit_compile=True)
+    strategy.extended._num_workers = 2
+    with pytest.raises(ValueError, match="needs one process: .* of 2 workers"):
+        checks.check_jit_compile(strategy, model)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from keras import layers
 
 import tfparallel
 from tests.helpers import train
+from tfparallel.internals import CollectiveAllReduce
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.variables import CentralVariable, ReplicatedVariable, is_statistics
 
@@ -136,3 +137,36 @@ def test_a_replica_of_one_row_counts_in_the_statistics():
     x = np.array([[1.0, 2.0], [3.0, 5.0], [8.0, 9.0]], "float32")
     model.train_on_batch(x, x)
     np.testing.assert_allclose(model.layers[0].moving_mean, x.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduce_op", ["SUM", "MEAN"])
+def test_sparse_gradients_meet_by_copies_where_collectives_add_up_the_rest(reduce_op):
+    """As with NCCL, whose gather would have the host wait for numbers of rows of all GPUs."""
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    extended, ring = strategy.extended, tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    extended._user_cross_device_ops = CollectiveAllReduce(extended._devices, 2, options)
+    ragged = tf.constant([[0, 0], [1, 3]], tf.int64)  # of the table's rows, those of each replica
+
+    @tf.function
+    def reduced():
+        def replica():
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            rows = ragged[number, : number + 1]
+            values = tf.ones([number + 1, 2]) * tf.cast(number + 1, tf.float32)
+            slices = tf.IndexedSlices(values, rows, tf.constant([5, 2], tf.int64))
+            context = tf.distribute.get_replica_context()
+            both = context.all_reduce(reduce_op, [slices, tf.ones([3])])
+            return [tf.convert_to_tensor(each) for each in both]
+
+        return strategy.run(replica)
+
+    expected = np.zeros([5, 2])
+    expected[0], expected[1], expected[3] = 1, 2, 2
+    scale = 2 if reduce_op == "MEAN" else 1
+    sparse, dense = map(strategy.experimental_local_results, reduced())
+    for on_replica in sparse:
+        np.testing.assert_array_equal(on_replica, expected / scale)
+    np.testing.assert_array_equal(dense, np.full([2, 3], 2 / scale))
+    kinds = {op.type for op in reduced.get_concrete_function().graph.get_operations()}
+    assert "CollectiveReduceV2" in kinds and "CollectiveGatherV2" not in kinds

@@ -1,5 +1,6 @@
 """A stage's passes: the gradients of TensorFlow, from what the forward pass has kept."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,6 +137,40 @@ def test_what_is_computed_again_is_not_kept(recomputes):
         assert {"Tanh", "MatMul"} <= kinds
     is_weight = [x.op.type == "ReadVariableOp" for x in function.kept]
     assert is_weight == sorted(is_weight) and any(is_weight)
+
+
+def test_integers_are_computed_again_and_not_kept():
+    """Sizes, shapes and indices of a batch of any size: a GPU would send each to the host."""
+
+    @tf.function
+    def rows(x, tokens):
+        size = tf.shape(x)[0] * tf.size(x)
+        picked = tf.gather(x, tf.range(tf.shape(x)[0]) // 2)
+        found = tf.gather(TABLE, tokens + 1)
+        return [tf.reshape(picked, [-1]) * found[:, 0] / tf.cast(size, tf.float32), x**2]
+
+    specs = tf.TensorSpec([None, 1]), tf.TensorSpec([None], tf.int32)
+    concrete = rows.get_concrete_function(*specs)
+    function = StageFunction("stage", concrete, [True] * len(concrete.inputs))
+    integers = [x for x in function.kept if x.dtype == tf.int32]
+    assert {x.op.type for x in integers} <= {"Placeholder"}
+    assert any(x.dtype.is_floating for x in function.kept)
+
+
+def test_a_loop_keeps_nothing_for_a_gradient_that_nobody_wants():
+    """An RNN's data has none; for it each turn would keep three int32: its number, of the data's
+    list the length and the shape."""
+    layer = keras.layers.SimpleRNN(3)
+    layer.build([2, 5, 4])
+
+    def lists_of_the_loop(is_wanted):
+        concrete = tf.function(lambda x: [layer(x)]).get_concrete_function(tf.TensorSpec([2, 5, 4]))
+        StageFunction("stage", concrete, [is_wanted, *[True] * len(concrete.captured_inputs)])
+        (loop,) = [op for op in concrete.graph.get_operations() if op.type == "While"]
+        assert not hasattr(loop, "skip_input_indices")  # a hint for that gradient alone
+        return sum(x.dtype == tf.variant for x in loop.outputs)
+
+    assert lists_of_the_loop(False) == lists_of_the_loop(True) - 3
 
 
 def test_a_stash_gives_back_what_it_is_given():

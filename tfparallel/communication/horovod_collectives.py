@@ -263,7 +263,8 @@ def _unknown(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.executing_eagerly():
         return tensor
-    return tf.raw_ops.Switch(data=tensor, pred=_true().read_value()).output_true
+    # `value` is where the variable is, as `pred`: on the host. `read_value` is where `tensor` is.
+    return tf.raw_ops.Switch(data=tensor, pred=_true().value()).output_true
 
 
 def runs_anyway(tensor: tf.Tensor) -> tf.Tensor:
@@ -327,7 +328,7 @@ class HorovodCollectives:
         self._process_set, self._device = process_set, device
         self._waits_for_last = True
         if order is None:
-            with tf.init_scope():
+            with tf.init_scope(), tf.device(device):
                 # Not `tf.Variable`: under a strategy's scope it would be replicated.
                 order = ResourceVariable(0.0)
         self.order = order

@@ -63,7 +63,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
         self._collectives = HorovodCollectives(process_set, self._host_device)
-        with tf.init_scope():
+        with tf.init_scope(), tf.device(self._host_device):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
         self._broadcasts = [0, 0]  # begun and ended, outside of graphs
@@ -197,8 +197,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     def _is_held_alike(self, variable: tf.Variable) -> bool:
         """Whether all ranks have the whole of `variable`."""
-        del variable
-        return True
+        return not getattr(variable, "has_pieces_elsewhere", False)
 
     def _link_times(self) -> LinkTimes:
         """Sums of gradients that nothing hides, from the last gradient to the last sum.

@@ -18,11 +18,11 @@ import tensorflow as tf
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.keras_layers import accumulated_gradient, behind, trained_by
 from tfparallel.replicas.axis_of_processes import Gradient
-from tfparallel.replicas.clipping import clipped_by_norm, sum_of_squares, widest
+from tfparallel.replicas.clipping import sum_of_squares, widest
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.sharded.shard_view import GlobalNumbers, current_numbers, shard_view
 from tfparallel.sharded.update import is_clipped, scale_before_clipping
-from tfparallel.tensor_parallel.clipping_parts import scaled_in_parts, squares_in_parts
+from tfparallel.tensor_parallel.clipping_parts import clipped_in_parts, squares_in_parts
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
@@ -98,6 +98,6 @@ def clipping_by_known_norm(
             squares_in_parts(gradient) if known is None else known
             for gradient, known in zip(gradients, numbers.squares, strict=True)
         ]
-        return clipped_by_norm(optimizer, gradients, squares, scaled_in_parts)
+        return clipped_in_parts(optimizer, gradients, squares)
 
     return {**others, "_clip_gradients": clip}

@@ -18,6 +18,7 @@ from tfparallel.internals import device_util
 from tfparallel.pipeline.extended import Homes, PipelineExtended
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.schedule import Schedule
+from tfparallel.pipeline.stage_functions import StageFunctions
 from tfparallel.pipeline.stages import Stages
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.sharded.options import Sharding
@@ -77,10 +78,10 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
         copies = len(self._pipelines) // shards
         return (self._creation.device,) * (len(rows.sizes) * shards * copies)
 
-    @property
-    def _shares_functions(self) -> bool:
-        """False: the devices of a group are written into the functions of its stage."""
-        return False
+    def _new_functions(self) -> StageFunctions:
+        """As a pipeline's, into which the devices of a stage are written."""
+        pipelines = [[d for group in each for d in group] for each in self._groups]
+        return StageFunctions(len(pipelines) > 1, pipelines)
 
     def _stages_of(self, model: keras.Model) -> Stages:
         """As a pipeline's, of weights in parts: their devices are those of their stage."""

@@ -65,13 +65,21 @@ def sharding_on(mesh: Mesh, shard: Sharding | None) -> Sharding | None:
     return Sharding() if shard is None and "shard" in mesh.names else shard
 
 
+def told_of(sizes: Mapping[str, int], shard: Sharding | None, layout_map: object) -> dict:
+    """What processes have to be given alike, as they tell one another."""
+    patterns = {}
+    if isinstance(layout_map, keras.distribution.LayoutMap):
+        patterns = {key: str(each.axes) for key, each in layout_map.items()}
+    parts = {} if shard is None else {"shard": shard.shard, "min_size": shard.min_size}
+    return {"mesh": dict(sizes), "in parts": parts, "layout_map": patterns}
+
+
 def check_options(
     mesh: Mesh, shard: Sharding | None, pipeline: PipelineOptions | None, layout_map: object
 ) -> None:
     """Refuses options of axes that the mesh does not have, and those that mean nothing on it.
 
     Raises:
-        NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another layout.
         ValueError: for all else, saying what to leave out or to take.
     """
@@ -108,12 +116,7 @@ def check_options(
 
 def _check_sharding_of_places(mesh: Mesh, shard: Sharding) -> None:
     """Refuses what means nothing where a stage or a group of devices gathers what it computes."""
-    if shard.host is not None:
-        raise NotImplementedError(
-            "Beside a pipeline or an axis of the model, weights and slots are on devices. "
-            f"Received: host={shard.host!r}, on a mesh of {mesh}. Leave `host` out."
-        )
-    defaults = Sharding(shard.shard, shard.min_size)
+    defaults = Sharding(shard.shard, shard.min_size, host=shard.host)
     names = [field.name for field in dataclasses.fields(shard)]
     given = [name for name in names if getattr(shard, name) != getattr(defaults, name)]
     if given:

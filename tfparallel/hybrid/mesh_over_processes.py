@@ -24,13 +24,15 @@ class MeshOverProcesses:
     Attributes:
         mesh: all places, its devices called by their numbers, rank after rank.
         inner: what each process has of it, the size of each axis by its name, where the axis of
-            data alone goes over processes; None where parts of the state do.
+            data alone goes over processes, or `has_shares`; else None.
         num_copies: of what is in parts, where processes share one.
+        has_shares: whether processes share one copy of the state beside the axes of `inner`.
     """
 
     mesh: Mesh
     inner: Mapping[str, int] | None
     num_copies: int = 1
+    has_shares: bool = False
 
 
 def laid_over_processes(
@@ -47,7 +49,8 @@ def laid_over_processes(
     Raises:
         ValueError: saying what would fit, for axes that do not multiply to all devices, for a
             pipeline or an axis of the model that leaves a process, for parts of the state that do
-            beside those, and for shards whose neighbours are not neighbours in the job.
+            beside those without taking all processes, and for shards whose neighbours are not
+            neighbours in the job.
     """
     numbers = [str(number) for number in range(num_processes * devices_each)]
     mesh = mesh_of(list(sizes.values()), list(sizes), numbers)
@@ -68,11 +71,13 @@ def laid_over_processes(
     if is_whole or parts_along not in crossing:
         return MeshOverProcesses(mesh, _of_a_process(mesh, sizes, num_processes))
     if mesh.size("pipeline") * mesh.size("model") > 1:
-        raise ValueError(
-            "Beside a pipeline or an axis of the model, pieces of the state are gathered inside of "
-            f"a process. Received: {mesh} on {job}, whose axis {parts_along!r} leaves it. Name "
-            f"'data' first, of a multiple of {num_processes}, and 'shard' behind it."
-        )
+        if mesh.size(parts_along) != num_processes or crossing != [parts_along]:
+            raise ValueError(
+                "Beside a pipeline or an axis of the model, all processes share one copy of the "
+                f"state, or none do. Received: {mesh} on {job}. Name {parts_along!r} first, of "
+                f"{num_processes}; or 'data', of a multiple of it, and 'shard' behind it."
+            )
+        return MeshOverProcesses(mesh, _without(mesh, sizes, parts_along), has_shares=True)
     copies = mesh.size("data") if parts_along == "shard" else 1
     if num_processes % copies or (np.diff(places.flatten()) < 0).any():
         raise ValueError(
@@ -81,6 +86,12 @@ def laid_over_processes(
             f"{dict(sizes)} on {job}. What would fit: {{'shard': {places.size}}}."
         )
     return MeshOverProcesses(mesh, None, copies)
+
+
+def _without(mesh: Mesh, sizes: Mapping[str, int], axis: str) -> dict[str, int]:
+    """The sizes of axes in a process, where all of `axis` goes over processes."""
+    others = {name: size for name, size in sizes.items() if name != mesh.names[axis]}
+    return others if "data" in mesh.names and axis != "data" else {"data": 1, **others}
 
 
 def _of_a_process(mesh: Mesh, sizes: Mapping[str, int], num_processes: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
+from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import distribute_lib, distribute_utils
 from tfparallel.replicas.replica_step import current_replica_step
@@ -22,16 +23,20 @@ from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
-class SharedSplitVariable(SplitVariable):
+class SharedSplitVariable(StoredInPieces):
     """A variable of which several replicas may share a copy: optimizers assign it, layers do not.
 
     The first replica assigns for all, so that another one would compute with what came of that.
     """
 
+    @property
+    def _is_shared(self) -> bool:
+        return self.shards > 1
+
     def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
         is_in_replica = self._copy() is not None and distribute_lib.get_update_replica_id() is None
         updates = getattr(self.distribute_strategy.extended._thread, "is_updating", False)
-        if self.shards > 1 and is_in_replica and not updates:
+        if self._is_shared and is_in_replica and not updates:
             raise ValueError(
                 "Layers may assign variables that are not in shards. Received: an assignment to "
                 f"'{self._own_name()}' in a replica. Raise `min_size` of Sharding, or take a mesh "

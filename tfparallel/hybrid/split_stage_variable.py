@@ -8,17 +8,18 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.internals import distribute_lib, values_util
 from tfparallel.internals.distribute import become_part_of
 from tfparallel.pipeline.stage_variables import InPartsOnStage, moved
 from tfparallel.replicas.axis_of_processes import Gradient
+from tfparallel.replicas.device_names import hosts_of
 from tfparallel.tensor_parallel.known_parts import joined
 from tfparallel.tensor_parallel.rows import Rows
-from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
-class SplitStageVariable(SplitVariable, InPartsOnStage):
-    """As `SplitVariable` reads and assigns, where a replica is a microbatch of a pipeline.
+class SplitStageVariable(StoredInPieces, InPartsOnStage):
+    """As `StoredInPieces` reads and assigns, where a replica is a microbatch of a pipeline.
 
     The first microbatch of each pipeline assigns for all of it.
     """
@@ -81,7 +82,7 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
         for index in range(len(self.parts)):
             sharing = places[index * self.shards : (index + 1) * self.shards]
             devices = [devices[k] for k in range(len(self.rows.sizes)) for devices in sharing]
-            self._move_copy(index, devices)
+            self._move_copy(index, hosts_of(devices) if self.is_on_host else devices)
 
     def _move_copy(self, index: int, devices: Sequence[str]) -> None:
         old = self.parts[index]
@@ -130,7 +131,8 @@ class SplitStageVariable(SplitVariable, InPartsOnStage):
     def _joined_where_they_are(self, gradients: Sequence) -> tf.Tensor:
         pieces = []
         for part, gradient in zip(self.own_parts(), gradients, strict=True):
-            with tf.device(part.device):
+            # Gradients of microbatches are added up on devices, also where pieces are on hosts.
+            with tf.device(gradient.device if self.is_on_host else part.device):
                 pieces.append(tf.identity(tf.convert_to_tensor(gradient)))
         return joined(pieces, self.rows.dim, self.rows.blocks)
 

@@ -4,16 +4,19 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
 import tensorflow as tf
 
-# The attributes of a function.
-from tensorflow.core.framework import attr_value_pb2
+# The attributes of a function, and what it is made of.
+from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 
 # A device's name in full.
 from tensorflow.python.distribute import device_util
+
+# Who knows functions.
+from tensorflow.python.eager import context
 
 # Functions of graphs. A stage's passes are functions of ours, as those of `tf.function` are inlined
 # once for every microbatch; numbers make their names unique.
@@ -44,6 +47,7 @@ __all__ = [
     "gradients_in_graph",
     "is_stateful",
     "never_bypass",
+    "on_other_devices",
     "place",
     "run_after",
     "run_independently",
@@ -191,16 +195,97 @@ def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGr
     Where `source` is on several devices, the gradient of an operation is on the operation's.
     """
     is_spread = len({op.device for op in source.get_operations()} - {""}) > 1
-    with tf.device(None):
+    with tf.device(None), _loops_without_gradients_of_others(source, xs):
         return gradients_util._GradientsHelper(
             ys, xs, grad_ys=dys, colocate_gradients_with_ops=is_spread, src_graph=source
         )
+
+
+@contextlib.contextmanager
+def _loops_without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterator[None]:
+    """Within it, the gradient of a loop is of what `xs` lead to among what the loop takes, only.
+
+    A tape tells the loop so; TensorFlow's `gradients` does not, and an RNN then keeps int32 of each
+    turn for the gradient of its data.
+    """
+    reached, loops = set(map(id, xs)), []
+    for operation in graph.get_operations():
+        others = [i for i, x in enumerate(operation.inputs) if id(x) not in reached]
+        if len(others) < len(operation.inputs):
+            reached.update(map(id, operation.outputs))
+        if operation.type in ("While", "StatelessWhile"):
+            operation.skip_input_indices = tuple(others)
+            loops.append(operation)
+    try:
+        yield
+    finally:
+        for operation in loops:
+            del operation.skip_input_indices
 
 
 def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
     """`graph` as a function; no call of it is inlined."""
     attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
     return atomic_function.from_func_graph(name, graph, attributes)
+
+
+class MovedFunction(atomic_function.AtomicFunction):
+    """A copy of a function on other devices, which nobody has traced.
+
+    Its `graph` is the original's, with the original's devices.
+
+    Attributes:
+        devices: for each device in the graph the one that does here what it does there. What takes
+            a variable of the caller is where that is, whatever the graph says.
+    """
+
+    def __init__(
+        self,
+        original: atomic_function.AtomicFunction,
+        name: str,
+        children: Sequence[atomic_function.AtomicFunction],
+        devices: Mapping[str, str],
+    ):
+        kind, options = original.function_type, original.call_options
+        super().__init__(name, context.context(), kind, list(children), options, original.graph)
+        self.devices = devices
+
+
+def on_other_devices(
+    function: atomic_function.AtomicFunction, devices: Mapping[str, str]
+) -> MovedFunction:
+    """`function`, and all that it calls, with other devices written into it.
+
+    Args:
+        function: to be copied.
+        devices: full names, as `MovedFunction` has them.
+    """
+    every = [*function.children, function]
+    names = {each.name.decode(): f"{each.name.decode()}_{ops.uid()}" for each in every}
+    copies: list[MovedFunction] = []
+    for each in every:  # itself last
+        definition = each.definition
+        definition.signature.name = name = names[each.name.decode()]
+        kind, inputs = tf.resource.as_datatype_enum, definition.signature.input_arg
+        resources = {argument.name for argument in inputs if argument.type == kind}
+        for node in definition.node_def:
+            _move(node, devices, names, resources)
+        context.context().add_function_def(definition)
+        copies.append(MovedFunction(each, name, copies, devices))
+    return copies[-1]
+
+
+def _move(
+    node: node_def_pb2.NodeDef,
+    devices: Mapping[str, str],
+    names: Mapping[str, str],
+    resources: Container[str],
+) -> None:
+    called = [own for x in node.attr.values() for own in (x.func, *x.list.func) if own.name]
+    for each in called:
+        each.name = names.get(each.name, each.name)
+    is_of_variable = not called and any(name in resources for name in node.input)
+    node.device = "" if is_of_variable else devices.get(node.device, node.device)
 
 
 class RemoteFunction:

@@ -37,6 +37,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),
+    "tensorflow.core.framework.node_def_pb2": ("NodeDef",),
     "tensorflow.python.data.experimental.ops.distribute": (
         "compute_batch_size",
         "replicate",
@@ -303,6 +304,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_context_handle",
         "_rng",
         "abort_collective_ops",
+        "add_function_def",
     ),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function": (
         "_attributes",

@@ -168,9 +168,12 @@ class Executor:
         if has_one_tape(on_tape.seen()):
             return self._recorded_call(in_pass, concrete, on_tape)
         if record.should_record_backprop(on_tape.seen()):
-            return call_with_captures(concrete, inputs, on_tape.told_apart()[len(inputs) :])
+            own = self._functions.traced_here(concrete, inputs)
+            on_tape = ArgumentsOnTape(inputs, self._functions.captures(own, self._own_copy))
+            return call_with_captures(own, inputs, on_tape.told_apart()[len(inputs) :])
         name, key = f"tfparallel_stage_{action.stage}", (concrete, "inference")
-        function = self._functions.once(key, inference_function, name, concrete)
+        options = name, concrete, self._functions.places
+        function = self._functions.once(key, inference_function, *options)
         return function(self.device_of(action.stage), arguments)[: len(concrete.outputs)]
 
     def _recorded_call(
@@ -183,7 +186,8 @@ class Executor:
         arguments, watched = on_tape.arguments, on_tape.watched()
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
         is_again = self._rematerialization.is_done(action.stage, action.microbatch)
-        options = name, concrete, watched, self._recomputes(is_again)
+        recomputes, places = self._recomputes(is_again), self._functions.places
+        options = name, concrete, watched, recomputes, places
         function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
         stash = self._offloaded(in_pass, function, stash)

@@ -196,18 +196,15 @@ class PipelineExtended(DividedModels):
         finally:
             self._executors = self._reads = None
 
-    @property
-    def _shares_functions(self) -> bool:
-        """Whether stages are traced once for all pipelines: no device is written into them."""
-        return len(self._pipelines) > 1
+    def _new_functions(self) -> StageFunctions:
+        """Stages are traced once for all pipelines."""
+        return StageFunctions(is_shared=len(self._pipelines) > 1)
 
     def _new_executors(self, rematerialization: Rematerialization) -> Executors:
-        shared = StageFunctions(is_shared=True) if self._shares_functions else None
-        each = []
+        functions, each = self._new_functions(), []
         for i, devices in enumerate(self._pipelines):
             hosts = hosts_of(devices) if self._options.offload else None
             own_copy = functools.partial(copy_in_pipeline, i)
-            functions = shared or StageFunctions()
             each.append(
                 Executor(
                     self._schedule,

@@ -1,6 +1,8 @@
 """The functions of the stages: each is traced once, and called for every microbatch."""
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,11 +16,18 @@ class StageFunctions:
     """Those of one step that is being traced.
 
     Args:
-        is_shared: whether they are of several pipelines. Then they are on no device of their own.
+        is_shared: whether they are of several pipelines.
+        pipelines: all devices of each, in one order, where devices are written into functions that
+            are shared. Default: functions are on no device of their own.
+
+    Attributes:
+        places: of the functions, as `GraphFunction` has it.
     """
 
-    def __init__(self, is_shared: bool = False) -> None:
-        self._is_shared = is_shared
+    def __init__(self, is_shared: bool = False, pipelines: Sequence[Sequence[str]] = ()) -> None:
+        self._is_shared, self._pipelines = is_shared, pipelines
+        self.places = functools.partial(_places, pipelines)
+        self._sources: dict[Any, Any] = {}
         self._concrete: dict[Hashable, Any] = {}
         self._traced: dict[Hashable, tuple[Any, WideFunction]] = {}
         self._returned: dict[Any, Sequence[tf.DType]] = {}
@@ -44,10 +53,24 @@ class StageFunctions:
         # TensorFlow would trace anew for the replicas of each device.
         shapes = (stage, key, dtypes, *(tuple(x.shape) if x.shape.rank else None for x in inputs))
         if shapes not in self._concrete:
-            with tf.device(None):
-                self._concrete[shapes] = traced.get_concrete_function(*widened(inputs))
-            self._returned.setdefault(self._concrete[shapes], wide.returned)
+            with contextlib.nullcontext() if self._pipelines else tf.device(None):
+                concrete = traced.get_concrete_function(*widened(inputs))
+            self._concrete[shapes] = concrete
+            self._returned.setdefault(concrete, wide.returned)
+            self._sources[concrete] = traced
         return self._concrete[shapes]
+
+    def traced_here(
+        self, concrete: tf.types.experimental.ConcreteFunction, inputs: Sequence
+    ) -> tf.types.experimental.ConcreteFunction:
+        """`concrete` with the devices of the calling pipeline, for who does not ask `places`.
+
+        Args:
+            inputs: of the call, as the function takes them.
+        """
+        if not self._pipelines or concrete not in self._sources:
+            return concrete
+        return self._sources[concrete].get_concrete_function(*inputs)
 
     def returned(self, concrete: object) -> Sequence[tf.DType]:
         """The types of what the function itself returned when it was traced."""
@@ -83,6 +106,12 @@ class StageFunctions:
         if key not in self._built:
             self._built[key] = build(*arguments)
         return self._built[key]
+
+
+def _places(pipelines: Sequence[Sequence[str]], device: str) -> Mapping[str, str]:
+    """Where a function that `device` calls computes: in its pipeline, whoever has traced it."""
+    own = next((each for each in pipelines if device in each), ())
+    return {old: new for each in pipelines for old, new in zip(each, own, strict=True)}
 
 
 def _traced_once(stage: int, function: Callable) -> object:

@@ -178,7 +178,9 @@ class WorkersExtended(ReplicatedExtended):
         sums: list = [None] * len(tensors)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            total = self._host_sum(join([tensors[i] for i in chosen]))
+            with tf.device(tensors[chosen[0]].device):  # what is on a GPU goes to the host as one
+                joined = join([tensors[i] for i in chosen])
+            total = self._host_sum(joined)
             own = split(total, [tf.shape(tensors[i]) for i in chosen])
             for i, part in zip(chosen, own, strict=True):
                 sums[i] = part

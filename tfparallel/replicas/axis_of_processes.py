@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import Collectives
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
@@ -43,6 +44,10 @@ class AxisOfProcesses(Protocol):
     @property
     def _meets_every_step(self) -> bool:
         """Whether workers hear of one another in each step."""
+
+    @property
+    def _collectives(self) -> Collectives:
+        """Between the hosts of all workers."""
 
     @property
     def _host_device(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfparallel.communication.bucketed_all_reduce import is_sparse
 from tfparallel.communication.collectives import Collectives
 from tfparallel.internals import (
     CollectiveAllReduce,
@@ -39,10 +40,6 @@ class LocalExtended(ReplicatedExtended):
         if all("gpu" in device.lower() for device in self._devices) and not is_in_parts():
             return self._collective_ops
         return ReductionToOneDevice()
-
-    @property
-    def _gathers_by_collectives(self) -> bool:
-        return isinstance(self._local_reduction(), CollectiveAllReduce)
 
     def _all_rows(self, tensors: list) -> list:
         """As the base's; in one process gathered on each device from each."""
@@ -107,9 +104,37 @@ class LocalExtended(ReplicatedExtended):
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: object
     ) -> list:
-        pairs = list(value_destination_pairs)
-        local = self._local_reduction().batch_reduce(reduce_op, pairs, options)
+        local = self._batch_reduce_here(reduce_op, list(value_destination_pairs), options)
         return self._reduce_over_workers(reduce_op, local)
+
+    def _batch_reduce_here(self, reduce_op: ReduceOp, pairs: list, options: object = None) -> list:
+        """Between the devices of this process, sparse gradients by copies where it has NCCL.
+
+        TensorFlow's gather asks all GPUs for their numbers of rows first, and the host waits for
+        the answer; here they are known where the graph is.
+        """
+        reduction = self._local_reduction()
+        sparse = [i for i, (value, _) in enumerate(pairs) if is_sparse(value)]
+        if not (sparse and isinstance(reduction, CollectiveAllReduce)):
+            return reduction.batch_reduce(reduce_op, pairs, options)
+        others = [pair for i, pair in enumerate(pairs) if i not in sparse]
+        reduced = iter(reduction.batch_reduce(reduce_op, others, options) if others else ())
+        return [
+            self._all_slices(reduce_op, value) if i in sparse else next(reduced)
+            for i, (value, _) in enumerate(pairs)
+        ]
+
+    def _all_slices(self, reduce_op: ReduceOp, value: PerReplica) -> Mirrored:
+        """The rows of all replicas' sparse gradients, on each of their devices."""
+        parts = self._local_results(value)
+        count = len(parts) if reduce_op == ReduceOp.MEAN else 1
+        copies = []
+        for own, device in zip(parts, self._devices, strict=True):
+            with tf.device(device):
+                values = tf.concat([part.values for part in parts], 0) / count
+                indices = tf.concat([part.indices for part in parts], 0)
+                copies.append(tf.IndexedSlices(values, indices, own.dense_shape))
+        return distribute_utils.regroup(tuple(copies), wrap_class=Mirrored)
 
     def _sum_gradients(self, gradients: list) -> list:
         """Through the workers as gradients, which may be compressed there."""
@@ -119,7 +144,7 @@ class LocalExtended(ReplicatedExtended):
 
         def merge(_: tf.distribute.Strategy, *gradients: object) -> list:
             pairs = [(gradient, gradient) for gradient in gradients]
-            local = self._local_reduction().batch_reduce(ReduceOp.SUM, pairs)
+            local = self._batch_reduce_here(ReduceOp.SUM, pairs)
             own = [self._local_results(total)[0] for total in local]
             sums = self._sum_gradients_across_workers(own, source)
             return [self._like(total, each) for total, each in zip(sums, local, strict=True)]

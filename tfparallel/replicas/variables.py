@@ -231,7 +231,7 @@ def joined_copies(variables: Sequence["ReplicatedVariable"], i: int) -> tf.Tenso
         values = [variable.values[i].read_value() for variable in variables]
         if all(variable.shape.rank == 0 for variable in variables):
             return tf.stack(values)
-        return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        return tf.concat([_reshaped(value, [-1]) for value in values], 0)
 
 
 def split_up(joined: tf.Tensor, variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]:
@@ -239,7 +239,12 @@ def split_up(joined: tf.Tensor, variables: Sequence["ReplicatedVariable"]) -> li
     if all(variable.shape.rank == 0 for variable in variables):
         return tf.unstack(joined, len(variables))
     parts = tf.split(joined, [variable.shape.num_elements() for variable in variables])
-    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
+    return [_reshaped(part, v.shape) for part, v in zip(parts, variables, strict=True)]
+
+
+def _reshaped(value: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Most that are joined are of one dim, and stay as they are: fewer operations to trace."""
+    return value if value.shape.rank == len(shape) == 1 else tf.reshape(value, shape)
 
 
 def is_statistics(owner: object, kwargs: Mapping[str, object]) -> bool:

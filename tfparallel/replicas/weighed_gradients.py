@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import tensorflow as tf
 
-from tfparallel.internals import ReduceOp, distribute_lib
+from tfparallel.internals import ReduceOp, distribute_lib, record
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.measure.operation_kinds import REDUCE_SCOPE
 from tfparallel.replicas.batch import with_int32_rows
@@ -45,7 +45,7 @@ class WeighedGradients(tf.distribute.StrategyExtended):
         return self._sum_gradients(gradients) if gradients else []
 
     def _sum_gradients(self, gradients: list) -> list:
-        return self._replica_ctx_all_reduce(ReduceOp.SUM, gradients)
+        return self._all_reduce_apart(ReduceOp.SUM, gradients)
 
     def _use_merge_call(self) -> bool:
         """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
@@ -59,26 +59,32 @@ class WeighedGradients(tf.distribute.StrategyExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: ReduceOp, value: Value, options: object = None
     ) -> Value:
-        context = distribute_lib.get_replica_context()
+        reduced = self._all_reduce(reduce_op, tf.nest.flatten(value), options)
+        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
+        # graph backwards from what it gets to what it gave, and through that of the other replicas
+        # to its beginning: each all-reduce again, unless no gradient leads further than this.
+        if not any(isinstance(t, tf.IndexedSlices) for t in reduced):
+            reduced = [tf.stop_gradient(t) for t in reduced]
+        return tf.nest.pack_sequence_as(value, reduced)
 
+    def _all_reduce_apart(self, reduce_op: ReduceOp, tensors: list) -> list:
+        """What no tape sees; called in a replica context."""
+        with record.stop_recording():
+            return self._all_reduce(reduce_op, tensors)
+
+    def _all_reduce(self, reduce_op: ReduceOp, tensors: list, options: object = None) -> list:
         def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
             return self.batch_reduce_to(reduce_op, [(t, t) for t in tensors], options)
 
         if self._num_replicas_in_sync == 1:
-            return value
+            return tensors
         # An argument of a `tf.function` is on no device yet, and a result goes where its value is.
-        flat = [
-            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t
-            for t in tf.nest.flatten(value)
+        tensors = [
+            tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t for t in tensors
         ]
-        flat = [with_int32_rows(t) for t in flat] if self._gathers_by_collectives else flat
-        reduced = context.merge_call(merge, args=flat)
-        # `ReplicaContext.all_reduce` calls this in a `tf.custom_gradient`, which goes through the
-        # graph backwards from what it gets to what it gave, and through that of the other replicas
-        # to its beginning: each all-reduce again, unless no gradient leads further than this.
-        if not any(isinstance(t, tf.IndexedSlices) for t in flat):
-            reduced = [tf.stop_gradient(t) for t in reduced]
-        return tf.nest.pack_sequence_as(value, reduced)
+        if self._gathers_by_collectives:
+            tensors = [with_int32_rows(t) for t in tensors]
+        return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
 
 
 def weigh_gradient(gradient: tf.Tensor | tf.IndexedSlices, step: ReplicaStep) -> object:
@@ -99,6 +105,18 @@ def active_step(step: ReplicaStep) -> Iterator[None]:
         yield
 
 
+def all_reduce(
+    context: tf.distribute.ReplicaContext,
+    tensors: Sequence[tf.Tensor],
+    reduce_op: ReduceOp = ReduceOp.SUM,
+) -> list[tf.Tensor]:
+    """`context.all_reduce`, without what makes it differentiable where no tape would see it."""
+    has_own = type(context).all_reduce is not tf.distribute.ReplicaContext.all_reduce
+    if has_own or record.could_possibly_record():
+        return context.all_reduce(reduce_op, list(tensors))
+    return context.strategy.extended._all_reduce_apart(reduce_op, list(tensors))
+
+
 def all_reduce_gradients(
     context: tf.distribute.ReplicaContext,
     gradients: Sequence[tf.Tensor],
@@ -111,9 +129,9 @@ def all_reduce_gradients(
     """
     step = current_replica_step()
     if step is None or step.weights_loss:
-        return context.all_reduce(reduce_op, list(gradients))
+        return all_reduce(context, gradients, reduce_op)
     sent = [weigh_gradient(gradient, step) for gradient in gradients]
-    received = context.all_reduce(reduce_op, sent)
+    received = all_reduce(context, sent, reduce_op)
     return [tf.math.divide_no_nan(g, tf.cast(step.weight, g.dtype)) for g in received]
 
 

@@ -5,6 +5,7 @@ Copied operation by operation it can be put together in other ways: some tensors
 instead of kept, or the gradient of the inputs in one function and that of the weights in another.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from tfparallel.internals import (
     record,
     unique_number,
 )
-from tfparallel.internals.graphs import add_function, functions_of
+from tfparallel.internals.graphs import add_function, functions_of, on_other_devices
 from tfparallel.segments.threads import has_one_thread
+
+Places = Callable[[str], Mapping[str, str]]
 
 # Written by what an operation is created in, which writes its own into a copy.
 _OF_ITS_PLACE = ("_class", "_tpu_replicate")
@@ -100,6 +103,8 @@ class GraphFunction:
         graph: of the function.
         inputs: placeholders of `graph`, in the order in which a call gives the values.
         outputs: tensors of `graph`.
+        places: for a device that calls it, which device does then what one in `graph` does.
+            Default: `graph`'s own do it, whoever calls.
     """
 
     def __init__(
@@ -108,14 +113,37 @@ class GraphFunction:
         graph: FuncGraph,
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
+        places: Places = lambda device: {},
     ):
         self._has_narrow = any(x.dtype == tf.int32 for x in (*inputs, *outputs))
         body = _define(f"{name}_body", graph, inputs, outputs)
-        self._function = _around(name, body, inputs, None)
-        self._remote = self._in_order = RemoteFunction(self._function)
-        self._devices = {op.device for op in graph.get_operations()} - {""}
+        around = [_around(name, body, inputs, None)]
         if has_one_thread() and not functions_of(graph):
-            self._in_order = RemoteFunction(_around(name, body, inputs, _IN_ORDER))
+            around.append(_around(name, body, inputs, _IN_ORDER))
+        self._devices = {op.device for op in graph.get_operations()} - {""}
+        self._take(around)
+        self._places = places
+        self._elsewhere: dict[str, GraphFunction | None] = {}
+
+    def _take(self, around: Sequence) -> None:
+        self._around = around
+        remotes = [RemoteFunction(each) for each in around]
+        self._remote, self._in_order = remotes[0], remotes[-1]
+
+    def _at(self, device: str) -> "GraphFunction":
+        """This, with the devices that `device` calls it for: copied once, and not traced."""
+        if device not in self._elsewhere:
+            moves = {old: new for old, new in self._places(device).items() if old != new}
+            bodies = [each.cached_definition for each in self._around[0].children]
+            written = {node.device for body in bodies for node in body.node_def}
+            self._elsewhere[device] = None if written.isdisjoint(moves) else self._moved(moves)
+        return self._elsewhere[device] or self
+
+    def _moved(self, moves: Mapping[str, str]) -> "GraphFunction":
+        moved = copy.copy(self)
+        moved._devices = {moves.get(each, each) for each in self._devices}
+        moved._take([on_other_devices(each, moves) for each in self._around])
+        return moved
 
     def __call__(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         """Calls it on `device`, without any record on gradient tapes.
@@ -124,11 +152,14 @@ class GraphFunction:
         it uses is. So may be int32 of its arguments and results: `wide_integers.py` says how to
         spare that.
         """
+        return self._at(device)._called(device, arguments)
+
+    def _called(self, device: str, arguments: Sequence) -> list[tf.Tensor]:
         resources = [x for x in arguments if x.dtype == tf.resource]
         is_elsewhere = self._devices - {device} or any(x.device != device for x in resources)
         if self._has_narrow or is_elsewhere:
             with tf.device(device):
-                return list(self._function.call_flat(*arguments))
+                return list(self._around[0].call_flat(*arguments))
         with record.stop_recording():
             return (self._in_order if _is_cpu(device) else self._remote)(device, arguments)
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.replicas.repeated_rows import is_of_no_row
-from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, depended_on
+from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, Places, depended_on
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
 
@@ -36,6 +36,7 @@ class StageFunction:
         recomputes: whether the results of an operation are computed again in the backward pass
             instead of kept. What has effects or draws random numbers is kept anyway, so that both
             computations give the same bits. Default: all that the gradient needs is kept.
+        places: where it is computed, as `GraphFunction` has it.
 
     Attributes:
         kept: the tensors of the computation that the forward pass keeps.
@@ -49,6 +50,7 @@ class StageFunction:
         concrete: tf.types.experimental.ConcreteFunction,
         watched: Sequence[bool],
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
+        places: Places = lambda device: {},
     ):
         graph: FuncGraph = concrete.graph
         outputs = list(graph.outputs)
@@ -71,12 +73,13 @@ class StageFunction:
             packed = stashes[0].pack(activations)
             self.num_activations = len(packed)
             packed += stashes[1].pack(kept[len(activations) :])
-        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed])
+        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed], places)
         graph.outputs = outputs  # the graph is the computation's, and may be used again
 
         self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
         self._name, self._graph, self._outputs, self._packed = name, graph, outputs, packed
         self._num_inputs = len(graph.inputs) - len(concrete.captured_inputs)
+        self._places = places
         self._passes: dict[str, Any] = {}
 
     def forward(self, device: str, arguments: Sequence) -> tuple[list, list]:
@@ -174,7 +177,8 @@ class StageFunction:
             inputs += map(graph.capture, others)
         if not outputs:
             return _Pass(None, [], [], others)
-        return _Pass(GraphFunction(graph.name, graph, inputs, outputs), leaves, used, others)
+        function = GraphFunction(graph.name, graph, inputs, outputs, self._places)
+        return _Pass(function, leaves, used, others)
 
 
 class _Called(NamedTuple):
@@ -215,7 +219,9 @@ def _operations(**calls: _Called) -> dict[str, tf.Operation]:
 
 
 def inference_function(
-    name: str, concrete: tf.types.experimental.ConcreteFunction
+    name: str,
+    concrete: tf.types.experimental.ConcreteFunction,
+    places: Places = lambda device: {},
 ) -> GraphFunction:
     """A traced computation as a function that keeps nothing for gradients.
 
@@ -225,7 +231,7 @@ def inference_function(
     graph: FuncGraph = concrete.graph
     outputs = list(graph.outputs)
     with graph.as_default():
-        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0.0)])
+        function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0.0)], places)
     graph.outputs = outputs  # the graph is the computation's
     return function
 

@@ -59,9 +59,10 @@ class FlatShards:
         first = tf.cast(rows.indices, tf.int64)[:, tf.newaxis] * row - index * self.length
         places = tf.reshape(first + tf.range(row, dtype=tf.int64), [-1])
         is_own = (places >= 0) & (places < self.length)
-        values = tf.boolean_mask(tf.reshape(rows.values, [-1]), is_own)
+        own = tf.where(is_own)[:, 0]  # `boolean_mask` has a GPU send the host how many there are
+        values = tf.gather(tf.reshape(rows.values, [-1]), own)
         dense_shape = tf.constant([self.length], tf.int64)
-        return tf.IndexedSlices(values, tf.boolean_mask(places, is_own), dense_shape)
+        return tf.IndexedSlices(values, tf.gather(places, own), dense_shape)
 
     def whole(self, padded: tf.Tensor) -> tf.Tensor:
         """The tensor that `padded` is all shards of."""

@@ -1,33 +1,43 @@
 """A replica's part of a variable that it keeps whole: what its optimizer updates."""
 
+from collections.abc import Callable, Sequence
+
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable
 
 
 class PartOfCopy:
-    """The numbers from `begin` on, `length` of them, of a flat variable; acts as a variable.
+    """Some of the numbers of a variable; acts as a variable.
 
     It is there during an update only, in memory of its own (`take`), until the parts of all
     replicas have become the new copy (`leave`). To write into the copy in place would be dear:
     from then on TensorFlow copies it whenever it is read.
 
     Args:
-        copy: `[...]`, one dim.
+        copy: of which it is a part.
         container: the distributed variable that `copy` belongs to, by which optimizers know it.
-        begin, length: of the part.
+        cut: gives the part of the value of `copy`.
+        shape: of the part.
         device: where the part is during an update.
     """
 
     def __init__(
-        self, copy: tf.Variable, container: tf.Variable, begin: int, length: int, device: str
+        self,
+        copy: tf.Variable,
+        container: tf.Variable,
+        cut: Callable[[tf.Tensor], tf.Tensor],
+        shape: Sequence[int],
+        device: str,
     ):
         self._copy, self._container, self.device = copy, container, device
-        self._begin, self._end = begin, begin + length
-        self.shape = tf.TensorShape([length])
+        self._cut, self.shape = cut, tf.TensorShape(shape)
         with tf.init_scope(), tf.device(device):
-            nothing = tf.zeros([0], copy.dtype)
-            self._own = ResourceVariable(nothing, trainable=False, shape=tf.TensorShape([None]))
+            any_shape = tf.TensorShape([None] * len(shape))
+            self._own = ResourceVariable(self._nothing(), trainable=False, shape=any_shape)
+
+    def _nothing(self) -> tf.Tensor:
+        return tf.zeros([0] * len(self.shape), self.dtype)
 
     dtype = property(lambda self: self._copy.dtype)
     name = property(lambda self: self._container.name)
@@ -38,17 +48,17 @@ class PartOfCopy:
     def take(self) -> None:
         """Begins an update: the part is what it is in the copy."""
         with tf.device(self._copy.device):
-            part = self._copy.read_value()[self._begin : self._end]
+            part = self._cut(self._copy.read_value())
         with tf.device(self.device):
             self._own.assign(part)
 
     def leave(self) -> None:
         """Ends an update: the part is in the copy, and takes no memory of its own."""
         with tf.device(self.device):
-            self._own.assign(tf.zeros([0], self.dtype))
+            self._own.assign(self._nothing())
 
     def read_value(self) -> tf.Tensor:
-        """`[length]`."""
+        """Of `shape`."""
         return tf.ensure_shape(self._own.read_value(), self.shape)
 
     def __tf_tensor__(self, dtype: object = None, name: str | None = None) -> tf.Tensor:
@@ -81,3 +91,10 @@ class PartOfCopy:
     def scatter_update(self, rows: tf.IndexedSlices) -> "PartOfCopy":
         places = rows.indices[:, tf.newaxis]
         return self.assign(tf.tensor_scatter_nd_update(self.read_value(), places, rows.values))
+
+
+def part_of_flat(
+    copy: tf.Variable, container: tf.Variable, begin: int, length: int, device: str
+) -> PartOfCopy:
+    """The numbers from `begin` on, `length` of them, of a flat `copy`."""
+    return PartOfCopy(copy, container, lambda flat: flat[begin : begin + length], [length], device)

@@ -32,7 +32,7 @@ from tfparallel.replicas.step_build import BuildContext
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of
-from tfparallel.sharded.part_of_copy import PartOfCopy
+from tfparallel.sharded.part_of_copy import PartOfCopy, part_of_flat
 from tfparallel.sharded.shard_view import current_numbers
 from tfparallel.sharded.unit_gathers import UnitGathers
 from tfparallel.sharded.units import forget_whole, given_whole
@@ -341,7 +341,7 @@ class UpdatedInCopiesVariable(ShardedVariable):
         super().__init__(strategy, values, aggregation, var_policy, shards=shards)
         extended = strategy.extended
         self._parts_of_copies = [
-            PartOfCopy(copy, self, begin, shards.length, extended._updated_on(copy))
+            part_of_flat(copy, self, begin, shards.length, extended._updated_on(copy))
             for copy, begin in zip(values, self._begins(extended, len(values)), strict=True)
         ]
 

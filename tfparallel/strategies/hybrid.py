@@ -14,7 +14,7 @@ from tfparallel.communication.local_sgd import Meeting
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
-from tfparallel.hybrid.mesh_options import check_options, mesh_here, sharding_on
+from tfparallel.hybrid.mesh_options import check_options, mesh_here, sharding_on, told_of
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import (
     GradientsCrossing,
@@ -23,6 +23,11 @@ from tfparallel.hybrid.processes_of_job import (
     processes_of_job,
 )
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
+from tfparallel.hybrid.shares_among_processes import (
+    GroupsOfProcessesExtended,
+    PipelinesOfProcessesExtended,
+    check_keeps_weights,
+)
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.pipeline.extended import PipelineExtended
 from tfparallel.pipeline.measured_step import measure_step
@@ -66,9 +71,10 @@ class HybridStrategy(KerasStrategy):
     `TensorParallelStrategy`.
 
     With `transport` the mesh has the devices of all processes of a job, rank after rank: the axes
-    that are named first go over processes, "data" with whatever is inside of one, or "shard" alone
-    or behind "data". Without it the mesh is of this process, which may be `inner` of a
-    `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
+    that are named first go over processes, "data" with whatever is inside of one, "shard" alone or
+    behind "data", or all of "shard" with pipelines or an axis of the model inside of each: these
+    share the slots, and take `Sharding("gradients")` or `("optimizer")`. Without it the mesh is of
+    this process, which may be `inner` of a `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
 
     All axes go together: layers of a stage are computed in parts on its devices, and what a device
     would have of the state is in pieces along "shard".
@@ -107,7 +113,6 @@ class HybridStrategy(KerasStrategy):
         ClusterConfigError: with `transport`, listing all that is wrong with `TF_CONFIG`.
         ImportError: if Horovod is not installed where it is asked for.
         WaitedTooLong: naming the processes that have not started.
-        NotImplementedError: for shards on the host beside a pipeline or an axis of the model.
         TypeError: for another mesh, another layout, or an argument that there is not, saying where
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
@@ -119,6 +124,9 @@ class HybridStrategy(KerasStrategy):
             `transport`, or where processes share the state.
     """
 
+    _shares_among_processes = False
+    _sharded_groups: type[ShardedGroupsExtended] = ShardedGroupsExtended
+    _pipelines_of_groups: type[PipelinesOfGroupsExtended] = PipelinesOfGroupsExtended
     inner: "HybridStrategy | None" = None  # of each process, where rows alone go over processes
     _workers: CompressedGradients | None = None  # those processes
     _names_lost: Callable[[], AbstractContextManager | None] | None = None
@@ -211,9 +219,16 @@ class HybridStrategy(KerasStrategy):
                 extended._draw_by_row()
             self._names_lost = extended._names_lost_ranks
             return extended
+        kind: type[HybridStrategy] = HybridStrategy
+        if laid.has_shares and shard is not None:
+            crossing.refuse_beside_shared_state(self._mesh)
+            check_keeps_weights(self._mesh, shard)
+            kind, options = _InProcessThatShares, {**options, "shard": shard}
         workers = self._workers = job.around(self, crossing)
         self._names_lost = workers._names_lost_ranks
-        self.inner = made(lambda: HybridStrategy(laid.inner, **options))
+        told = told_of(mesh, shard, options["layout_map"])
+        workers._agreement.require_equal("make a HybridStrategy", told)
+        self.inner = made(lambda: kind(laid.inner, **options))
         return inside_of(self, self.inner, workers)
 
     def scope(self) -> AbstractContextManager:
@@ -233,7 +248,7 @@ class HybridStrategy(KerasStrategy):
         mesh = self._mesh
         places = mesh.devices.reshape(-1, *mesh.devices.shape[2:])  # data and shard as one axis
         axis = "shard" if "shard" in mesh.names else "data"
-        num_shards = 1 if shard is None else mesh.size(axis)
+        num_shards = 1 if shard is None or self._shares_among_processes else mesh.size(axis)
         if "pipeline" in mesh.names:
             if pipeline.num_stages is not None:
                 return self._with_chosen_devices(pipeline)
@@ -243,14 +258,14 @@ class HybridStrategy(KerasStrategy):
                 return PipelineExtended(self, first, schedule, pipeline, others=others)
             layouts = self._layouts(places.reshape(-1, mesh.size("model")), layout_map)
             groups = places.tolist()
-            return PipelinesOfGroupsExtended(
+            return self._pipelines_of_groups(
                 self, groups, schedule, pipeline, layouts, shard, num_shards
             )
         if "model" in mesh.names:
             layouts = self._layouts(places[:, 0], layout_map)
             if shard is None:
                 return TensorParallelExtended(self, layouts)
-            return ShardedGroupsExtended(self, layouts, shard, num_shards)
+            return self._sharded_groups(self, layouts, shard, num_shards)
         devices = mesh.devices.flatten().tolist()
         if shard is None:
             return MirroredLocalExtended(self, devices)
@@ -336,3 +351,11 @@ class HybridStrategy(KerasStrategy):
         if axis not in self._mesh.names:
             raise ValueError(f"Expected a mesh with an axis {axis!r}. Received: {self._mesh}.")
         return self.extended
+
+
+class _InProcessThatShares(HybridStrategy):
+    """What a process has of a mesh whose processes share one copy of the state."""
+
+    _shares_among_processes = True
+    _sharded_groups = GroupsOfProcessesExtended
+    _pipelines_of_groups = PipelinesOfProcessesExtended

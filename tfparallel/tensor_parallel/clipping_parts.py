@@ -35,10 +35,7 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
     if not any(_is_in_parts(gradient) for gradient in gradients):
         return clip_gradients(gradients)
     if clips_by_norm(optimizer):
-        squares = _squares(gradients)
-        # As on one device sparse gradients are dense behind a global norm.
-        scaled = scaled_in_parts if optimizer.clipnorm else _scaled_dense
-        return clipped_by_norm(optimizer, gradients, squares, scaled)
+        return clipped_in_parts(optimizer, gradients, _squares(gradients))
     limit = optimizer.clipvalue
     if not limit or limit <= 0:
         return gradients
@@ -49,6 +46,15 @@ def clip(optimizer: BaseOptimizer, clip_gradients: Callable, gradients: Sequence
         else next(whole)
         for gradient in gradients
     ]
+
+
+def clipped_in_parts(
+    optimizer: BaseOptimizer, gradients: Sequence, squares: Sequence[tf.Tensor]
+) -> list:
+    """`clipped_by_norm` of gradients that may be in parts."""
+    # As on one device sparse gradients are dense behind a global norm.
+    scaled = _scaled_in_parts if optimizer.clipnorm else _scaled_dense
+    return clipped_by_norm(optimizer, gradients, squares, scaled)
 
 
 def _is_in_parts(gradient: object) -> bool:
@@ -92,7 +98,7 @@ def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
     return tf.add_n(squares)
 
 
-def scaled_in_parts(
+def _scaled_in_parts(
     gradient: Gradient | GradientInParts, scale: tf.Tensor
 ) -> Gradient | GradientInParts:
     """A gradient, which may be in parts, times a number."""
@@ -105,7 +111,7 @@ def _scaled_dense(
     gradient: Gradient | GradientInParts, scale: tf.Tensor
 ) -> Gradient | GradientInParts:
     dense = gradient.dense() if isinstance(gradient, GradientInParts) else gradient
-    return scaled_in_parts(dense, scale)
+    return _scaled_in_parts(dense, scale)
 
 
 def _mapped(

@@ -74,9 +74,10 @@ class HoldsParts(ReplicatedExtended):
         rows = self._rows(kwargs)
         if rows is None:
             return super()._create_variable(next_creator, **kwargs)
-        shards = self._shards_of(rows, kwargs.get("colocate_with"))
+        leader = kwargs.get("colocate_with")
+        shards = self._shards_of(rows, leader)
         value, kwargs = self._value_of_new(kwargs)
-        self._thread.new = (rows, shards, NewPieces(value, rows.cut(shards)))
+        self._thread.new = (rows, shards, self._new_pieces(value, rows.cut(shards), leader))
         try:
             return super()._create_variable(next_creator, **kwargs)
         finally:
@@ -94,6 +95,11 @@ class HoldsParts(ReplicatedExtended):
         value = value() if callable(value) else value
         value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), kwargs.get("dtype"))
         return value, {**kwargs, "initial_value": value}
+
+    def _new_pieces(self, value: tf.Tensor | Drawn, stored: Rows, leader: object) -> NewPieces:
+        """What is stored of a variable that is created."""
+        del leader
+        return NewPieces(value, stored)
 
     def _shards_of(self, rows: Rows, leader: object) -> int:
         """How many replicas store a copy of the variable together that is created."""

@@ -150,17 +150,27 @@ def _of_labels(
     def own(x: tf.Tensor, start: tf.Tensor, labels: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
         """`[2, rows, ...]`: the sum of exponentials, and the label's logit or 0."""
         x = x - largest[..., None]
-        size = tf.shape(x, tf.int64)[-1]
-        is_own = (labels >= start) & (labels < start + size)
+        is_own = (labels >= start) & (labels < start + x.shape[-1])
         index = tf.where(is_own, labels - start, 0)
-        named = tf.gather(x, index[..., None], batch_dims=len(x.shape) - 1)[..., 0]
-        sums = tf.reduce_sum(tf.exp(x), -1)
+        named = tf.reshape(_of_each_row(x, index), tf.shape(index))
+        # Without `keepdims` its gradient has a GPU send sizes to the host.
+        sums = tf.reduce_sum(tf.exp(x), -1, keepdims=True)[..., 0]
         return tf.stack([sums, tf.where(is_own, named, tf.zeros_like(named))])
 
     starts = [tf.constant(start, tf.int64) for start in rows.starts]
     with tf.control_dependencies([index_check(labels, sum(rows.sizes))]):
         sums, named = tf.unstack(group.summed(group.compute(own, parts, starts, labels, largest)))
     return tf.math.log(sums) - named
+
+
+def _of_each_row(x: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    """Of `[rows, ..., classes]` the class that `index`, `[rows, ...]`, names; `[rows * ...]`.
+
+    As `tf.gather(batch_dims=)`, whose gradient has a GPU send sizes to the host.
+    """
+    flat = tf.reshape(x, [-1, x.shape[-1]])
+    numbers = tf.cast(tf.range(tf.shape(flat)[0]), index.dtype)
+    return tf.gather_nd(flat, tf.stack([numbers, tf.reshape(index, [-1])], 1))
 
 
 def _largest(group: Group, values: list[tf.Tensor]) -> tf.Tensor:

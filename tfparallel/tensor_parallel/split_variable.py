@@ -70,9 +70,10 @@ def slices_of_part(
     if rows.dim > 0:
         return tf.IndexedSlices(parts_of(slices.values, rows)[part], slices.indices, shape)
     start, size = rows.starts[part], rows.sizes[part]
-    own = (slices.indices >= start) & (slices.indices < start + size)
-    values = tf.boolean_mask(slices.values, own)
-    return tf.IndexedSlices(values, tf.boolean_mask(slices.indices, own) - start, shape)
+    is_own = (slices.indices >= start) & (slices.indices < start + size)
+    own = tf.where(is_own)[:, 0]  # `boolean_mask` has a GPU send the host how many rows there are
+    values = tf.gather(slices.values, own)
+    return tf.IndexedSlices(values, tf.gather(slices.indices, own) - start, shape)
 
 
 class SplitVariable(AssignedInParts, ReplicatedVariable):
@@ -291,7 +292,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.is_assigned_here():
             return self
         own = self._copy()
-        for copy in self.parts if own is None else [self.parts[own]]:
+        for copy in self.parts if own is None else [self.own_parts()]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
@@ -299,14 +300,16 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     def pieces(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> list:
         """A value of the whole, dense or sparse, as one for each part that is here."""
-        if isinstance(value, tf.IndexedSlices) and self.rows.blocks > 1:
+        parts = self._cut(value, self.stored)
+        return [parts[i] for i in self.here]
+
+    def _cut(self, value: tf.Tensor | tf.IndexedSlices | tf.Variable, rows: Rows) -> list:
+        if isinstance(value, tf.IndexedSlices) and rows.blocks > 1:
             value = tf.convert_to_tensor(value)
         if isinstance(value, tf.IndexedSlices):
+            shapes = [self._shape_of_part(size) for size in rows.sizes]
             with record.stop_recording():
-                return [
-                    slices_of_part(value, self.stored, i, part.shape)
-                    for i, part in zip(self.here, self.parts[0], strict=True)
-                ]
+                return [slices_of_part(value, rows, i, shape) for i, shape in enumerate(shapes)]
         if isinstance(value, DistributedVariable):
             value = value.value()
         value = tf.convert_to_tensor(value, self.dtype)
@@ -314,8 +317,12 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not value.shape.is_fully_defined():
             value = tf.ensure_shape(value, self.shape)
         with record.stop_recording():
-            parts = parts_of(value, self.stored)
-        return [parts[i] for i in self.here]
+            return parts_of(value, rows)
+
+    def _shape_of_part(self, size: int) -> list[int]:
+        shape = self.shape.as_list()
+        shape[self.rows.dim] = size
+        return shape
 
     # ---- saving ----------------------------------------------------------------------------------
 

@@ -56,20 +56,40 @@ def synchronized_without_a_stock_step(run: Run):
         inner = _build(True)
         return OwnStep(inner.inputs, inner.outputs)
 
-    def options():
-        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+    return run.train(build=build, compile_options=_logits_loss).results()
 
-    return run.train(build=build, compile_options=options).results()
+
+@case()
+def synchronized_in_a_model_that_its_step_builds(run: Run):
+    """Where a model makes its weights there is one replica, and nobody to reduce with."""
+    return run.train(build=BuiltByItsStep, compile_options=_logits_loss).results()
+
+
+def _logits_loss() -> dict:
+    return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 
 
 class OwnStep(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
+            loss = self.compute_loss(x, y, self.outputs_of(x))
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
         return {"loss": loss}
+
+    def outputs_of(self, x):
+        return self(x, training=True)
+
+
+class BuiltByItsStep(OwnStep):
+    def __init__(self):
+        super().__init__()
+        normalization = keras.layers.BatchNormalization(synchronized=True)
+        self.inner = keras.Sequential([normalization, keras.layers.Dense(3)])
+
+    def outputs_of(self, x):
+        return self.inner(x, training=True)
 
 
 def _rows_of_lengths(rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,111 @@
+"""A process whose steps are audited: of a job, or with more devices than tests have.
+
+`python -m tests.gpu.job_worker STRATEGY`, asked by a `WorkerPool` for a model's step and a size;
+without a model, for what `predict` gathers from all workers.
+"""
+
+import json
+import os
+import sys
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+import tfparallel
+from tests.gpu.audit import audit
+from tests.gpu.jobs import NUM_CPUS
+from tests.gpu.steps import GPUS, SIZES, step_graph
+from tests.helpers import open_logical_cpus
+from tests.multi_process.answering import answer_requests
+from tests.parameter_server.cluster import ServerProcesses
+from tfparallel.data_parallel import horovod
+from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
+from tfparallel.parameter_server.server_cluster import ParameterServerCluster
+
+
+class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
+    """Has stand-ins for GPUs as devices, and reduces as on GPUs once variables are there.
+
+    What reduces with NCCL can be traced here, not run.
+    """
+
+    def __init__(self):
+        choose = MultiWorkerExtended._initialize_local_devices
+
+        def stand_ins(extended, *args):
+            (_, *gpus), kind = choose(extended, *args)
+            return tuple(gpus), kind
+
+        with mock.patch.object(MultiWorkerExtended, "_initialize_local_devices", stand_ins):
+            super().__init__()
+
+    def reduce_as_on_gpus(self) -> None:
+        extended = self.extended
+        extended._local_device_type = "GPU"
+        addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+        extended._agree_on_collectives(addresses)
+        for operations in (extended._cross_device_ops, extended._host_cross_device_ops):
+            extended._watch_collectives(operations)
+
+
+def _horovod() -> tf.distribute.Strategy:
+    with mock.patch.object(horovod, "device_of_rank", return_value="/device:CPU:1"):
+        return tfparallel.HorovodStrategy()
+
+
+def _parameter_server(**options) -> tf.distribute.Strategy:
+    """A worker with two stand-ins for GPUs, a server, and this process, which is their chief."""
+    _made_for_chief.append(ServerProcesses(num_workers=1, num_ps=1, **{LOGICAL_CPUS_VARIABLE: "3"}))
+    os.environ.update(_made_for_chief[0].environment("chief", 0))
+    choose = ParameterServerCluster.worker_devices
+    stand_ins = mock.patch.object(
+        ParameterServerCluster, "worker_devices", lambda self: tuple(x[1:] for x in choose(self))
+    )
+    stand_ins.start()  # the strategy asks again
+    return tfparallel.ParameterServerStrategy(**options)
+
+
+def _four_gpus(*axes: str) -> keras.distribution.DeviceMesh:
+    return keras.distribution.DeviceMesh((2, 2), axes, [f"cpu:{i}" for i in range(1, 5)])
+
+
+MAKE = {
+    "multi_worker": _WorkersOverNccl,
+    "horovod": _horovod,
+    "parameter_server_sync": lambda: _parameter_server(mode="sync"),
+    "parameter_server_async": lambda: _parameter_server(mode="async", max_staleness=0),
+    "hybrid": lambda: tfparallel.HybridStrategy(
+        _four_gpus("data", "pipeline"),
+        pipeline=tfparallel.PipelineOptions(num_microbatches=4, batch_norm="per_microbatch"),
+    ),
+    "hybrid_shards": lambda: tfparallel.HybridStrategy(_four_gpus("data", "shard")),
+}
+_made_for_chief: list[ServerProcesses] = []
+_made: list[tf.distribute.Strategy] = []
+
+
+def answer(model: str | None, size: str) -> dict:
+    if model is None:
+        return vars(audit(_gathering(_made[0])))
+    if isinstance(_made[0], tfparallel.ParameterServerStrategy):  # its chief has no GPU
+        return vars(audit(*step_graph(_made[0], model, SIZES[size]), default="/device:CPU:0"))
+    with tf.device(GPUS[0]):  # where TensorFlow puts what nobody places, if there are GPUs
+        return vars(audit(*step_graph(_made[0], model, SIZES[size])))
+
+
+def _gathering(strategy: tf.distribute.Strategy) -> tf.Graph:
+    strategy.reduce_as_on_gpus()
+    gather = tf.function(strategy.extended._gather_rows, autograph=False)
+    return gather.get_concrete_function(tf.TensorSpec([None, 3])).graph
+
+
+def begin() -> None:
+    open_logical_cpus(NUM_CPUS[sys.argv[1]])
+    keras.utils.set_random_seed(0)
+    _made.append(MAKE[sys.argv[1]]())
+
+
+if __name__ == "__main__":
+    answer_requests(answer, begin)

@@ -1,0 +1,91 @@
+"""Two processes share the state beside what each computes with: training is that of one device."""
+
+import functools
+
+import pytest
+
+from tests.hybrid.matrix_of_shares import CELLS
+from tests.multi_process.pool import (
+    WorkerFailure,
+    WorkerPool,
+    cluster_environments,
+    horovod_environments,
+)
+
+WORKER = ["-m", "tests.hybrid.worker_of_shares"]
+SIZES = [{"shard": 2, "model": 2}, {"shard": 2, "pipeline": 2}]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Gives a pool of two processes with so many logical CPUs each."""
+
+    @functools.cache
+    def pool(devices=2, of=cluster_environments):
+        pools.append(WorkerPool([*WORKER, str(devices)], functools.partial(of, 2)))
+        return pools[-1]
+
+    pools: list[WorkerPool] = []
+    yield pool
+    for each in pools:
+        each.close()
+
+
+def ask(pool, kind, **request):
+    return pool.ask({"kind": kind, **request}, timeout_s=870)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "optimizer"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_process_has_all_weights_and_half_of_each_slot(workers, sizes, shard):
+    """But for what is too small to be cut evenly."""
+    for reply in ask(workers(), "stored", sizes=sizes, shard=shard):
+        assert reply["weights"] == 1
+        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("axis", ["model", "pipeline"])
+def test_rows_are_divided_inside_of_a_process_too(workers, axis):
+    sizes = {"shard": 2, "data": 2, axis: 2}
+    for reply in ask(workers(4), "stored", sizes=sizes, shard="gradients"):
+        assert reply["weights"] == 2
+        assert reply["slots"] == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_ranks_of_horovod_share_the_slots(workers, sizes):
+    pytest.importorskip("horovod.tensorflow")
+    pool = workers(2, horovod_environments)
+    for reply in ask(pool, "stored", sizes=sizes, shard="gradients", transport="horovod"):
+        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="; ".join)
+def test_a_cell_trains_as_one_device_does(workers, tmp_path, cell):
+    ask(workers(), "cell", folder=str(tmp_path / "backup"), cell=list(cell))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_files_have_whole_slots(workers, tmp_path, sizes):
+    ask(workers(), "files", folder=str(tmp_path / "model"), sizes=sizes)
+
+
+@pytest.mark.parametrize("in_what", ["mesh", "layout"])
+def test_processes_that_differ_are_told_before_anything_is_made(workers, in_what):
+    for reply in ask(workers(), "differs", in_what=in_what):
+        assert "All workers must agree when they make a HybridStrategy" in reply["told"]
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adafactor"])
+def test_optimizers_that_look_at_whole_weights_are_refused(workers, optimizer):
+    for reply in ask(workers(), "refused", optimizer=optimizer):
+        assert f"treats each number alike. Received: {optimizer}" in reply["told"]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_process_that_ends_is_named(workers, sizes):
+    with pytest.raises(WorkerFailure) as failure:
+        ask(workers(), "lost", sizes=sizes, rank=1)
+    told = str(failure.value).partition("worker 0:")[2].partition("worker 1:")[0]
+    assert "rank 1" in told.lower()

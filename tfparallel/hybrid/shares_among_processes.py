@@ -1,0 +1,291 @@
+"""Shards over processes, each of which computes with a pipeline, or with groups of devices.
+
+                         rank 0                                     rank 1
+    a step               its rows, all layers                       its rows, all layers
+    gradients            summed over both
+    an update            pieces 0 of all weights, with their        pieces 1, with theirs
+                         slots, which nobody else has
+    behind it            all pieces are gathered: each has all weights
+
+Processes meet where a step has its gradients, and where it has updated its pieces: no stage of a
+pipeline and no layer waits for another process.
+
+Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 and 2.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.collectives import Collectives
+from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
+from tfparallel.hybrid.numbers_of_processes import known_finite, numbers_of_all
+from tfparallel.hybrid.pieces_of_parts import (
+    PiecesOfParts,
+    PlaceOfPart,
+    gathered,
+    summed_and_scattered,
+)
+from tfparallel.hybrid.pieces_of_processes import (
+    GroupSlot,
+    GroupWeight,
+    SlotInPieces,
+    StageSlot,
+    StageWeight,
+    WeightInPieces,
+)
+from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
+from tfparallel.hybrid.shards import HoldsShards
+from tfparallel.internals import BaseOptimizer, distribute_lib
+from tfparallel.internals.keras_layers import trained_by
+from tfparallel.mesh import Mesh
+from tfparallel.pipeline.extended import Homes
+from tfparallel.replicas.axis_of_processes import Gradient
+from tfparallel.replicas.drawn_values import Drawn
+from tfparallel.replicas.elementwise import is_elementwise
+from tfparallel.replicas.optimizer_hooks import GradientSource, build_optimizer
+from tfparallel.sharded.options import Sharding
+from tfparallel.sharded.shard_view import GlobalNumbers, shard_view
+from tfparallel.tensor_parallel.drawn_pieces import NewPieces
+from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
+from tfparallel.tensor_parallel.gradients import in_parts, sum_parts
+from tfparallel.tensor_parallel.known_parts import known_parts
+from tfparallel.tensor_parallel.rows import Rows
+from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
+
+
+class SharesAmongProcesses(HoldsShards):
+    """Mixed into an extended of a process that has others around it, which share the state."""
+
+    _weight_class: type[WeightInPieces]
+    _slot_class: type[SlotInPieces]
+
+    @property
+    def between_processes(self) -> Collectives:
+        """The collectives of those that share the state."""
+        assert self._workers is not None
+        return self._workers._collectives
+
+    # ---- where variables live --------------------------------------------------------------------
+
+    @property
+    def _pieces_of_part(self) -> int:
+        return self._num_workers
+
+    @property
+    def _split_class(self) -> type[SplitVariable]:  # type: ignore[override]
+        is_slot = getattr(self._thread, "leader", None) is not None
+        return self._slot_class if is_slot else self._weight_class
+
+    def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
+        leader, is_weight = kwargs.get("colocate_with"), self._shape_of_weight(kwargs) is not None
+        has_pieces = isinstance(leader, WeightInPieces) and leader.pieces_of_parts is not None
+        self._thread.leader = leader if has_pieces else None
+        try:
+            variable = super()._create_variable(next_creator, **kwargs)
+        finally:
+            self._thread.leader = None
+        if isinstance(variable, SlotInPieces) and isinstance(leader, WeightInPieces):
+            variable.beside(leader)
+        elif isinstance(variable, WeightInPieces) and is_weight and self._is_cut(variable):
+            variable.cut_over(self._num_workers, self._id_in_cluster)
+        return variable
+
+    def _is_cut(self, weight: SplitVariable) -> bool:
+        smallest = min(weight.rows.sizes) // weight.rows.blocks
+        return self._is_large(weight.shape.as_list()) and smallest >= self._num_workers
+
+    def _new_pieces(self, value: tf.Tensor | Drawn, stored: Rows, leader: object) -> NewPieces:
+        cut = leader.pieces_of_parts if isinstance(leader, WeightInPieces) else None
+        return super()._new_pieces(value, stored, leader) if cut is None else _OwnNew(value, cut)
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _new_noise_probe(self) -> None:
+        """None: a process has its pieces of the sums only."""
+
+    def _scattered_among_processes(self, places: Sequence[PlaceOfPart | None], sums: list) -> list:
+        """Sums over processes of those of this one; where there is a place, its piece only."""
+        cut = {k: place for k, place in enumerate(places) if place is not None}
+        rest = [k for k, place in enumerate(places) if place is None]
+        whole = self._sum_gradients_across_workers([sums[k] for k in rest], None)
+        results = dict(zip(rest, whole, strict=True))
+        with tf.device(self._host_device):
+            own = [sums[k] for k in cut]
+            pieces = summed_and_scattered(self.between_processes, list(cut.values()), own)
+        results.update(zip(cut, pieces, strict=True))
+        return [results[k] for k in range(len(sums))]
+
+    # ---- how a variable is updated ---------------------------------------------------------------
+
+    def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
+        return known_finite(super()._optimizer_hooks(optimizer))
+
+    def _apply_reduced(
+        self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
+    ) -> object:
+        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
+        own = list(variables or trained_by(optimizer))
+        pairs = list(zip(gradients, own, strict=False))
+        weights = [split_of(v) for g, v in pairs if g is not None]
+        cut = [w for w in weights if isinstance(w, WeightInPieces) and w.pieces_of_parts]
+        if not cut or len(own) != len(gradients):  # Keras refuses the latter
+            return super()._apply_reduced(apply, gradients, variables)
+        check_updates_pieces(optimizer, [v for g, v in pairs if g is not None])
+        build_optimizer(optimizer, own)
+        with shard_view(GlobalNumbers(None, None)):
+            gradients = [_in_pieces(gradient, variable) for gradient, variable in pairs]
+            numbers = numbers_of_all(optimizer, gradients, own, self._sum_over_processes)
+        for weight in cut:
+            weight.take()
+        with shard_view(numbers):
+            super()._apply_reduced(apply, gradients, variables)
+        self._publish(cut)
+        return None
+
+    def _sum_over_processes(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Of what all replicas of a process have alike; called in a replica context."""
+
+        def merge(_: tf.distribute.Strategy, numbers: object) -> tf.Tensor:
+            return self._sum_across_workers(self._local_results(numbers)[0])
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=(numbers,))
+
+    def _publish(self, weights: Sequence[WeightInPieces]) -> None:
+        """Ends an update: every process gets the pieces of all."""
+
+        def merge(_: tf.distribute.Strategy) -> None:
+            places = [place for weight in weights for place in weight.places_of_parts()]
+            updated = [piece for weight in weights for piece in weight.updated()]
+            with tf.device(self._host_device):
+                parts = iter(gathered(self.between_processes, places, updated))
+            for weight in weights:
+                weight.publish([next(parts) for _ in weight.rows.sizes])
+
+        distribute_lib.get_replica_context().merge_call(merge)
+
+
+class GroupsOfProcessesExtended(SharesAmongProcesses, ShardedGroupsExtended):
+    """Groups of devices in a process that shares copies of the state with others."""
+
+    _weight_class, _slot_class = GroupWeight, GroupSlot
+
+    def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
+        """The sums of parts over replicas, and of pieces of them over processes."""
+        places = [place for own, v in zip(parts, variables, strict=True) for place in _places(v)]
+        firsts = [variable.rows.first for variable in variables]
+        scattered = functools.partial(self._scattered_among_processes, places)
+        return sum_parts(parts, firsts, self._groups, scattered)
+
+
+class PipelinesOfProcessesExtended(SharesAmongProcesses, PipelinesOfGroupsExtended):
+    """Pipelines in a process that shares copies of the state with others."""
+
+    _weight_class, _slot_class = StageWeight, StageSlot
+    _scattering: list[PlaceOfPart | None] | None = None  # of sums on their way to processes
+
+    def _sum_over_pipelines(
+        self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
+    ) -> list:
+        if source is None or homes is None:
+            return super()._sum_over_pipelines(sums, source, homes)
+        self._scattering = list(_places_among(sums[0], source.variables))
+        try:
+            return super()._sum_over_pipelines(sums, source, homes)
+        finally:
+            self._scattering = None
+
+    def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
+        places, self._scattering = self._scattering, None
+        if places is None:
+            return super()._sum_gradients_across_workers(gradients, source)
+        return self._scattered_among_processes(places, gradients)
+
+
+class _OwnNew(NewPieces):
+    """What this process has of a slot under creation."""
+
+    def __init__(self, value: tf.Tensor | Drawn, cut: PiecesOfParts):
+        super().__init__(value, cut.every)
+        self._pieces = cut
+
+    def piece(self, index: int, device: str) -> tf.Tensor:
+        """As the base's, of pieces of this process."""
+        return super().piece(index * self._pieces.count + self._pieces.index, device)
+
+
+def check_keeps_weights(mesh: Mesh, sharding: Sharding) -> None:
+    """Refuses weights in pieces, as no stage and no layer waits for another process, and the host.
+
+    Raises:
+        NotImplementedError: for the host.
+        ValueError: for weights in pieces, saying what to take.
+    """
+    if sharding.host is not None:
+        raise NotImplementedError(
+            "Where processes share the state beside a pipeline or an axis of the model, it is on "
+            f"devices. Received: host={sharding.host!r}, on a mesh of {mesh}. Leave `host` out."
+        )
+    if sharding.shard == "parameters":
+        raise ValueError(
+            "Beside a pipeline or an axis of the model, processes gather weights once a step, and "
+            f"keep them whole. Received: shard='parameters', on a mesh of {mesh}. Take "
+            "Sharding('gradients'), or name 'data' over the processes, and 'shard' behind it."
+        )
+
+
+def check_updates_pieces(optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> None:
+    """Refuses an update that has to look at whole weights.
+
+    Raises:
+        NotImplementedError: naming the optimizer, or the weights that have a constraint.
+    """
+    constrained = [v.path for v in variables if getattr(v, "constraint", None) is not None]
+    if is_elementwise(optimizer) and not constrained:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    received = f"a constraint of {constrained}" if constrained else type(inner).__name__
+    raise NotImplementedError(
+        "Where processes share the state beside a pipeline or an axis of the model, each updates "
+        f"its pieces of weights, by an optimizer that treats each number alike. Received: "
+        f"{received}. Name an axis 'data' over the processes, and 'shard' behind it."
+    )
+
+
+def _in_pieces(
+    gradient: Gradient | None, variable: keras.Variable
+) -> Gradient | GradientInParts | None:
+    """The gradient of all rows as this process's pieces, if `variable` is in pieces."""
+    weight = split_of(variable)
+    if gradient is None or not isinstance(weight, WeightInPieces) or not weight.pieces_of_parts:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return GradientInParts(weight, slices=gradient)
+    cut, known = weight.pieces_of_parts, known_parts(gradient)
+    if known is not None and known[0] == cut.own:
+        return GradientInParts(weight, known[1])
+    pieces = []  # where all was summed: no Keras step was traced
+    for k, part in enumerate(in_parts(gradient, weight) or []):
+        with tf.device(part.device):
+            pieces.append(cut.own_of(k, part))
+    return GradientInParts(weight, pieces)
+
+
+def _places(variable: SplitVariable) -> list[PlaceOfPart | None]:
+    """Of each part of a variable; None where that is not in pieces."""
+    if isinstance(variable, WeightInPieces) and variable.pieces_of_parts is not None:
+        return [*variable.places_of_parts()]
+    return [None] * len(variable.rows.sizes)
+
+
+def _places_among(sums: Sequence, variables: Sequence) -> Iterator[PlaceOfPart | None]:
+    """Of each of some sums: of a dense gradient of a variable in parts there is one for each."""
+    position = 0
+    for variable in variables:
+        split, is_sparse = split_of(variable), isinstance(sums[position], tf.IndexedSlices)
+        places = [None] if split is None or is_sparse else _places(split)
+        yield from places
+        position += len(places)
