@@ -5,7 +5,7 @@ Where nobody has a whole, the two halves of an all-reduce:
     reduce-scatter    device i has terms [ a_i | b_i ]    ->  device 0: sum a_i    device 1: sum b_i
     all-gather        device 0: a    device 1: b          ->  each device: [ a | b ]
 
-Each is the other's gradient. Devices that are those of ranks exchange through `Ranks`.
+Each is the other's gradient. Devices that are those of ranks exchange through `ModelRanks`.
 
 Source: sequence parallelism, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198
 """
