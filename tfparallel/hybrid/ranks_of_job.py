@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
-from tfparallel.tensor_parallel.ranks import Ranks
+from tfparallel.tensor_parallel.ranks import ModelRanks
 
 
 def job_of_ranks(
@@ -63,7 +63,7 @@ def job_of_ranks(
     return job
 
 
-def ranks_of(job: MultiWorkerExtended) -> Ranks:
+def ranks_of(job: MultiWorkerExtended) -> ModelRanks:
     """The same processes, as they exchange in a step."""
     assert job._ring_all_reduce is not None
-    return Ranks(job._ring_all_reduce, job._agreement, job._host_device)
+    return ModelRanks(job._ring_all_reduce, job._agreement, job._host_device)

@@ -129,7 +129,8 @@ class TensorParallelStrategy(KerasStrategy):
         device_mesh: keras.distribution.DeviceMesh | None,
         sequence_parallel: bool,
     ) -> None:
-        devices = [f"{name}/device:CPU:0" for name in job._task_names]
+        of_rank = job.worker_devices[0].rpartition("/")[2]
+        devices = [f"{name}/{of_rank}" for name in job._task_names]
         layouts = _layouts(
             layout,
             batch_dim_name,

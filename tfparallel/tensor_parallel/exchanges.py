@@ -5,7 +5,7 @@ Where nobody has a whole, the two halves of an all-reduce:
     reduce-scatter    device i has terms [ a_i | b_i ]    ->  device 0: sum a_i    device 1: sum b_i
     all-gather        device 0: a    device 1: b          ->  each device: [ a | b ]
 
-Each is the other's gradient. Devices that are those of ranks exchange through `Ranks`.
+Each is the other's gradient. Devices that are those of ranks exchange through `ModelRanks`.
 
 Source: sequence parallelism, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198
 """
@@ -94,7 +94,7 @@ def copy_on_each(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
 
 
 def sum_of(terms: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
-    """The sum of `terms`, one on each device, on the first; on all, where they are ranks'."""
+    """The sum of `terms`, one on each device, on the first of them; on all of ranks."""
     ranks = ranks_of_caller()
     if ranks is None:
         with tf.device(devices[0]):

@@ -17,7 +17,7 @@ from tfparallel.internals import TrainerCall, numpy_dataset
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.layouts import Layouts
-from tfparallel.tensor_parallel.ranks import Ranks, is_in_step
+from tfparallel.tensor_parallel.ranks import ModelRanks, is_in_step
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.variable_of_ranks import VariableOfRanks
 
@@ -41,7 +41,7 @@ class TensorParallelOverRanks(TensorParallelExtended):
         container_strategy: tf.distribute.Strategy,
         layouts: Layouts,
         job: AxisOfProcesses,
-        ranks: Ranks,
+        ranks: ModelRanks,
     ):
         super().__init__(container_strategy, layouts)
         self._job, self.ranks = job, ranks

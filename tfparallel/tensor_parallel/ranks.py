@@ -11,8 +11,8 @@ exchange their own ones, so that what meets is right on all of them:
               whole                                    whole
 
 What is computed of stand-ins alone leads nowhere, and TensorFlow prunes it. So a graph says what
-that of one controller says. `_Step.finish` looks at what is left when a step is traced: collectives
-get the order of the program, and anything that would still read a stand-in is an error.
+that of one controller says. When a step is traced, `_TracedStep.finish` looks at what is left:
+collectives get the order of the program, and anything that would still read a stand-in is an error.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from tfparallel.tensor_parallel.rows import Rows
 _thread = threading.local()
 
 
-def ranks_of_caller() -> "Ranks | None":
+def ranks_of_caller() -> "ModelRanks | None":
     """The ranks whose step the caller traces or runs; None where one process has all parts."""
     return getattr(_thread, "ranks", None)
 
 
-class Ranks:
+class ModelRanks:
     """The ranks of a job, which have a part of each split tensor each, in the order of ranks.
 
     Args:
@@ -74,7 +74,7 @@ class Ranks:
                 if tf.executing_eagerly():
                     return function(*args, **kwargs)
                 before = _step()
-                _thread.step = _Step(self._reduction, self._agreement)
+                _thread.step = _TracedStep(self._reduction, self._agreement)
                 try:
                     result = function(*args, **kwargs)
                     _thread.step.finish(result)
@@ -146,7 +146,7 @@ def in_graph_of_step() -> Iterator[None]:
         yield
 
 
-def _step() -> "_Step | None":
+def _step() -> "_TracedStep | None":
     return getattr(_thread, "step", None)
 
 
@@ -160,7 +160,7 @@ class _Call(NamedTuple):
     what: str
 
 
-class _Step:
+class _TracedStep:
     """A step while it is traced.
 
     Attributes:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.tensor_parallel.known_parts import cut_apart
-from tfparallel.tensor_parallel.ranks import Ranks, in_graph_of_step
+from tfparallel.tensor_parallel.ranks import ModelRanks, in_graph_of_step
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
@@ -19,7 +19,7 @@ class VariableOfRanks(SplitVariable):
     worker_bounds = None  # ranks write no shards of files: rank 0 writes wholes, which all gather
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> ModelRanks:
         return self.distribute_strategy.extended.ranks
 
     @property
