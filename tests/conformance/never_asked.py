@@ -27,7 +27,7 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
         "models.nested",
         "models.nested_with_state",
     ),
-    "workers over the ring": ("custom_training.loop_without_run",),
+    "workers over the ring": (),
     "ranks of Horovod": ("custom_training.loop_without_run",),
     "synchronous parameter servers": (),
     "asynchronous parameter servers": (
