@@ -265,6 +265,7 @@ _ASYNCHRONOUS = {
     **_ONE_REPLICA,
     "dropout.": "which worker takes a batch, and so draws its mask, is decided by the clock",
     "compilation.": "XLA is refused, as the variables are elsewhere",
+    "checking.a_step_is_drawn": "the chief does not see what workers compute: docs/measure.md",
     "custom_training.optimizer_in_a_branch": "refused, as servers do not know which branch runs: "
     "tests/parameter_server/test_effects.py",
     "unbuilt.compiled_again": "XLA is refused, as the variables are elsewhere",
