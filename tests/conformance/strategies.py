@@ -265,8 +265,9 @@ _ASYNCHRONOUS = {
     **_ONE_REPLICA,
     "dropout.": "which worker takes a batch, and so draws its mask, is decided by the clock",
     "compilation.": "XLA is refused, as the variables are elsewhere",
-    "custom_training.optimizer_in_a_branch": "open since 2026-11-25: a step too many is applied, "
-    "without a word",
+    "checking.a_step_is_drawn": "the chief does not see what workers compute: docs/measure.md",
+    "custom_training.optimizer_in_a_branch": "refused, as servers do not know which branch runs: "
+    "tests/parameter_server/test_effects.py",
     "unbuilt.compiled_again": "XLA is refused, as the variables are elsewhere",
     "inputs.run_eagerly": "workers cannot run Python",
     "layer_state.eagerly": "workers cannot run Python",

@@ -153,7 +153,8 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             in_order = [restored.get(i) for i in range(len(gradients))]
             super(AsyncParameterServerExtended, self)._apply_reduced(apply, in_order, variables)
 
-        effects.defer(tensors, devices, carry_out)
+        what = f"optimizer '{optimizer.name}', applied"
+        effects.defer(what, tensors, devices, carry_out)
         return None
 
     def _hand_in(

@@ -116,9 +116,28 @@ class Effects:
         return self._add(variable, delta, self.read(variable, read) + delta)
 
     def defer(
-        self, tensors: Sequence, devices: Sequence[str], carry_out: Callable[[list], object]
+        self,
+        what: str,
+        tensors: Sequence,
+        devices: Sequence[str],
+        carry_out: Callable[[list], object],
     ) -> None:
-        """Any other change, as `Effect` describes it."""
+        """Any other change, as `Effect` describes it.
+
+        Args:
+            what: is changed, for an error.
+
+        Raises:
+            NotImplementedError: in a branch, a loop or a function of its own within the step, of
+                which servers, which make the change, do not know whether it runs.
+        """
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise NotImplementedError(
+                "A step on behalf of a worker makes changes outside of conditions, loops and "
+                f"functions of its own, under mode='async'. Received: {what} inside of one. "
+                "Compute values there and assign them outside; to update every k-th step, apply "
+                "the optimizer in each step and give it gradient_accumulation_steps=k."
+            )
         self.effects.append(Effect(list(tensors), list(devices), carry_out))
 
     def keep(self, slot: Remembered, tensor: tf.Tensor) -> None:
@@ -132,13 +151,8 @@ class Effects:
     def _record(
         self, variable: tf.Variable, tensor: tf.Tensor, carry_out: Callable, value: tf.Tensor
     ) -> None:
-        if tensor.graph is not self._graph:
-            raise NotImplementedError(
-                "A step on behalf of a worker assigns outside of conditions and loops, under "
-                f"mode='async'. Received: variable '{variable.name}', assigned inside of one. "
-                "Compute the value there and assign it outside, or use mode='sync'."
-            )
-        self.defer([tensor], [first_copy(variable).device], carry_out)
+        what = f"variable '{variable.name}', assigned"
+        self.defer(what, [tensor], [first_copy(variable).device], carry_out)
         self._values[id(variable)] = value
         self._seen.append(variable)
 
