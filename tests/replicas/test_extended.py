@@ -145,7 +145,8 @@ def test_sparse_gradients_meet_by_copies_where_collectives_add_up_the_rest(reduc
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
     extended, ring = strategy.extended, tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-    extended._user_cross_device_ops = CollectiveAllReduce(extended._devices, 2, options)
+    keys = extended._collective_keys  # other groups of this process have theirs
+    extended._user_cross_device_ops = CollectiveAllReduce(extended._devices, 2, options, keys)
     ragged = tf.constant([[0, 0], [1, 3]], tf.int64)  # of the table's rows, those of each replica
 
     @tf.function

@@ -12,6 +12,10 @@ from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended
 from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
+from tfparallel.hybrid.shares_among_processes import (
+    GroupsOfProcessesExtended,
+    PipelinesOfProcessesExtended,
+)
 from tfparallel.parameter_server.async_extended import AsyncParameterServerExtended
 from tfparallel.parameter_server.sync_extended import SyncParameterServerExtended
 from tfparallel.pipeline.extended import PipelineExtended
@@ -25,21 +29,25 @@ from tfparallel.sharded.in_one_process import LocalShardedExtended
 from tfparallel.sharded.unit_gathers import UnitGathers
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.found_layouts import PutsInParts
+from tfparallel.tensor_parallel.over_ranks import TensorParallelOverRanks
 from tfparallel.tpu.extended import KerasTPUExtended
 
 OURS = (
     AsyncParameterServerExtended,
     CentralStorageExtended,
+    GroupsOfProcessesExtended,
     HorovodExtended,
     LocalShardedExtended,
     MirroredLocalExtended,
     MultiWorkerExtended,
     PipelineExtended,
     PipelinesOfGroupsExtended,
+    PipelinesOfProcessesExtended,
     RanksShardedExtended,
     ShardedGroupsExtended,
     SyncParameterServerExtended,
     TensorParallelExtended,
+    TensorParallelOverRanks,
     WorkersShardedExtended,
 )
 DECLARED = [
@@ -48,6 +56,7 @@ DECLARED = [
     (MultiWorkerExtended, AxisOfProcesses),
     (KerasTPUExtended, KnownInReplicas),
     (TensorParallelExtended, PutsInParts),
+    (TensorParallelOverRanks, PutsInParts),
     (PipelinesOfGroupsExtended, PutsInParts),
     (ShardedGroupsExtended, PutsInParts),
     (LocalShardedExtended, UnitGathers),

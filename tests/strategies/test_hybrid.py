@@ -250,11 +250,6 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
             ValueError,
             "'shard' or 'data'",
         ),
-        (
-            lambda: HybridStrategy(mesh(data=2, pipeline=2), shard=Sharding(host="optimizer")),
-            NotImplementedError,
-            "host='optimizer'",
-        ),
         (lambda: two_pipelines(0), ValueError, "num_microbatches"),
     ],
 )

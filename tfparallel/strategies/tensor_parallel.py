@@ -115,7 +115,8 @@ class TensorParallelStrategy(KerasStrategy):
             layout,
             batch_dim_name,
             device_mesh,
-            lambda mesh, name: mesh_groups(mesh or _all_devices(of_cluster), name, of_cluster),
+            of_cluster,
+            lambda mesh, name: mesh_groups(mesh, name, of_cluster),
         )
         layouts.cuts_sequences = sequence_parallel
         extended = TensorParallelExtended(self, layouts, reports)
@@ -135,9 +136,8 @@ class TensorParallelStrategy(KerasStrategy):
             layout,
             batch_dim_name,
             device_mesh,
-            lambda mesh, name: group_of_ranks(
-                mesh or _all_devices(devices), name, devices, job._id_in_cluster
-            ),
+            devices,
+            lambda mesh, name: group_of_ranks(mesh, name, devices, job._id_in_cluster),
         )
         layouts.cuts_sequences = sequence_parallel
         extended = TensorParallelOverRanks(self, layouts, job, ranks_of(job))
@@ -187,12 +187,13 @@ def _layouts(
     layout: Layout,
     batch_dim_name: str | None,
     device_mesh: keras.distribution.DeviceMesh | None,
-    groups_of: Callable[[keras.distribution.DeviceMesh | None, str | None], MeshGroups],
+    of_cluster: Sequence[str] | None,
+    groups_of: Callable[[keras.distribution.DeviceMesh, str | None], MeshGroups],
 ) -> Layouts:
     """What `layout` says of the groups that `groups_of` makes of a mesh and its batch's axis."""
     make_layouts = _made_without_mesh(layout)
     if make_layouts is not None:
-        return make_layouts(groups_of(device_mesh, batch_dim_name))
+        return make_layouts(groups_of(device_mesh or _all_devices(of_cluster), batch_dim_name))
     if device_mesh is not None:
         raise ValueError(
             "device_mesh is for 'auto', 'branches' and a dict; a LayoutMap has its own. "
