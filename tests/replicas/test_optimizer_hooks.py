@@ -2,33 +2,16 @@
 
 import keras
 import pytest
-import tensorflow as tf
 
 import tfparallel
+from tests.conformance.cases.custom_training import StopsAfterThreeSteps
 from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel.replicas.optimizer_hooks import GradientSource
 
 
-class EverySecondStep(keras.Sequential):
-    """As programs for one device accumulate gradients."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_weights)
-
-        def update():
-            self.optimizer.apply(gradients, self.trainable_weights)
-            return 0
-
-        tf.cond(self.optimizer.iterations % 2 == 0, update, lambda: 0)
-        return {"loss": loss}
-
-
 def trained(strategy):
     def build():
-        return EverySecondStep([keras.Input((6,)), keras.layers.Dense(3)])
+        return StopsAfterThreeSteps([keras.Input((6,)), keras.layers.Dense(3)])
 
     def data(rows):
         x, _ = tiny_data(rows)

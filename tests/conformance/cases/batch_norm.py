@@ -92,7 +92,8 @@ class BuiltByItsStep(ATrainStep, keras.Model):
     def __init__(self):
         super().__init__()
         normalization = keras.layers.BatchNormalization(synchronized=True)
-        self.inner = keras.Sequential([normalization, keras.layers.Dense(3)])
+        before, after = keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)
+        self.inner = keras.Sequential([before, normalization, after])
 
     def outputs_of(self, x):
         return self.inner(x, training=True)
