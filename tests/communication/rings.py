@@ -51,7 +51,9 @@ def connect_all(
     small_bytes: int | None = AMONG_PARTNERS,
     answer_s: float = 30.0,
     names=(),
+    hosts=(),
 ) -> list[Ring]:
+    """Rings of threads, on `host`, or on the host of each rank in `hosts`, hosts first."""
     board = Board(num_workers)
 
     def connect(rank):
@@ -59,13 +61,19 @@ def connect_all(
         return connect_ring(
             rank,
             num_workers,
-            host,
+            hosts[rank] if hosts else host,
             exchange,
             timeout_s,
             tasks=TASKS,
             small_bytes=small_bytes,
             answer_s=answer_s,
             names=names,
+            hosts_first=bool(hosts),
         )
 
     return on_all(num_workers, connect)
+
+
+def hosts_of(num_hosts: int, num_ranks: int) -> list[str]:
+    """Addresses of this machine, as of hosts, for `num_ranks` ranks on each, in turns."""
+    return [f"127.0.0.{1 + i}" for i in range(num_hosts)] * num_ranks

@@ -8,16 +8,20 @@ import threading
 import numpy as np
 import pytest
 
-from tests.communication.rings import AROUND, Board, connect_all, on_all
+from tests.communication.rings import AROUND, Board, connect_all, hosts_of, on_all
 from tfparallel.communication import ring_opening
 from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
 from tfparallel.communication.ring import SEGMENT_BYTES, Ring
+from tfparallel.communication.ring_of_hosts import RingOfHosts, equal_groups
 from tfparallel.communication.ring_opening import connect_ring
 
+HOSTS = {"2x2": hosts_of(2, 2), "3x2": hosts_of(3, 2), "2x3": sorted(hosts_of(2, 3))}
 
-@pytest.fixture(params=[2, 3, 5])
+
+@pytest.fixture(params=[2, 3, 5, *HOSTS])
 def rings(request):
-    rings = connect_all(request.param, small_bytes=AROUND)
+    hosts = HOSTS.get(request.param, [])
+    rings = connect_all(len(hosts) or request.param, small_bytes=AROUND, hosts=hosts)
     yield rings
     for ring in rings:
         ring.close()
@@ -47,7 +51,7 @@ def test_every_worker_gets_the_same_bits(rings):
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_every_worker_gets_the_rows_of_all(rings, shape):
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(rows, *shape)) for rows in [0, 3, 1, 200_000, 2][: len(rings)]]
+    arrays = [rng.normal(size=(rows, *shape)) for rows in [0, 3, 1, 200_000, 2, 1][: len(rings)]]
     for gathered in on_all(len(rings), lambda rank: rings[rank].all_gather(arrays[rank])):
         np.testing.assert_array_equal(gathered, np.concatenate(arrays))
 
@@ -118,10 +122,55 @@ def test_a_reduce_scatter_sends_half_the_bytes_of_an_all_reduce(rings):
         before = [ring.bytes_sent for ring in rings]
         on_all(num_workers, lambda rank, name=name: getattr(rings[rank], name)(array))
         sent.append([ring.bytes_sent - b for ring, b in zip(rings, before, strict=True)])
-    greeting = 32
+    greeting = 32 * (2 if isinstance(rings[0], RingOfHosts) else 1)
     for reduced, scattered in zip(*sent, strict=True):
         assert scattered - greeting == array[1:].nbytes
         assert reduced - greeting == 2 * (scattered - greeting)
+
+
+def test_of_a_sum_only_what_a_host_has_summed_leaves_it():
+    """Two hosts of three ranks: what crosses is one array, and 5/3 of it in a ring of all."""
+    rings = connect_all(6, small_bytes=AROUND, hosts=HOSTS["2x3"])
+    array = np.ones(60_000, "float32")
+    before = [[ring._across.bytes_sent, ring.bytes_sent] for ring in rings]
+    on_all(6, lambda rank: rings[rank].all_reduce(array))
+    after = [[ring._across.bytes_sent, ring.bytes_sent] for ring in rings]
+    crossed, sent = np.sum(np.subtract(after, before)[:3], 0)  # of the first host
+    assert crossed == 3 * 32 + array.nbytes
+    assert sent == 6 * 32 + 3 * 2 * (6 - 1) / 6 * array.nbytes  # as in a ring of all
+    with rings[0].journal() as journal:
+        on_all(6, lambda rank: rings[rank].all_reduce(array))
+    assert {kind for kind, _, _ in journal.spans} == {"send", "receive"}
+    assert rings[0].times.spent_s > 0
+
+
+def test_hosts_of_unequal_numbers_have_one_ring():
+    assert equal_groups(["a", "b", "b", "a"]) == [[0, 3], [1, 2]]
+    for hosts in (["a", "b", "b"], ["a", "a"], ["a", "b"]):
+        assert equal_groups(hosts) == []
+    rings = connect_all(3, hosts=hosts_of(2, 2)[:3])
+    assert not any(isinstance(ring, RingOfHosts) for ring in rings)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter", "all_gather_each"])
+@pytest.mark.parametrize("size", [6, 60_000])
+def test_a_worker_of_a_host_that_ends_ends_all(call, size):
+    rings = connect_all(6, hosts=HOSTS["2x3"])
+    rings[4].close()
+    array = np.ones((6, size), "float32")
+    argument = [array] if call == "all_gather_each" else array
+    errors = on_all(6, lambda rank: getattr(rings[rank], call)(argument))
+    assert all(isinstance(error, OSError) for error in errors), errors
+    named = [str(error) for error in errors[3:4] + errors[5:]]
+    assert any("Rank 4 (/job:worker/task:3) has ended" in text for text in named), named
+
+
+def test_workers_of_hosts_in_different_collectives_are_told_so():
+    rings = connect_all(4, hosts=HOSTS["2x2"])
+    arrays = [np.ones(50_000 + (rank == 3), "float32") for rank in range(4)]
+    errors = on_all(4, lambda rank: rings[rank].all_reduce(arrays[rank]))
+    assert any(isinstance(error, CollectiveMismatchError) for error in errors), errors
+    assert all(isinstance(error, (CollectiveMismatchError, OSError)) for error in errors), errors
 
 
 def test_a_reduce_scatter_wants_a_row_for_each_worker():
@@ -286,7 +335,7 @@ def test_the_token_does_not_cross_the_network():
     rings = on_all(2, connect)
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(3)))
     np.testing.assert_array_equal(totals, 2 * np.ones((2, 3)))
-    assert len(tokens) == 2 and len(eavesdropper.heard) > 6 * (32 + 68 + 36) / 2
+    assert len(tokens) == 2 and len(eavesdropper.heard) > 4 * (32 + 68 + 36) / 2
     for token in tokens:
         assert token.encode() not in eavesdropper.heard
         assert bytes.fromhex(token) not in eavesdropper.heard

@@ -114,9 +114,9 @@ class Neighbours:
         return LinkTimes(self._spent_s, self._waited_s, self.bytes_sent)
 
     @contextlib.contextmanager
-    def journal(self) -> Iterator[LinkJournal]:
-        """Within it, what this worker sends and receives is noted."""
-        journal = LinkJournal(self.machine.now_s)
+    def journal(self, journal: LinkJournal | None = None) -> Iterator[LinkJournal]:
+        """Within it, what this worker sends and receives is noted, in `journal` or a new one."""
+        journal = journal or LinkJournal(self.machine.now_s)
         self._journal = self._sender.journal = self._partners.journal = journal
         try:
             yield journal
@@ -271,6 +271,9 @@ class Neighbours:
         try:
             yield
             self._spent_s += self.machine.now_s() - began
+        except PeerLostError:  # of a ring that is a part of this one
+            self.close()
+            raise
         except OSError as error:
             reason = self._is_previous_elsewhere() if self._is_apart else None
             reason = reason or self._peer_lost(error)

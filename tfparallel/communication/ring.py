@@ -21,6 +21,7 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 JPDC 2009; Gibiansky, "Bringing HPC techniques to deep learning", 2017.
 """
 
+import contextlib
 import math
 import struct
 import threading
@@ -30,6 +31,7 @@ import numpy as np
 
 from tfparallel.communication.alpha_beta import measured_costs, most_small_bytes
 from tfparallel.communication.doubling import all_reduce_exchanges
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.neighbours import GREETING_BYTES, Neighbours
 from tfparallel.communication.page_pool import PagePool
@@ -49,16 +51,31 @@ class Ring:
     Args:
         neighbours: this worker's connections to the next and the previous one, and to partners.
         small_bytes: up to so many are summed among partners; the same on all workers.
+
+    Attributes:
+        across: of this worker and those of the same rank in other rings, if each ring has a part of
+            the sum only: the chunk that `all_reduce` has summed here is summed there, too, before
+            it is handed out.
     """
 
     def __init__(self, neighbours: Neighbours, small_bytes: int = -1):
         self._neighbours = neighbours
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
         self.small_bytes = small_bytes
+        self.across: Ring | None = None
         self._exchanges = all_reduce_exchanges(self._rank, self._num_workers)
         self._scratch = bytearray(SEGMENT_BYTES)
         self._lock = threading.Lock()
-        self.close, self.journal = neighbours.close, neighbours.journal
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._neighbours.close()
+
+    def journal(
+        self, journal: LinkJournal | None = None
+    ) -> contextlib.AbstractContextManager[LinkJournal]:
+        """As of `Neighbours`."""
+        return self._neighbours.journal(journal)
 
     @property
     def num_workers(self) -> int:
@@ -111,6 +128,13 @@ class Ring:
                     received = self._scratch_for(flat[segment])
                     self._neighbours.receive(received)
                     np.add(flat[segment], received, out=total[segment])
+                    if self.across is None or step < self._num_workers - 2:
+                        send(total[segment])
+            if self.across is not None:
+                own = list(self._segments(flat, self._rank + 1))  # the chunk that is summed here
+                chunk = slice(own[0].start, own[-1].stop) if own else slice(0)
+                total[chunk] = self.across.all_reduce(total[chunk])
+                for segment in own:
                     send(total[segment])
             for step in range(self._num_workers - 1):
                 for segment in self._segments(flat, self._rank - step):
@@ -154,11 +178,7 @@ class Ring:
             ValueError: if `array` does not have a row for each worker.
             as `all_reduce`.
         """
-        if not array.shape or array.shape[0] != self._num_workers:
-            raise ValueError(
-                f"reduce_scatter needs a row for each of {self._num_workers} workers. Received: "
-                f"shape {array.shape}. (Rank {self._neighbours.names[self._rank]} is speaking.)"
-            )
+        self._check_rows(array)
         rows = np.ascontiguousarray(array).reshape(self._num_workers, -1)
         length = SEGMENT_BYTES // rows.itemsize
         segments = [slice(i, i + length) for i in range(0, rows.shape[1], length)]
@@ -222,8 +242,7 @@ class Ring:
         Raises:
             as `all_reduce`.
         """
-        # Half of what is small in a sum: around the ring a gather takes half as many messages.
-        if 2 * self._num_workers * sum(array.nbytes for array in arrays) <= self.small_bytes:
+        if self._is_gathered_among_partners(arrays):
             return self._gather_among_partners(arrays)
         results = [aligned_empty((self._num_workers, x.size), x.dtype) for x in arrays]
         for result, array in zip(results, arrays, strict=True):
@@ -238,6 +257,17 @@ class Ring:
                     self._neighbours.receive(result[(self._rank - step - 1) % self._num_workers])
             self._neighbours.flush()
         return [result.reshape(-1) for result in results]
+
+    def _check_rows(self, array: np.ndarray) -> None:
+        if not array.shape or array.shape[0] != self._num_workers:
+            raise ValueError(
+                f"reduce_scatter needs a row for each of {self._num_workers} workers. Received: "
+                f"shape {array.shape}. (Rank {self._neighbours.names[self._rank]} is speaking.)"
+            )
+
+    def _is_gathered_among_partners(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Half of what is small in a sum: around the ring a gather takes half as many messages."""
+        return 2 * self._num_workers * sum(array.nbytes for array in arrays) <= self.small_bytes
 
     def _gather_among_partners(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]

@@ -15,12 +15,15 @@ from tfparallel.communication.alpha_beta import SMALL_BYTES
 from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
 from tfparallel.communication.ring import Ring
+from tfparallel.communication.ring_of_hosts import RingOfHosts, equal_groups
 from tfparallel.coordination.listening import Door, listen
 from tfparallel.coordination.proof import introduce, key_of, until
 
 _TOKEN_BYTES = 16
 _GUEST = struct.Struct("<q")  # what a guest says: its rank, as a partner, or
 _PREVIOUS = -1
+_OPEN = "open a ring"
+NOTHING = -1  # is small
 
 
 def connect_ring(
@@ -34,6 +37,7 @@ def connect_ring(
     small_bytes: int | None = None,
     answer_s: float = 60.0,
     names: Sequence[int] = (),
+    hosts_first: bool = False,
 ) -> Ring:
     """Opens a ring between all workers, which call this together.
 
@@ -44,11 +48,13 @@ def connect_ring(
         host: where the other workers reach this one.
         exchange: `Agreement.exchange`: announces a value, returns all workers' values by rank.
         timeout_s, liveness, tasks, names: see `Neighbours`.
-        small_bytes: see `Ring`. If None, two workers measure their link for up to about 0.2 s,
-            longer only where single messages take longer. More of them would add in another order
-            each time they start, and a resumed training would not have the same bits: they take
-            `SMALL_BYTES`.
+        small_bytes: see `Ring`; `NOTHING` spares the connections to partners. If None, two workers
+            measure their link for up to about 0.2 s, longer only where single messages take longer.
+            More of them would add in another order each time they start, and a resumed training
+            would not have the same bits: they take `SMALL_BYTES`.
         answer_s: for all connections of this worker to be there. All others are when it begins.
+        hosts_first: where each host has equally many workers, more than one, they meet among
+            themselves before hosts meet (`RingOfHosts`).
 
     Raises:
         OSError: if a worker could not reach another. All workers raise, and say which ones failed.
@@ -58,10 +64,11 @@ def connect_ring(
     problem = None
     connections: dict[int, socket.socket] = {}
     to_next: list[socket.socket] = []
-    partners = {each.partner for each in all_reduce_exchanges(rank, num_workers)}
+    exchanges = all_reduce_exchanges(rank, num_workers) if small_bytes != NOTHING else []
+    partners = {each.partner for each in exchanges}
     expected = {_PREVIOUS, *(each for each in partners if each > rank)}
     with listen(host) as listener:
-        addresses = exchange("open a ring", [host, listener.getsockname()[1], token])
+        addresses = exchange(_OPEN, [host, listener.getsockname()[1], token])
         deadline = time.monotonic() + answer_s
         try:
             with _letting_in(listener, key_of(token), expected, deadline, connections):
@@ -83,7 +90,32 @@ def connect_ring(
     ring = Ring(neighbours, SMALL_BYTES if small_bytes is None else small_bytes)
     if small_bytes is None and num_workers == 2:
         ring.measure()
-    return ring
+    groups = equal_groups([host for host, *_ in addresses]) if hosts_first else []
+    if not groups:
+        return ring
+
+    def ring_of(ranks: Sequence[int], what: str) -> Ring:
+        def exchange_among(kind: str, value: object) -> list:
+            told = exchange(f"{kind} {what}", value)
+            return [told[each] for each in ranks] if kind == _OPEN else told  # problems are of all
+
+        return connect_ring(
+            ranks.index(rank),
+            len(ranks),
+            host,
+            exchange_among,
+            timeout_s,
+            liveness,
+            [tasks[each] for each in ranks] if tasks else (),
+            NOTHING,
+            answer_s,
+            names=ranks,
+        )
+
+    own = next(group for group in groups if rank in group)
+    within = ring_of(own, "within hosts")
+    across = ring_of([group[own.index(rank)] for group in groups], "across hosts")
+    return RingOfHosts(neighbours, ring.small_bytes, within, across, groups)
 
 
 @contextlib.contextmanager

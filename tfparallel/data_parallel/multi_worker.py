@@ -196,6 +196,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
                 self._watch,
                 self._task_names,
                 answer_s=silent_s,
+                hosts_first=True,
             )
         except PeerLostError:
             raise  # it was there, and has ended

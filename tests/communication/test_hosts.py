@@ -1,4 +1,4 @@
-"""Six ranks on hosts of two, three and one: network namespaces with a link between each two."""
+"""Six ranks on three hosts: network namespaces with a link between each two."""
 
 import subprocess
 import sys
@@ -7,23 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.communication.uneven_hosts_worker import SIZES, numbers
+from tests.communication.hosts_worker import SIZES, numbers
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import network  # noqa: E402
 
-RANKS_OF_HOSTS = (2, 3, 1)
-
 
 @pytest.mark.long
 @pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
-def test_collectives_of_six_ranks_on_three_uneven_hosts(tmp_path):
-    with network.meshed_hosts(len(RANKS_OF_HOSTS)) as hosts:
-        places = [h for h, ranks in zip(hosts, RANKS_OF_HOSTS, strict=True) for _ in range(ranks)]
+@pytest.mark.parametrize("ranks_of_hosts", [(2, 3, 1), (2, 2, 2)])
+def test_collectives_of_six_ranks_on_three_hosts(tmp_path, ranks_of_hosts):
+    with network.meshed_hosts(len(ranks_of_hosts)) as hosts:
+        places = [h for h, ranks in zip(hosts, ranks_of_hosts, strict=True) for _ in range(ranks)]
         addresses = [host.address for host in places]
-        module = "tests.communication.uneven_hosts_worker"
+        module = "tests.communication.hosts_worker"
         workers = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", module, str(rank), str(tmp_path), *addresses],

@@ -1,6 +1,6 @@
 """The program of a rank on one of several hosts: collectives of its own numbers, saved to a file.
 
-python -m tests.communication.uneven_hosts_worker RANK FOLDER ADDRESS...
+python -m tests.communication.hosts_worker RANK FOLDER ADDRESS...
 """
 
 import sys
@@ -41,7 +41,7 @@ def main() -> None:
     """Runs the rank."""
     rank, folder, addresses = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     exchange = exchange_by_files(rank, len(addresses), folder)
-    ring = connect_ring(rank, len(addresses), addresses[rank], exchange, 60.0)
+    ring = connect_ring(rank, len(addresses), addresses[rank], exchange, 60.0, hosts_first=True)
     results = {}
     for size in SIZES:
         own = numbers(rank, size)
