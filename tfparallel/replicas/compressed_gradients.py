@@ -237,7 +237,15 @@ class WorkersTransport:
         return [results[i] for i in range(len(tensors))]
 
     def _sum_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return self._extended._sum_list_across_workers(tensors)
+        """Nobody waits for anybody where no tensor has numbers, as is known when they are there."""
+
+        def sums() -> list[tf.Tensor]:
+            return self._extended._sum_list_across_workers(tensors)
+
+        if all(each.shape.is_fully_defined() for each in tensors):
+            return sums()
+        size = tf.add_n([tf.size(each) for each in tensors])
+        return tf.nest.flatten(tf.cond(size > 0, sums, lambda: list(map(tf.identity, tensors))))
 
     def _sum_narrow(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Moves bytes, and adds them in TensorFlow."""
