@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.communication.compression.adaptive_plan import Controller, Measurement
+from tfparallel.communication.compression.adaptive_plan import (
+    MOST_ROWS,
+    Controller,
+    Measurement,
+    Order,
+)
 from tfparallel.communication.compression.buckets import (
     Bucket,
     BucketReducer,
@@ -116,14 +121,16 @@ class AdaptiveReducer(BucketReducer):
             max_error=np.inf if adaptive.max_error is None else adaptive.max_error,
             interval=adaptive.interval,
         )
-        self._levels = ResourceVariable(
-            self._controller.first_levels, dtype=tf.int32, name="levels"
-        )
-        self._countdown = ResourceVariable(1, dtype=tf.int32, name="countdown")
+        first = self._controller.order
+        self._rows = ResourceVariable(_table(first), dtype=tf.int32, name="rows")
+        self._countdown = ResourceVariable(first.steps, dtype=tf.int32, name="countdown")
+        self._payload_bytes = ResourceVariable(0, dtype=tf.int32, name="payload_bytes")
+        self._began_s = ResourceVariable(0.0, dtype=tf.float64, name="began_s")
+        self._ends_s = ResourceVariable(tf.zeros([MOST_ROWS], tf.float64), name="ends_s")
 
     def compressor_of(self, bucket: int) -> object:
         """What was chosen last; while it measures, what it measures."""
-        level = int(self._levels[bucket])
+        level = int(self._levels()[bucket])
         return [*self._adaptive.levels, self._adaptive][level]
 
     def decisions(self) -> list[str]:
@@ -137,7 +144,7 @@ class AdaptiveReducer(BucketReducer):
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
         self._controller.sent_bytes = np.array([self._sent_bytes(bucket) for bucket in buckets])
-        levels = tf.unstack(self._levels.read_value())
+        levels = tf.unstack(self._levels())
         notes = [_Note() for _ in buckets]
         reductions = [
             self._rounds(bucket, level, transport, note)
@@ -147,6 +154,10 @@ class AdaptiveReducer(BucketReducer):
         reduced = run_together([*reductions, uncompressed(plain)], starts, transport)
         self._advance(notes, transport)
         return reduced
+
+    def _levels(self) -> tf.Tensor:
+        """`[buckets]`, of the next step."""
+        return self._rows.read_value()[(self._countdown.read_value() - 1) % MOST_ROWS]
 
     def _sent_bytes(self, bucket: Bucket) -> list[int]:
         """What each level sends of a bucket."""
@@ -228,35 +239,74 @@ class AdaptiveReducer(BucketReducer):
         """Asks the controller, if its time has come, and takes rank 0's answer."""
         ready, done = tf.stack([n.ready for n in notes]), tf.stack([n.done for n in notes])
         probed = tf.concat([note.probed for note in notes], 0)
+        end_s = tf.reduce_max(done, keepdims=True)
+        ends_s = self._ends_s.assign(tf.concat([self._ends_s[1:], end_s], 0))
 
         def ask() -> tf.Tensor:
-            numbers = tf.concat([ready, done, tf.cast(probed, tf.float64)], 0)
+            times = [ready, done, ends_s, [self._began_s], *self._weighed(transport)]
+            numbers = tf.concat([*times, tf.cast(probed, tf.float64)], 0)
             gathered = _gathered(numbers, transport)
             answer = tf.numpy_function(self._ask_controller, [gathered], tf.int32)
-            answer.set_shape([1 + self._num_buckets])
+            answer.set_shape([2 + MOST_ROWS * self._num_buckets])
             # They are equal, unless one of the ranks was restarted.
             answer = _gathered(answer, transport)[0]
             self._countdown.assign(answer[0], read_value=False)
-            self._levels.assign(answer[1:], read_value=False)
+            self._payload_bytes.assign(answer[1], read_value=False)
+            self._rows.assign(tf.reshape(answer[2:], self._rows.shape), read_value=False)
+            self._began_s.assign(_time_after([answer]), read_value=False)
             return tf.constant(True)
 
         left = self._countdown.assign_sub(1)
         tf.cond(left <= 0, ask, lambda: tf.constant(False))
 
+    def _weighed(self, transport: Transport) -> list[tf.Tensor]:
+        """`[1]` each, seconds: what the smallest message takes, and what the payload takes.
+
+        The second of two: the first one wakes up a connection that was idle.
+        """
+        size = self._payload_bytes.read_value()
+
+        def weigh() -> list[tf.Tensor]:
+            times, after = [], size
+            for rows in (1, size, size):
+                with tf.control_dependencies([after]):
+                    payload = tf.zeros([rows], tf.uint8)
+                began_s = _time_after([payload])
+                with tf.control_dependencies([began_s]):
+                    after = transport.all_gather_rows(tf.identity(payload))
+                times.append(_time_after([after]) - began_s)
+            return [times[0][tf.newaxis], times[2][tf.newaxis]]
+
+        nothing = tf.zeros([1], tf.float64)
+        return tf.cond(size > 0, weigh, lambda: [nothing, nothing])
+
     def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
         k = self._num_buckets
-        probed = gathered[:, 2 * k :].reshape(len(gathered), k, -1)
+        ends = np.cumsum([k, k, MOST_ROWS, 1, 1, 1])
+        ready, done, ends_s, began, trip, payload, probed = np.split(gathered, ends, 1)
+        probed = probed.reshape(len(gathered), k, -1)
+        began_s = np.where(began > 0, began, ends_s[:, -1:])[:, 0]  # the first step was traced
         measurement = Measurement(
-            ready_s=gathered[:, :k],
-            done_s=gathered[:, k : 2 * k],
+            ready_s=ready,
+            done_s=done,
             errors=probed[:, :, 1:],
             energies=probed[:, :, 0],
+            began_s=began_s,
+            ends_s=ends_s,
+            trip_s=trip[:, 0],
+            payload_s=payload[:, 0],
         )
         num_lines = len(self._controller.log)
-        levels, countdown = self._controller.advance(measurement)
+        order = self._controller.advance(measurement)
         for line in self._controller.log[num_lines:]:
             tf.get_logger().info("Adaptive compression, %s.", line)
-        return np.array([countdown, *levels], "int32")
+        return np.array([order.steps, order.payload_bytes, *_table(order).reshape(-1)], "int32")
+
+
+def _table(order: Order) -> np.ndarray:
+    """`[MOST_ROWS, buckets]`: row `(left - 1) % MOST_ROWS` is for a step with `left` to do."""
+    lefts = range(1, MOST_ROWS + 1)
+    return np.array([order.rows[(order.steps - left) % len(order.rows)] for left in lefts], "int32")
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -5,6 +5,7 @@ Plain Python: no tensor, no device. Levels are numbers, from exact to coarse.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,28 +18,63 @@ from tfparallel.communication.compression.level_costs import (
 
 MEASURED_STEPS = 3  # with each level for all buckets; the median counts
 TURNS = 5  # of a plan and of the best level for all buckets
+MOST_ROWS = 2 * TURNS  # steps of an order, unless all are alike
+FIRST_PAYLOAD_BYTES, MOST_PAYLOAD_BYTES = 1 << 15, 1 << 23
+_MORE = 8  # times a payload that was too small to tell anything
+_SEEN_S = 0.01  # what a payload has to take at least, beyond the smallest message
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
-_LUCK = 2.0  # how much faster exact sums may be than those of one bucket were
+_LUCK = 2.0  # how much faster exact sums may be than payloads were
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
-_SMALL_SHARE = 0.05  # of all bytes
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
+
+
+class Order(NamedTuple):
+    """What follows.
+
+    Attributes:
+        rows: the levels of the buckets, step by step, again and again; up to `MOST_ROWS` steps,
+            any number if there is one row.
+        steps: after which the controller is asked again.
+        payload_bytes: what ranks send one another before it is, to see how long bytes take.
+    """
+
+    rows: list[list[int]]
+    steps: int = 1
+    payload_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One step as all ranks saw it.
+    """The steps of an order as all ranks saw them, each by its own clock.
 
     Attributes:
-        ready_s, done_s: `[rank, bucket]`, by each rank's own clock.
+        ready_s, done_s: `[rank, bucket]`, of the last step.
         errors: `[rank, bucket, level]`, of a probing step; zeros otherwise.
         energies: `[rank, bucket]`, as in `worth`, of a probing step; zeros otherwise.
+        began_s: `[rank]`: when the order was there; zeros for the first.
+        ends_s: `[rank, steps]`: when the sums of the last steps were there, `MOST_ROWS` at most.
+        trip_s, payload_s: `[rank]`: what the smallest message and the payload took.
     """
 
     ready_s: np.ndarray
     done_s: np.ndarray
     errors: np.ndarray
     energies: np.ndarray
+    began_s: np.ndarray
+    ends_s: np.ndarray
+    trip_s: np.ndarray
+    payload_s: np.ndarray
+
+    def steps_s(self, steps: int) -> list[float]:
+        """What the last `steps` steps took, of which the first followed the order at once."""
+        ends_s = self.ends_s[:, -steps:]
+        return np.max(np.diff(ends_s, prepend=self.began_s[:, None]), 0).tolist()
+
+    @property
+    def all_s(self) -> float:
+        """What all steps of the order took."""
+        return float(np.max(self.ends_s[:, -1] - self.began_s))
 
     def durations_s(self) -> np.ndarray:
         """`[bucket]`: of the rank that came last, for the others also waited for it.
@@ -56,7 +92,7 @@ class Measurement:
         return np.max(self.ready_s - self.ready_s[:, :1], 0)
 
 
-Steps = Generator[tuple[list[int], int], Measurement, None]
+Steps = Generator[Order, Measurement, None]
 
 
 @dataclass
@@ -65,14 +101,14 @@ class Controller:
 
     It times the finest of the approximate levels for a few steps and estimates errors in one
     probing step. Of what was never timed it hopes for the best: it plans, and times what the plan
-    uses, until all of it is known. Before whole steps are sent exactly, one bucket is: over a slow
-    link one such step takes as long as twenty approximate ones. What that bucket's bytes show to be
-    hopeless for all is never tried for all, though a plan may use it where there is little to send.
-    A plan is a forecast: unless it is known to be as good as the best level for all buckets, it
-    takes turns with that for a few steps, once, and the better one stays. After `FIRST_LOOK` steps,
-    and then twice as many each time up to `interval`, it looks at one step, and at two more if that
-    took another time than expected: it measures everything anew if times have changed, and probes
-    and plans again if they have not.
+    uses, until all of it is known. Over a slow link one exact step takes as long as twenty
+    approximate ones: before, payloads show what bytes take, larger and larger ones until they do.
+    What is then hopeless for all is never tried for all, though a plan may use it where there is
+    little to send. A plan is a forecast: unless it is known to be as good as the best level for all
+    buckets, it takes turns with that for a few steps, once, and the better one stays. After
+    `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one step, and
+    at two more if that took another time than expected: it measures everything anew if times have
+    changed, and probes and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
@@ -101,32 +137,27 @@ class Controller:
         self._measurements: dict[int, list[Measurement]] = {}  # of a level for all buckets
         self._steps_s: dict[int, list[float]] = {}  # whole steps of these
         self._turns_s: dict[tuple[int, ...], float] = {}  # medians of plans that were tried
-        self._s_per_byte: float | None = None  # of what is sent exactly, at least
-        self._end_s = np.empty(0)  # `[rank]`: of the step before
-        self._step_s = 0.0  # the one that ended last
+        self._byte_s = 0.0  # of what is sent exactly, at least
+        self._payload_bytes = 0  # of the next look, until one has told what bytes take
         self._steps = 0
         self._life = self._live()
-        self.first_levels, _ = next(self._life)
+        self.order = next(self._life)
 
-    def advance(self, measurement: Measurement) -> tuple[list[int], int]:
-        """What follows the step that was measured; the first one was of `first_levels`.
-
-        Returns:
-            The levels of the buckets, and after how many steps to be called again.
-        """
-        end_s = np.max(measurement.done_s, 1)
-        self._step_s = float(np.max(end_s - self._end_s)) if len(self._end_s) else 0.0
-        self._end_s = end_s
-        levels, steps = self._life.send(measurement)
-        self._steps += steps
-        return levels, steps
+    def advance(self, measurement: Measurement) -> Order:
+        """What follows the steps that were measured; the first one was `order`, as it is made."""
+        if self.order.payload_bytes:
+            self._weigh(measurement, self.order.payload_bytes)
+        order = self._life.send(measurement)
+        self.order = order._replace(payload_bytes=self._payload_bytes)
+        self._steps += order.steps
+        return self.order
 
     def _live(self) -> Steps:
-        yield self._for_all(self._finest), 1  # its times hold tracing and connecting
+        yield self._all(self._finest)  # its times hold tracing and connecting
         wait = min(FIRST_LOOK, self.interval)
         while True:
             self._measurements, self._steps_s, self._turns_s = {}, {}, {}
-            self._s_per_byte = None
+            self._byte_s, self._payload_bytes = 0.0, FIRST_PAYLOAD_BYTES
             for _ in range(MEASURED_STEPS):
                 yield from self._time(self._finest)
             is_as_expected = True
@@ -142,33 +173,33 @@ class Controller:
     # ---- measuring -------------------------------------------------------------------------------
 
     def _time(self, level: int) -> Steps:
-        """One step of a level for all buckets; before the first exact one, of one bucket."""
-        if level <= 1 and self._s_per_byte is None and self._finest > 1:
-            yield from self._time_a_bucket()
-            return
-        measurement = yield self._for_all(level), 1
+        """One step of a level for all buckets."""
+        measurement = yield self._all(level)
         self._measurements.setdefault(level, []).append(measurement)
-        self._steps_s.setdefault(level, []).append(self._step_s)
+        self._steps_s.setdefault(level, []).append(measurement.all_s)
         self._durations_s = self._times_of_levels()
         exact = min(self._measurements)
         self._ready_s = np.median([m.offsets_s() for m in self._measurements[exact]], 0)
         forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
         self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
 
-    def _time_a_bucket(self) -> Steps:
-        """Sends a small one as level 1, and takes from it what a byte takes at least."""
-        more_bytes = self.sent_bytes[:, 1] - self.sent_bytes[:, self._finest]
-        is_large = more_bytes >= _SMALL_SHARE * np.sum(more_bytes)  # else noise hides its bytes
-        bucket = int(np.argmin(np.where(is_large, more_bytes, np.inf)))
-        levels = self._for_all(self._finest)
-        levels[bucket] = 1
-        measurement = yield levels, 1
-        more_s = measurement.durations_s()[bucket] - self._durations_s[bucket, self._finest]
-        self._s_per_byte = max(0.0, more_s) / max(more_bytes[bucket], 1.0) / _LUCK
-        self._durations_s = self._times_of_levels()
+    def _weigh(self, measurement: Measurement, payload_bytes: int) -> None:
+        """Takes from a payload what a byte of a sum takes at least, if it was large enough.
+
+        It is if its bytes take longer than the way does: a connection that was idle starts slowly,
+        and takes one way more for each time that it doubles its speed.
+        """
+        trip_s = float(np.min(measurement.trip_s))
+        bytes_s = max(0.0, float(np.min(measurement.payload_s)) - trip_s)
+        # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
+        of_a_sum = 2 / len(measurement.trip_s)
+        self._byte_s = of_a_sum * bytes_s / payload_bytes / _LUCK
+        most = min(MOST_PAYLOAD_BYTES, int(np.sum(self.sent_bytes[:, 1])))
+        is_enough = bytes_s >= max(_SEEN_S, trip_s) or payload_bytes >= most
+        self._payload_bytes = 0 if is_enough else min(most, _MORE * payload_bytes)
 
     def _probe(self) -> Steps:
-        measurement = yield self._for_all(self.probe), 1
+        measurement = yield self._all(self.probe)
         self._errors = np.max(measurement.errors, 0)
         self._energies = np.max(measurement.energies, 0)
 
@@ -185,7 +216,7 @@ class Controller:
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`: what was timed, and the least that the rest may take."""
-        least_s = (self._s_per_byte or 0.0) * self.sent_bytes
+        least_s = self._byte_s * self.sent_bytes
         durations = np.where(np.arange(len(self.names)) <= 1, least_s, 0.0)
         for level, measurements in self._measurements.items():
             # Of one step: medians of each bucket might be of no step at all.
@@ -214,7 +245,7 @@ class Controller:
             self._rest_s,
         )
 
-    def _choose(self) -> Generator[tuple[list[int], int], Measurement, list[int]]:
+    def _choose(self) -> Generator[Order, Measurement, list[int]]:
         """The plan, or the best level for all buckets if steps of both show that it is better."""
         plan = self._plan()
         best = min(self._allowed(), key=self._price_s)
@@ -236,13 +267,11 @@ class Controller:
         return candidates[1]
 
     def _take_turns(self, candidates: Sequence[list[int]]) -> Steps:
-        steps_s: list[list[float]] = [[] for _ in candidates]
-        for turn in range(len(candidates) * TURNS):
-            number = turn % len(candidates)
-            yield candidates[number], 1
-            steps_s[number].append(self._step_s)
-        for levels, times in zip(candidates, steps_s, strict=True):
-            self._turns_s[tuple(levels)] = float(np.median(times))
+        steps = len(candidates) * TURNS
+        measurement = yield Order(list(candidates), steps)
+        steps_s = measurement.steps_s(steps)
+        for number, levels in enumerate(candidates):
+            self._turns_s[tuple(levels)] = float(np.median(steps_s[number :: len(candidates)]))
 
     def _is_as_good(self, plan: list[int], best: int) -> bool:
         """Whether the plan is a measured level for all, and as good as the best of these."""
@@ -265,17 +294,16 @@ class Controller:
 
     # ---- afterwards ------------------------------------------------------------------------------
 
-    def _keep(
-        self, levels: list[int], wait: int
-    ) -> Generator[tuple[list[int], int], Measurement, bool]:
+    def _keep(self, levels: list[int], wait: int) -> Generator[Order, Measurement, bool]:
         """Runs the decided levels for `wait` steps; returns whether they take what they took."""
         expected_s = sum(self._durations_s[k, level] for k, level in enumerate(levels))
         received_s: list[float] = []
         for steps in (wait, 1, 1):
-            measurement = yield levels, steps
+            measurement = yield Order([levels], steps)
             if not received_s:
+                each_ms = 1e3 * measurement.all_s / steps
                 self._say(
-                    f"{steps} steps took {1e3 * self._step_s / steps:.1f} ms each, pauses included "
+                    f"{steps} steps took {each_ms:.1f} ms each, pauses included "
                     f"(forecast: {1e3 * self._forecast_s(levels):.1f} ms)"
                 )
             received_s.append(float(np.sum(measurement.durations_s())))
@@ -329,6 +357,9 @@ class Controller:
         """What stands before a time that nobody has measured."""
         known = level if level in self.measured else self.measured[-1]
         return "" if known in self._measurements else "at least "
+
+    def _all(self, level: int) -> Order:
+        return Order([self._for_all(level)])
 
     def _for_all(self, level: int) -> list[int]:
         return [level] * self.num_buckets
