@@ -127,6 +127,13 @@ class AdaptiveReducer(BucketReducer):
         self._payload_bytes = ResourceVariable(0, dtype=tf.int32, name="payload_bytes")
         self._began_s = ResourceVariable(0.0, dtype=tf.float64, name="began_s")
         self._ends_s = ResourceVariable(tf.zeros([MOST_ROWS], tf.float64), name="ends_s")
+        left = tf.ones([num_buckets], tf.bool)  # or unknown
+        self._left = ResourceVariable(left, name="left")  # whether a bucket has residuals
+
+    @property
+    def variables(self) -> tuple[tf.Variable, ...]:
+        """What is equal on all ranks, and goes into backups."""
+        return self._rows, self._countdown, self._payload_bytes, self._left
 
     def compressor_of(self, bucket: int) -> object:
         """What was chosen last; while it measures, what it measures."""
@@ -146,12 +153,14 @@ class AdaptiveReducer(BucketReducer):
         self._controller.sent_bytes = np.array([self._sent_bytes(bucket) for bucket in buckets])
         levels = tf.unstack(self._levels())
         notes = [_Note() for _ in buckets]
+        left = tf.unstack(self._left.read_value())
         reductions = [
-            self._rounds(bucket, level, transport, note)
-            for bucket, level, note in zip(buckets, levels, notes, strict=True)
+            self._rounds(*each, transport)
+            for each in zip(buckets, levels, left, notes, strict=True)
         ]
         starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
         reduced = run_together([*reductions, uncompressed(plain)], starts, transport)
+        reduced[-1].updates.append((self._left, tf.not_equal(tf.stack(levels), 0)))
         self._advance(notes, transport)
         return reduced
 
@@ -167,7 +176,12 @@ class AdaptiveReducer(BucketReducer):
         return [exact, *(sum(map(level.payload_bytes, shapes)) for level in levels)]
 
     def _rounds(
-        self, bucket: Bucket, level: tf.Tensor, transport: Transport, note: "_Note"
+        self,
+        bucket: Bucket,
+        level: tf.Tensor,
+        is_left: tf.Tensor,
+        note: "_Note",
+        transport: Transport,
     ) -> Rounds:
         """Sends in two sums, of as many values as the level needs, maybe none.
 
@@ -179,10 +193,14 @@ class AdaptiveReducer(BucketReducer):
         if not bucket.tensors:
             return Reduction([])
         shapes = [tensor.shape for tensor in bucket.tensors]
-        matrices = [
-            tf.reshape(tensor + state["residual"], matrix_shape(tensor.shape))
-            for tensor, state in zip(bucket.tensors, bucket.states, strict=True)
-        ]
+        kept = [state["residual"] for state in bucket.states]
+
+        def with_residuals() -> list[tf.Tensor]:
+            return [tensor + r for tensor, r in zip(bucket.tensors, kept, strict=True)]
+
+        # As large as the weights: they are neither read nor written where they are zeros.
+        tensors = tf.nest.flatten(tf.cond(is_left, with_residuals, lambda: bucket.tensors))
+        matrices = [tf.reshape(tensor, matrix_shape(tensor.shape)) for tensor in tensors]
         queries = [state["q"].read_value() for state in bucket.states]
         of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
         low_ranks = [LowRank(matrices, queries, rank) for rank in of_ranks]
@@ -203,7 +221,12 @@ class AdaptiveReducer(BucketReducer):
             return sums, residuals, queries, nothing_probed
 
         def exact() -> tuple:
-            return whole(first, [tf.zeros_like(matrix) for matrix in matrices])
+            def old() -> list[tf.Tensor]:
+                return [r.read_value() for r in kept]
+
+            zeros = tf.cond(is_left, lambda: [tf.zeros(r.shape) for r in kept], old)
+            zeros = zip(tf.nest.flatten(zeros), matrices, strict=True)
+            return whole(first, [tf.reshape(r, matrix.shape) for r, matrix in zeros])
 
         def cast() -> tuple:
             sent = [half.decompress(*half.compress(m, {}, ranks)) for m in matrices]

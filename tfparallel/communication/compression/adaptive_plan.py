@@ -252,7 +252,7 @@ class Controller:
         if self._is_as_good(plan, best):
             return plan
         candidates = [plan, self._for_all(best)]
-        if tuple(plan) not in self._turns_s:
+        if not all(tuple(levels) in self._turns_s for levels in candidates):
             yield from self._take_turns(candidates)
         plan_s, best_s = (
             price_s(self._turns_s[tuple(levels)], self._worth(levels)) for levels in candidates
