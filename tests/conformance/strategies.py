@@ -89,6 +89,8 @@ class Row:
         environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--everything`.
+        turns: of its `core` cases a run with a slice asks one in so many, and others at the commits
+            that follow.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design,
             each with the reason.
@@ -101,6 +103,7 @@ class Row:
     devices_per_worker: int = 4
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
+    turns: int = 1
     few: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
@@ -122,8 +125,10 @@ class Row:
             return True
         if case.long:
             return False
-        asked = case.name in self.few if self.few else self.every_case or case.core
-        return asked or slice_of_pair(self.name, case.name) == slice_of_pairs
+        own = slice_of_pair(self.name, case.name)
+        is_core = case.core and (slice_of_pairs is None or (own - slice_of_pairs) % self.turns == 0)
+        asked = case.name in self.few if self.few else self.every_case or is_core
+        return asked or own == slice_of_pairs
 
 
 def library() -> Any:
@@ -347,6 +352,7 @@ STRATEGIES = [
         lambda: library().ShardedStrategy(_cpus(3), min_size=1),
         num_replicas=3,
         every_case=False,
+        turns=3,
         exempt=_OF_PARTS,
     ),
     Row(
@@ -373,6 +379,7 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 2),
         num_replicas=1,
         every_case=False,
+        turns=3,
         exempt=_OF_ONE_GROUP,
     ),
     Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, few=FEW, exempt=_OF_A_GROUP),
@@ -397,6 +404,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
+        turns=3,
         exempt=_OF_RANKS,
     ),
     Row(
