@@ -20,7 +20,8 @@ MEASURED_STEPS = 3  # with each level for all buckets; the median counts
 TURNS = 5  # of a plan and of the best level for all buckets
 MOST_ROWS = 2 * TURNS  # steps of an order, unless all are alike
 FIRST_PAYLOAD_BYTES, MOST_PAYLOAD_BYTES = 1 << 15, 1 << 23
-_MORE = 8  # times a payload that was too small to tell anything
+_MORE = 4  # times a payload that was too small to tell anything
+_WORTH_PAYLOADS = 8  # of the first: what has less to send tries that instead
 _SEEN_S = 0.01  # what a payload has to take at least, beyond the smallest message
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
@@ -157,7 +158,8 @@ class Controller:
         wait = min(FIRST_LOOK, self.interval)
         while True:
             self._measurements, self._steps_s, self._turns_s = {}, {}, {}
-            self._byte_s, self._payload_bytes = 0.0, FIRST_PAYLOAD_BYTES
+            has_much = np.sum(self.sent_bytes[:, 1]) >= _WORTH_PAYLOADS * FIRST_PAYLOAD_BYTES
+            self._byte_s, self._payload_bytes = 0.0, FIRST_PAYLOAD_BYTES if has_much else 0
             for _ in range(MEASURED_STEPS):
                 yield from self._time(self._finest)
             is_as_expected = True
@@ -186,8 +188,8 @@ class Controller:
     def _weigh(self, measurement: Measurement, payload_bytes: int) -> None:
         """Takes from a payload what a byte of a sum takes at least, if it was large enough.
 
-        It is if its bytes take longer than the way does: a connection that was idle starts slowly,
-        and takes one way more for each time that it doubles its speed.
+        It is if its bytes take half as long as the way does: a connection that was idle starts
+        slowly, and takes one way more for each time that it doubles its speed.
         """
         trip_s = float(np.min(measurement.trip_s))
         bytes_s = max(0.0, float(np.min(measurement.payload_s)) - trip_s)
@@ -195,7 +197,7 @@ class Controller:
         of_a_sum = 2 / len(measurement.trip_s)
         self._byte_s = of_a_sum * bytes_s / payload_bytes / _LUCK
         most = min(MOST_PAYLOAD_BYTES, int(np.sum(self.sent_bytes[:, 1])))
-        is_enough = bytes_s >= max(_SEEN_S, trip_s) or payload_bytes >= most
+        is_enough = bytes_s >= max(_SEEN_S, trip_s / 2) or payload_bytes >= most
         self._payload_bytes = 0 if is_enough else min(most, _MORE * payload_bytes)
 
     def _probe(self) -> Steps:

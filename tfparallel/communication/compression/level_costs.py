@@ -24,14 +24,12 @@ def finish_time_s(
 
 
 def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> float:
-    """How much of an exact step one is with these levels, `(1 - |m - sent|^2 / |m|^2) ^ (1/4)`.
+    """How much of an exact step one is with these levels: the cosine of what is sent and is meant.
 
-    What a projection such as PowerSGD's leaves out is orthogonal to what it sends. If it were lost,
-    a step would lower the loss, to first order, by the cosine between what is sent and what is
-    meant, the root of that bracket. It is not lost, but comes later; if being late cost nothing
-    (Karimireddy et al., https://arxiv.org/abs/1901.09847, bound what it costs), all steps were
-    worth the same. Steps to a loss lie between (docs/measurements/compression.md): this is the
-    geometric mean.
+    What a projection such as PowerSGD's leaves out is orthogonal to what it sends, so that
+    `cos^2 = 1 - |m - sent|^2 / |m|^2`, and a step along it lowers the loss by as much less, to
+    first order. That what is left out follows later is not counted (Karimireddy et al.,
+    https://arxiv.org/abs/1901.09847, bounds what it costs to be late).
 
     Args:
         levels: of each bucket.
@@ -40,7 +38,7 @@ def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> fl
     """
     squares = errors[np.arange(len(energies)), list(levels)] ** 2
     left_out = np.sum(energies * squares) / max(np.sum(energies), np.finfo(float).tiny)
-    return float(max(0.0, 1.0 - left_out) ** 0.25)
+    return float(np.sqrt(max(0.0, 1.0 - left_out)))
 
 
 def price_s(step_s: float, worth_of_step: float) -> float:
