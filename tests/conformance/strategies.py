@@ -206,6 +206,15 @@ def _pipelines(num_pipelines: int, num_stages: int, **options: Any) -> tf.distri
     return _hybrid(sizes, pipeline=library().PipelineOptions(2, **options))
 
 
+def _shared_slots(axis: str, **options: Any) -> tf.distribute.Strategy:
+    """Each process has all weights on its devices, and a half of the slots."""
+    sharding = library().Sharding("gradients", min_size=1)
+    if axis == "model":
+        options["layout_map"] = LayoutOfAnything(None)
+    sizes = {"shard": 2, axis: 2}
+    return library().HybridStrategy(sizes, shard=sharding, transport="auto", **options)
+
+
 _servers: list[ServerProcesses] = []  # they end with this process
 
 _BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
@@ -323,6 +332,7 @@ _OF_PIECES = (
     "optimizers.global_clipnorm",
     "saving.checkpoint",
 )
+_OF_SHARED_SLOTS = ("checking.an_equal_step_leaves_no_trace", "inputs.run_eagerly")
 
 
 STRATEGIES = [
@@ -629,6 +639,24 @@ STRATEGIES = [
         exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
     ),
     Row(
+        "shard_workers_2_of_model_2",
+        lambda: _shared_slots("model"),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=2,
+        few=_OF_SHARED_SLOTS,
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_workers_2_of_pipeline_2",
+        lambda: _shared_slots("pipeline", pipeline=library().PipelineOptions(2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=_OF_SHARED_SLOTS,
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
         "parameter_server_sync",
         lambda: _parameter_servers(mode="sync"),
         num_replicas=2,
@@ -925,6 +953,8 @@ ROWS_OF = {
         "shard_pipeline_2x2",
         "data_shard_model_2x2x2",
         "shard_pipeline_model_2x2x2",
+        "shard_workers_2_of_model_2",
+        "shard_workers_2_of_pipeline_2",
     ],
 }
 

@@ -1,6 +1,6 @@
 """Cells of two processes that share the state, of two devices each: pipelines, matrices in parts.
 
-In float64, each beside one device. Optimizers that look at whole weights are refused.
+In float64, each beside one device. `worker_of_shares` has optimizers that look at whole weights.
 """
 
 import functools

@@ -18,7 +18,7 @@ from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import GradientsCrossing
-from tfparallel.hybrid.shares_among_processes import check_keeps_weights, check_updates_pieces
+from tfparallel.hybrid.shares_among_processes import check_keeps_weights
 from tfparallel.mesh import mesh_of
 from tfparallel.replicas.inner import inside_of
 
@@ -53,15 +53,6 @@ class Halved(layers.Dense):
     def call(self, x):
         self.kernel.assign(self.kernel / 2)
         return super().call(x)
-
-
-WHOLE = (keras.optimizers.Lamb, keras.optimizers.Muon, keras.optimizers.Adafactor)
-
-
-def constrained():
-    layer = layers.Dense(2, kernel_constraint="max_norm")
-    layer.build([1, 2])
-    return layer.kernel
 
 
 def rounds():
@@ -134,10 +125,6 @@ REFUSED = {
     '`Sharding("parameters")`': [
         lambda: check_keeps_weights(mesh_of([2, 2], ["shard", "model"], list("0123")), Sharding()),
     ],
-    "Lamb, Muon, Adafactor, constraints": [
-        lambda make=make: check_updates_pieces(make(), []) for make in WHOLE
-    ]
-    + [lambda: check_updates_pieces(keras.optimizers.SGD(), [constrained()])],
     '`layout_map="auto"`': [
         lambda: HybridStrategy(cpu_mesh_of(shard=2, model=2), layout_map="auto"),
     ],

@@ -77,10 +77,19 @@ def test_processes_that_differ_are_told_before_anything_is_made(workers, in_what
         assert "All workers must agree when they make a HybridStrategy" in reply["told"]
 
 
-@pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adafactor"])
-def test_optimizers_that_look_at_whole_weights_are_refused(workers, optimizer):
-    for reply in ask(workers(), "refused", optimizer=optimizer):
-        assert f"treats each number alike. Received: {optimizer}" in reply["told"]
+@pytest.mark.parametrize(
+    "name", ["Lamb", "Muon", "Adafactor", "accumulated", "averaged", "scaled", "a constraint"]
+)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_an_update_that_looks_at_whole_weights_is_that_of_one_device(workers, sizes, name):
+    for reply in ask(workers(), "whole", sizes=sizes, name=name):
+        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_steps_of_a_loop_train_as_on_one_device(workers, sizes):
+    for reply in ask(workers(), "loop", sizes=sizes):
+        assert "Received: a call of experimental_distribute_dataset" in reply["told"]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -1,10 +1,12 @@
 """Trains in processes that share the state, beside a pipeline or an axis of the model in each."""
 
+import contextlib
 import os
 import sys
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfparallel
@@ -117,15 +119,96 @@ def _differs(in_what: str) -> dict:
     return {"told": ""}
 
 
-def _refused(optimizer: str) -> dict:
-    """Replies with why an optimizer cannot be."""
-    make = getattr(keras.optimizers, optimizer)
-    keras.backend.clear_session()
+def _constrained() -> keras.Model:
+    """Of a kernel that grows to the largest norm that it may have."""
+    x = keras.Input((6,))
+    y = keras.layers.Dense(8, "tanh", name="dense_0")(x)
+    y = keras.layers.Dense(8, kernel_constraint="max_norm", name="dense_1")(y)
+    return keras.Model(x, keras.layers.Dense(3, name="dense_3")(y))
+
+
+_WHOLE = {
+    "Lamb": {"optimizer": lambda: keras.optimizers.Lamb(0.01)},
+    "Muon": {"optimizer": lambda: keras.optimizers.Muon(0.01)},
+    "Adafactor": {"optimizer": lambda: keras.optimizers.Adafactor(0.01)},
+    "accumulated": {
+        "optimizer": lambda: keras.optimizers.Lamb(
+            0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
+        )
+    },
+    "averaged": {
+        "optimizer": lambda: keras.optimizers.Lamb(
+            0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+        )
+    },
+    "scaled": {
+        "optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb(0.01), 64.0)
+    },
+    "a constraint": {"optimizer": lambda: keras.optimizers.Adam(0.3), "build": _constrained},
+}
+
+
+def _whole(sizes: dict[str, int], name: str) -> dict:
+    """Whole weights are updated as on one device; replies with what is stored of the slots."""
+    options = {"data": tiny_data, "rows": 10, "batch_size": 5, "build": plain, **_WHOLE[name]}
+    with in_float64():
+        keras.backend.clear_session()
+        candidate = train(strategy_of(sizes, "plain", None), **options)
+        keras.backend.clear_session()
+        assert_same_training(train(None, **options), candidate, atol=1e-9)
+    if name == "a constraint":
+        kernel = candidate.model.get_layer("dense_1").kernel
+        assert np.linalg.norm(kernel.numpy(), axis=0).max() == pytest.approx(2)
+    return {"slots": _share([v for v in candidate.model.optimizer.variables if len(v.shape) == 2])}
+
+
+def _loop(sizes: dict[str, int]) -> dict:
+    """Steps of one's own train as on one device, if `run` is given the rows of each process.
+
+    Replies with what is told who has rows divided.
+    """
+    with in_float64():
+        keras.backend.clear_session()
+        strategy = strategy_of(sizes, "plain", None)
+        received = _own_steps(strategy)
+        keras.backend.clear_session()
+        for mine, theirs in zip(_own_steps(None), received, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
     try:
-        _trained(strategy_of({"shard": 2, "model": 2}, "plain", None), optimizer=make)
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
     except NotImplementedError as error:
         return {"told": str(error)}
     return {"told": ""}
+
+
+def _own_steps(strategy: tfparallel.HybridStrategy | None) -> list[np.ndarray]:
+    """Weights and slots behind steps of eight rows, some in Python and some in a graph."""
+    x, y = tiny_data(8)
+    shares = 1
+    if strategy is not None:
+        x, y = (np.split(each, 2)[_rank()] for each in (x, y))
+        shares = strategy.num_replicas_in_sync // 2  # replicas of a process get the same rows
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model, optimizer = plain(), _adam()
+        optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            scores = model(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True)
+            loss = tf.reduce_sum(losses) / (8 * shares)
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    def steps(x, y):
+        return step(x, y) if strategy is None else strategy.run(step, args=(x, y))
+
+    x = tf.constant(x, "float64")
+    for each in (steps, tf.function(steps)):
+        for _ in range(2):
+            each(x, tf.constant(y))
+    return [v.numpy() for v in model.variables + optimizer.variables]
 
 
 class _Halved(keras.layers.Dense):
@@ -187,7 +270,8 @@ _KINDS = {
     "files": _files,
     "lost": _lost,
     "differs": _differs,
-    "refused": _refused,
+    "whole": _whole,
+    "loop": _loop,
     "assigned": _assigned,
     "overflow": _overflow,
 }

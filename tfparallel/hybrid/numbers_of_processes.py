@@ -96,3 +96,16 @@ def known_finite(hooks: Mapping[str, Callable]) -> Mapping[str, Callable]:
         return numbers.is_finite
 
     return {**hooks, "check_finite": check_finite}
+
+
+def averaging_wholes(hooks: Mapping[str, Callable]) -> Mapping[str, Callable]:
+    """`hooks` of an optimizer, which averages as Keras does where it updates whole weights."""
+    name = "_update_model_variables_moving_average"
+    if name not in hooks:
+        return hooks
+    otherwise = hooks[name]
+
+    def average(original: Callable, variables: Sequence) -> object:
+        return original(variables) if current_numbers() is None else otherwise(original, variables)
+
+    return {**hooks, name: average}

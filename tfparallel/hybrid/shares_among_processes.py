@@ -10,6 +10,9 @@
 Processes meet where a step has its gradients, and where it has updated its pieces: no stage of a
 pipeline and no layer waits for another process.
 
+An optimizer that looks at whole weights, or a constraint, has slots gathered instead: each process
+computes the update of whole weights, as one device does, and keeps its pieces of the slots.
+
 Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 and 2.
 """
 
@@ -22,7 +25,11 @@ import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
-from tfparallel.hybrid.numbers_of_processes import known_finite, numbers_of_all
+from tfparallel.hybrid.numbers_of_processes import (
+    averaging_wholes,
+    known_finite,
+    numbers_of_all,
+)
 from tfparallel.hybrid.pieces_of_parts import (
     PiecesOfParts,
     PlaceOfPart,
@@ -45,8 +52,11 @@ from tfparallel.mesh import Mesh
 from tfparallel.pipeline.extended import Homes
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.drawn_values import Drawn
-from tfparallel.replicas.elementwise import is_elementwise
-from tfparallel.replicas.optimizer_hooks import GradientSource, build_optimizer
+from tfparallel.replicas.optimizer_hooks import (
+    GradientSource,
+    build_optimizer,
+    gradient_source,
+)
 from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.shard_view import GlobalNumbers, shard_view
 from tfparallel.tensor_parallel.drawn_pieces import NewPieces
@@ -107,6 +117,10 @@ class SharesAmongProcesses(HoldsShards):
     def _new_noise_probe(self) -> None:
         """None: a process has its pieces of the sums only."""
 
+    def _is_updated_in_pieces(self, source: GradientSource | None) -> bool:
+        """Whether this process needs its pieces only of the sums of gradients."""
+        return source is not None and self._updates_parts(source.optimizer, source.variables)
+
     def _scattered_among_processes(self, places: Sequence[PlaceOfPart | None], sums: list) -> list:
         """Sums over processes of those of this one; where there is a place, its piece only."""
         cut = {k: place for k, place in enumerate(places) if place is not None}
@@ -122,7 +136,11 @@ class SharesAmongProcesses(HoldsShards):
     # ---- how a variable is updated ---------------------------------------------------------------
 
     def _optimizer_hooks(self, optimizer: BaseOptimizer) -> Mapping[str, Callable]:
-        return known_finite(super()._optimizer_hooks(optimizer))
+        return averaging_wholes(known_finite(super()._optimizer_hooks(optimizer)))
+
+    def _updates_parts(self, optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> bool:
+        unconstrained = all(getattr(each, "constraint", None) is None for each in variables)
+        return super()._updates_parts(optimizer, variables) and unconstrained
 
     def _apply_reduced(
         self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
@@ -130,11 +148,12 @@ class SharesAmongProcesses(HoldsShards):
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         own = list(variables or trained_by(optimizer))
         pairs = list(zip(gradients, own, strict=False))
-        weights = [split_of(v) for g, v in pairs if g is not None]
+        present = [v for g, v in pairs if g is not None]
+        weights = [split_of(v) for v in present]
         cut = [w for w in weights if isinstance(w, WeightInPieces) and w.pieces_of_parts]
-        if not cut or len(own) != len(gradients):  # Keras refuses the latter
+        is_cut = bool(cut) and self._updates_parts(optimizer, present)
+        if not is_cut or len(own) != len(gradients):  # Keras refuses the latter
             return super()._apply_reduced(apply, gradients, variables)
-        check_updates_pieces(optimizer, [v for g, v in pairs if g is not None])
         build_optimizer(optimizer, own)
         with shard_view(GlobalNumbers(None, None)):
             gradients = [_in_pieces(gradient, variable) for gradient, variable in pairs]
@@ -175,7 +194,9 @@ class GroupsOfProcessesExtended(SharesAmongProcesses, ShardedGroupsExtended):
 
     def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
         """The sums of parts over replicas, and of pieces of them over processes."""
-        places = [place for own, v in zip(parts, variables, strict=True) for place in _places(v)]
+        if not self._is_updated_in_pieces(gradient_source()):
+            return super()._sum_parts(parts, variables)
+        places = [place for variable in variables for place in _places(variable)]
         firsts = [variable.rows.first for variable in variables]
         scattered = functools.partial(self._scattered_among_processes, places)
         return sum_parts(parts, firsts, self._groups, scattered)
@@ -190,7 +211,7 @@ class PipelinesOfProcessesExtended(SharesAmongProcesses, PipelinesOfGroupsExtend
     def _sum_over_pipelines(
         self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
     ) -> list:
-        if source is None or homes is None:
+        if source is None or homes is None or not self._is_updated_in_pieces(source):
             return super()._sum_over_pipelines(sums, source, homes)
         self._scattering = list(_places_among(sums[0], source.variables))
         try:
@@ -230,29 +251,14 @@ def check_keeps_weights(mesh: Mesh, sharding: Sharding) -> None:
             f"devices. Received: host={sharding.host!r}, on a mesh of {mesh}. Leave `host` out."
         )
     if sharding.shard == "parameters":
+        along = mesh.names.get("shard", mesh.names.get("data"))
         raise ValueError(
             "Beside a pipeline or an axis of the model, processes gather weights once a step, and "
-            f"keep them whole. Received: shard='parameters', on a mesh of {mesh}. Take "
-            "Sharding('gradients'), or name 'data' over the processes, and 'shard' behind it."
+            f"keep them whole. Received: shard='parameters', on a mesh of {mesh}. What would fit: "
+            "Sharding('gradients') on this mesh; weights in parts over all devices, without "
+            f"another axis: {{{along!r}: {mesh.devices.size}}}; or a copy of the state in each "
+            "process, with an axis 'shard' inside of it: name 'data' over the processes."
         )
-
-
-def check_updates_pieces(optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> None:
-    """Refuses an update that has to look at whole weights.
-
-    Raises:
-        NotImplementedError: naming the optimizer, or the weights that have a constraint.
-    """
-    constrained = [v.path for v in variables if getattr(v, "constraint", None) is not None]
-    if is_elementwise(optimizer) and not constrained:
-        return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    received = f"a constraint of {constrained}" if constrained else type(inner).__name__
-    raise NotImplementedError(
-        "Where processes share the state beside a pipeline or an axis of the model, each updates "
-        f"its pieces of weights, by an optimizer that treats each number alike. Received: "
-        f"{received}. Name an axis 'data' over the processes, and 'shard' behind it."
-    )
 
 
 def _in_pieces(

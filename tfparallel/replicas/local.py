@@ -174,9 +174,9 @@ class LocalExtended(ReplicatedExtended):
     def _refuse_workers(self, what: str) -> None:
         if self._workers is not None:
             raise NotImplementedError(
-                f"A strategy over several processes with an inner one trains by fit, evaluate and "
-                f"predict. Received: a call of {what}. Leave `inner` out, or call fit. (Rank "
-                f"{self._id_in_cluster} is speaking.)"
+                "A strategy over several processes with `inner`, or with a mesh inside of each, "
+                f"trains by fit, evaluate and predict. Received: a call of {what}. Call fit, or "
+                f"give `run` the rows of each process. (Rank {self._id_in_cluster} is speaking.)"
             )
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: object) -> object:

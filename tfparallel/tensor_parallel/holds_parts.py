@@ -237,12 +237,22 @@ class HoldsParts(ReplicatedExtended):
 
     # ---- how a variable is updated ---------------------------------------------------------------
 
+    def _updates_parts(self, optimizer: BaseOptimizer, variables: Sequence[keras.Variable]) -> bool:
+        """Whether each part of `variables` is updated alone; else the whole is, as on one device.
+
+        Args:
+            variables: that have a gradient.
+        """
+        del variables
+        return is_elementwise(optimizer)
+
     def _apply_reduced(
         self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
     ) -> object:
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
-        self._thread.updates_parts = is_elementwise(optimizer)
         trained = list(variables or trained_by(optimizer))
+        present = [v for g, v in zip(gradients, trained, strict=False) if g is not None]
+        self._thread.updates_parts = self._updates_parts(optimizer, present)
         if self._thread.updates_parts and len(trained) == len(gradients):  # else Keras refuses
             pairs = zip(gradients, trained, strict=True)
             gradients = [for_optimizer(gradient, variable) for gradient, variable in pairs]

@@ -108,10 +108,9 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         rows: Rows,
         shards: int = 1,
     ):
-        self.stored = rows.cut(shards)
+        self.rows, self.shards, self.stored = rows, shards, rows.cut(shards)
         count = len(self.stored.sizes)
         super().__init__(strategy, values[::count], aggregation, var_policy)
-        self.rows, self.shards = rows, shards
         self.parts = [tuple(values[i : i + count]) for i in range(0, len(values), count)]
         for part in values:
             part._distributed_container = weakref.ref(self)
