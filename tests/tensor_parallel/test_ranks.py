@@ -63,14 +63,28 @@ def test_other_layers_and_optimizers_train_as_one_device(ask):
     ask("layers_and_optimizers")
 
 
+@pytest.mark.parametrize(
+    "clips",
+    [
+        "both",
+        pytest.param("at the end of an accumulation", marks=pytest.mark.long),
+        pytest.param("each at the end of an accumulation", marks=pytest.mark.long),
+        pytest.param("where all is finite", marks=pytest.mark.long),
+        pytest.param("whole where all is finite", marks=pytest.mark.long),
+    ],
+)
+def test_a_norm_clips_in_a_branch_as_on_one_device(ask, clips):
+    assert ask("a_norm_in_a_branch", clips=clips) == [{"finite": True}] * 2
+
+
 def test_a_training_goes_on_from_a_backup(ask):
     assert [reply["begun"] for reply in ask("goes_on_from_a_backup")] == [[0, 1, 1]] * 2
 
 
 def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
     for said in ask("refusals"):
-        assert "NotImplementedError" in said["norm"]
-        assert "clipping by a norm under gradient accumulation" in said["norm"]
+        assert "NotImplementedError" in said["function"]
+        assert "in a loop, in a tf.function, or" in said["function"]
         assert "jit_compile=False" in said["jit"]
         assert "scale' that another rank stores" in said["rule"], said["rule"]
         assert "layout='branches'" in said["branches"]
