@@ -352,23 +352,22 @@ def test_ranks_of_a_model_are_the_workers_of_tf_config(write, monkeypatch):
     workers = [f"{name}:1" for name in "abcdef"]
     config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    keys = "transport: ring, sequence_parallel: true, timeouts: {silent_s: 5}"
+    keys = "transport: ring, sequence_parallel: true, replicas: 2, timeouts: {silent_s: 5}"
     text = f"strategy: {{name: tensor_parallel, {keys}, layout: {{kernel: [null, model]}}}}"
     arguments = load_config(write(text)).strategy.arguments()
     layout = arguments.pop("layout")
     timeouts = WorkerTimeouts(silent_s=5)
     assert arguments == {"transport": "ring", "sequence_parallel": True, "timeouts": timeouts}
     assert layout["kernel"].axes == (None, "model")
-    assert layout.device_mesh.shape == (1, 6)
+    assert layout.device_mesh.shape == (2, 3)
     found = load_config(write(f"strategy: {{name: tensor_parallel, layout: auto, {keys}}}"))
     arguments = found.strategy.arguments()
-    assert (arguments["layout"], arguments["device_mesh"].shape) == ("auto", (1, 6))
+    assert (arguments["layout"], arguments["device_mesh"].shape) == ("auto", (2, 3))
 
 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ("transport: ring, replicas: 2", "one device of one replica. Received: also replicas"),
         ("transport: ring, devices: [a], memory: {}", "Received: also devices, memory"),
         ("timeouts: {silent_s: 5}", "timeouts are of processes. Received: no transport"),
         ("layout: autp", "layout"),

@@ -31,8 +31,9 @@ def _num_ranks() -> int:
     return os.environ["TF_CONFIG"].count("127.0.0.1:")
 
 
-def _strategy(layouts=None, **options) -> tfparallel.TensorParallelStrategy:
-    layout = layouts if isinstance(layouts, str) else layout_map(1, _num_ranks(), layouts or PAIR)
+def _strategy(layouts=None, replicas=1, **options) -> tfparallel.TensorParallelStrategy:
+    parts = _num_ranks() // replicas
+    layout = layouts if isinstance(layouts, str) else layout_map(replicas, parts, layouts or PAIR)
     return tfparallel.TensorParallelStrategy(layout, transport="ring", **options)
 
 
@@ -90,6 +91,46 @@ def a_transformer(layout=None, **options) -> dict:
 def _slot(model, weight):
     name = f"{weight.path.replace('/', '_')}_momentum"
     return next(v for v in model.optimizer.variables if v.path.endswith(name))
+
+
+@_case
+def replicas_of_ranks() -> dict:
+    """The last batch has one row, so that one replica has none; an update is of two batches."""
+    strategy = _strategy(TRANSFORMER, replicas=2)
+    clips = {"global_clipnorm": 0.1, "gradient_accumulation_steps": 2}
+    with helpers.in_float64():
+        model = _compared(
+            strategy,
+            build=_without_dropout,
+            data=_tokens,
+            optimizer=lambda: keras.optimizers.Adam(0.01, **clips),
+            rows=helpers.BATCH + 1,
+        ).model
+        x, y = _tokens(5)
+        predicted = model.predict(x, verbose=0)
+        loss = model.evaluate(x, y, verbose=0)[0]
+        file = f"{os.environ['CASE_FOLDER']}/{_rank()}.keras"
+        model.save(file)
+        loaded = keras.saving.load_model(file)
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), predicted, atol=1e-12)
+        np.testing.assert_allclose(loaded.evaluate(x, y, verbose=0)[0], loss, atol=1e-12)
+    whole = model.get_layer("up").kernel
+    return {
+        "shown": repr(strategy),
+        "stored": [part.shape.as_list() for part in whole.value.parts[0]],
+        "replicas": strategy.num_replicas_in_sync,
+    }
+
+
+def _without_dropout() -> keras.Model:
+    """A table whose gradient is sparse, heads, a pair, and moments of all rows of a batch."""
+    tokens = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(21, 8, name="tokens")(tokens)
+    x = layers.Add()([x, layers.MultiHeadAttention(3, 4)(x, x)])
+    y = layers.Dense(15, "gelu", name="up")(layers.LayerNormalization()(x))
+    x = layers.Add()([x, layers.Dense(8, name="down")(y)])
+    x = layers.BatchNormalization(synchronized=True)(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(tokens, layers.Dense(3)(x))
 
 
 @_case
@@ -299,11 +340,12 @@ def refusals() -> dict:
     compiles = {**helpers.tiny_compile_options(), "jit_compile": True}
     tries = {
         "function": lambda: helpers.train(_strategy(), **in_function),
+        "assigns": lambda: helpers.train(_strategy(), build=lambda: AssignsInAFunction(_pair())),
         "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
         "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
         "branches": lambda: _strategy("branches"),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
-        "mesh": lambda: tfparallel.TensorParallelStrategy(layout_map(2, 1, {}), transport="ring"),
+        "mesh": lambda: _strategy(PAIR, replicas=2),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
     }
     said = {}
@@ -316,7 +358,7 @@ def refusals() -> dict:
 
 
 class UpdatesInAFunction(keras.Model):
-    """Its optimizer, which clips by a norm, is called in a function within the step."""
+    """Its optimizer is called in a function within the step."""
 
     def __init__(self, inner: keras.Model):
         super().__init__()
@@ -332,6 +374,15 @@ class UpdatesInAFunction(keras.Model):
         gradients = tape.gradient(loss, self.trainable_weights)
         tf.function(lambda: self.optimizer.apply(gradients, self.trainable_weights))()
         return {"loss": loss}
+
+
+class AssignsInAFunction(UpdatesInAFunction):
+    """A weight in parts is assigned in a function within the step."""
+
+    def train_step(self, data):
+        kernel = self.inner.get_layer("up").kernel
+        tf.function(lambda: kernel.assign(kernel * 0.5))()
+        return {"loss": tf.reduce_sum(kernel)}
 
 
 def _summed() -> keras.Model:

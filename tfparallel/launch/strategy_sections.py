@@ -120,8 +120,8 @@ class TensorParallel(WithMemory):
     """`layout`: "auto", or for patterns of paths of weights, "model" or None for each dim.
 
     `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
-    the axis "batch", the rest of each replica on "model". With `transport` each process of
-    `TF_CONFIG` has one device of these, and `replicas` is 1.
+    the axis "batch", the rest of each replica on "model". With `transport` these are the processes
+    of `TF_CONFIG`.
     """
 
     class_name = "TensorParallelStrategy"
@@ -138,11 +138,11 @@ class TensorParallel(WithMemory):
         given = self.model_dump(exclude_defaults=True)
         if self.transport is None and self.timeouts is not None:
             raise ValueError("timeouts are of processes. Received: no transport")
-        alone = [key for key in ("devices", "replicas", "memory") if key in given]
+        alone = [key for key in ("devices", "memory") if key in given]
         if self.transport is not None and alone:
             raise ValueError(
-                f"transport={self.transport} gives each process of TF_CONFIG one device of one "
-                f"replica. Received: also {', '.join(alone)}"
+                f"transport={self.transport} is between the processes of TF_CONFIG, which keep all "
+                f"activations. Received: also {', '.join(alone)}"
             )
         return self
 

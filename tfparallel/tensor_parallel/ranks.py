@@ -23,7 +23,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -42,21 +42,22 @@ def ranks_of_caller() -> "ModelRanks | None":
 
 
 class ModelRanks:
-    """The ranks of a job, which have a part of each split tensor each, in the order of ranks.
+    """Ranks of a job, which have a part of each split tensor each, in the order of ranks.
 
     Args:
         reduction: through their ring.
-        agreement: of the ranks.
+        agreement: of these ranks.
         device: of this rank, where the ring is called.
 
     Attributes:
-        index: the number of this rank, and of its parts.
+        index: the place of this rank among them, and of its parts.
         size: how many ranks there are.
     """
 
     def __init__(self, reduction: RingAllReduce, agreement: Agreement, device: str):
         self._reduction, self._agreement, self._device = reduction, agreement, device
-        self.index, self.size = agreement.rank, agreement.num_workers
+        self.index, self.size = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        self._step: _TracedStep | None = None
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -77,12 +78,12 @@ class ModelRanks:
                 if tf.executing_eagerly():
                     return function(*args, **kwargs)
                 before = _step()
-                _thread.step = _TracedStep(self._reduction, self._agreement)
+                self._step = _thread.step = _TracedStep(self._reduction, self._agreement)
                 try:
                     result = function(*args, **kwargs)
                     _thread.step.finish(result)
                 finally:
-                    _thread.step = before
+                    self._step = _thread.step = before
                 return result
 
         return traced
@@ -90,7 +91,7 @@ class ModelRanks:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors of one shape; unknown to gradient tapes."""
         what = f"sum {tensor.dtype.name}{tensor.shape}"
-        return self._meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        return self.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
 
     def whole(self, parts: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
         """All parts of a tensor.
@@ -101,7 +102,7 @@ class ModelRanks:
         """
         own = parts[0] if len(parts) == 1 else parts[self.index]
         what = f"gather {own.dtype.name}{rows.whole_shape(own.shape)} of {rows}"
-        flat = self._meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
+        flat = self.meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
         dynamic = tf.shape(own)
         shapes = [
             [n if n is not None else dynamic[i] for i, n in enumerate(_with(own, rows.dim, size))]
@@ -111,10 +112,17 @@ class ModelRanks:
         pieces = tf.split(flat, tf.stack(lengths), num=len(shapes))
         return [tf.reshape(x, shape) for x, shape in zip(pieces, shapes, strict=True)]
 
-    def _meet(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, what: str
-    ) -> tf.Tensor:
-        step = _step()
+    def meet(self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, what: str) -> tf.Tensor:
+        """`collective(tensor)` in its place among those of the step, unknown to gradient tapes.
+
+        Called by the replica, or where replicas meet, which is another thread.
+
+        Args:
+            collective: of a `RingAllReduce` with the same order of calls, which takes `unordered`.
+            tensor: this rank's.
+            what: tells the other ranks what it is.
+        """
+        step = self._step
         number = None if step is None else step.number_of_caller(what)
         with tf.device(self._device), record.stop_recording():
             result = collective(tensor, unordered=number)
@@ -213,7 +221,7 @@ class _TracedStep:
             )
         return None
 
-    def _branch(self, graph: Any) -> tf.Graph | None:
+    def _branch(self, graph: tf.Graph) -> tf.Graph | None:
         """The branch of the step itself that `graph`, another one, is or is in; None for none."""
         while is_branch(graph) and graph.outer_graph is not self.graph:
             graph = graph.outer_graph
@@ -233,7 +241,7 @@ class _TracedStep:
         refusals = [text for text, _ in told if text]
         if refusals:
             raise NotImplementedError(refusals[0])
-        for rank, (_, others) in enumerate(told):
+        for rank, (_, others) in zip(self._agreement.ranks, told, strict=True):
             _check_alike(self._agreement.rank, rank, [call.what for call in calls], others)
         if not calls:
             return
@@ -254,7 +262,7 @@ class _TracedStep:
     def _in_order(self, calls: set[tf.Operation]) -> list[tf.Operation]:
         """The operations of the step that are `calls`, or have a branch with some of them."""
         branches = {self._branch(call.graph) for call in calls if call.graph is not self.graph}
-        names = {branch.name for branch in branches}
+        names = {branch.name for branch in branches if branch is not None}
         return [
             operation
             for operation in self.graph.get_operations()
