@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -345,6 +346,35 @@ def test_how_gradients_cross_processes_reaches_a_mesh(write):
 def test_a_mesh_over_processes_is_given(write):
     (problem,) = problems_of(write("strategy: {name: hybrid, transport: auto}"))
     assert "transport=auto is between the processes" in problem and "no mesh" in problem
+
+
+def test_ranks_of_a_model_are_the_workers_of_tf_config(write, monkeypatch):
+    workers = [f"{name}:1" for name in "abcdef"]
+    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    keys = "transport: ring, sequence_parallel: true, replicas: 2, timeouts: {silent_s: 5}"
+    text = f"strategy: {{name: tensor_parallel, {keys}, layout: {{kernel: [null, model]}}}}"
+    arguments = load_config(write(text)).strategy.arguments()
+    layout = arguments.pop("layout")
+    timeouts = WorkerTimeouts(silent_s=5)
+    assert arguments == {"transport": "ring", "sequence_parallel": True, "timeouts": timeouts}
+    assert layout["kernel"].axes == (None, "model")
+    assert layout.device_mesh.shape == (2, 3)
+    found = load_config(write(f"strategy: {{name: tensor_parallel, layout: auto, {keys}}}"))
+    arguments = found.strategy.arguments()
+    assert (arguments["layout"], arguments["device_mesh"].shape) == ("auto", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ("transport: ring, devices: [a], memory: {}", "Received: also devices, memory"),
+        ("timeouts: {silent_s: 5}", "timeouts are of processes. Received: no transport"),
+        ("layout: autp", "layout"),
+    ],
+)
+def test_ranks_of_a_model_take_what_they_can(write, keys, problem):
+    assert problem in problems_of(write(f"strategy: {{name: tensor_parallel, {keys}}}"))[0]
 
 
 @pytest.mark.parametrize("name", ["multi_worker_mirrored", "sharded", "hybrid"])

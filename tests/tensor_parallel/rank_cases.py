@@ -31,8 +31,9 @@ def _num_ranks() -> int:
     return os.environ["TF_CONFIG"].count("127.0.0.1:")
 
 
-def _strategy(layouts=None, **options) -> tfparallel.TensorParallelStrategy:
-    layout = layouts if isinstance(layouts, str) else layout_map(1, _num_ranks(), layouts or PAIR)
+def _strategy(layouts=None, replicas=1, **options) -> tfparallel.TensorParallelStrategy:
+    parts = _num_ranks() // replicas
+    layout = layouts if isinstance(layouts, str) else layout_map(replicas, parts, layouts or PAIR)
     return tfparallel.TensorParallelStrategy(layout, transport="ring", **options)
 
 
@@ -73,6 +74,9 @@ def a_transformer(layout=None, **options) -> dict:
         model.save(f"{folder}.keras")
         loaded = keras.saving.load_model(f"{folder}.keras")
         np.testing.assert_allclose(loaded.predict(x, verbose=0), predicted, atol=1e-12)
+        model.export(f"{folder}.served", verbose=False)
+        served = tf.saved_model.load(f"{folder}.served")
+        np.testing.assert_allclose(served.serve(x), predicted, atol=1e-12)
         np.testing.assert_allclose(eager, predicted, atol=1e-12)
         own = keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True)
         np.testing.assert_allclose(loss, np.mean(own), atol=1e-12)
@@ -87,6 +91,46 @@ def a_transformer(layout=None, **options) -> dict:
 def _slot(model, weight):
     name = f"{weight.path.replace('/', '_')}_momentum"
     return next(v for v in model.optimizer.variables if v.path.endswith(name))
+
+
+@_case
+def replicas_of_ranks() -> dict:
+    """The last batch has one row, so that one replica has none; an update is of two batches."""
+    strategy = _strategy(TRANSFORMER, replicas=2)
+    clips = {"global_clipnorm": 0.1, "gradient_accumulation_steps": 2}
+    with helpers.in_float64():
+        model = _compared(
+            strategy,
+            build=_without_dropout,
+            data=_tokens,
+            optimizer=lambda: keras.optimizers.Adam(0.01, **clips),
+            rows=helpers.BATCH + 1,
+        ).model
+        x, y = _tokens(5)
+        predicted = model.predict(x, verbose=0)
+        loss = model.evaluate(x, y, verbose=0)[0]
+        file = f"{os.environ['CASE_FOLDER']}/{_rank()}.keras"
+        model.save(file)
+        loaded = keras.saving.load_model(file)
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), predicted, atol=1e-12)
+        np.testing.assert_allclose(loaded.evaluate(x, y, verbose=0)[0], loss, atol=1e-12)
+    whole = model.get_layer("up").kernel
+    return {
+        "shown": repr(strategy),
+        "stored": [part.shape.as_list() for part in whole.value.parts[0]],
+        "replicas": strategy.num_replicas_in_sync,
+    }
+
+
+def _without_dropout() -> keras.Model:
+    """A table whose gradient is sparse, heads, a pair, and moments of all rows of a batch."""
+    tokens = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(21, 8, name="tokens")(tokens)
+    x = layers.Add()([x, layers.MultiHeadAttention(3, 4)(x, x)])
+    y = layers.Dense(15, "gelu", name="up")(layers.LayerNormalization()(x))
+    x = layers.Add()([x, layers.Dense(8, name="down")(y)])
+    x = layers.BatchNormalization(synchronized=True)(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(tokens, layers.Dense(3)(x))
 
 
 @_case
@@ -156,6 +200,53 @@ def layers_and_optimizers() -> dict:
         ):
             _compared(strategy, **options)
     return {}
+
+
+_EVERY_SECOND = {"gradient_accumulation_steps": 2}
+_CLIPPING: dict = {
+    "at the end of an accumulation": lambda of: of.Adam(
+        0.01, global_clipnorm=0.05, **_EVERY_SECOND
+    ),
+    "each at the end of an accumulation": lambda of: of.SGD(0.1, clipnorm=0.02, **_EVERY_SECOND),
+    "where all is finite": lambda of: of.LossScaleOptimizer(of.Adam(0.01, clipnorm=0.02)),
+    "whole where all is finite": lambda of: of.LossScaleOptimizer(of.Lamb(global_clipnorm=0.05)),
+    "both": lambda of: of.LossScaleOptimizer(
+        of.Adam(0.01, global_clipnorm=0.05, **_EVERY_SECOND), initial_scale=8.0
+    ),
+}
+
+
+@_case
+def a_norm_in_a_branch(clips: str) -> dict:
+    """A norm that clips in the branch that ends an accumulation, or where a loss scale finds all
+    gradients finite; a batch of which that is not so is left out."""
+    layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
+    strategy = tfparallel.TensorParallelStrategy(layout, transport="ring")
+    has_scale = "finite" in clips or clips == "both"
+    given = {
+        "build": _embedded,
+        "optimizer": lambda: _CLIPPING[clips](keras.optimizers),
+        "data": _one_infinite if has_scale else helpers.tiny_data,
+        "rows": 5 * helpers.BATCH,
+    }
+    with helpers.in_float64():
+        trained = _compared(strategy, **given)
+    return {"finite": all(np.isfinite(x).all() for x in trained.model.get_weights())}
+
+
+def _one_infinite(rows: int) -> tuple:
+    x, y = helpers.tiny_data(rows)
+    x[helpers.BATCH + 1, 0] = np.inf
+    return x, y
+
+
+def _embedded() -> keras.Model:
+    """Its table's gradient is sparse."""
+    inputs = keras.Input((6,))
+    tokens = layers.Lambda(lambda x: tf.cast(tf.abs(x[:, 1:]) * 3, tf.int32) % 7)(inputs)
+    vectors = layers.Flatten()(layers.Embedding(7, 4, name="embedding")(tokens))
+    x = layers.Concatenate()([vectors, layers.Dense(5, name="dense_0")(inputs)])
+    return keras.Model(inputs, layers.Dense(3, name="dense_1")(x))
 
 
 def _recurrent() -> keras.Model:
@@ -245,16 +336,16 @@ def _past_the_group(group, layer, original, inputs):
 def refusals() -> dict:
     """What each says that cannot be done, on this rank."""
     tfparallel.tensor_parallel.layer_rule(Summed)(_past_the_group)
-    both = {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1}
-    clips = {"optimizer": lambda: keras.optimizers.Adam(0.01, **both)}
+    in_function = {"build": lambda: UpdatesInAFunction(_pair()), "optimizer": _adam}
     compiles = {**helpers.tiny_compile_options(), "jit_compile": True}
     tries = {
-        "norm": lambda: helpers.train(_strategy(), build=_pair, **clips),
+        "function": lambda: helpers.train(_strategy(), **in_function),
+        "assigns": lambda: helpers.train(_strategy(), build=lambda: AssignsInAFunction(_pair())),
         "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
         "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
         "branches": lambda: _strategy("branches"),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
-        "mesh": lambda: tfparallel.TensorParallelStrategy(layout_map(2, 1, {}), transport="ring"),
+        "mesh": lambda: _strategy(PAIR, replicas=2),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
     }
     said = {}
@@ -264,6 +355,34 @@ def refusals() -> dict:
         except (NotImplementedError, ValueError) as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+class UpdatesInAFunction(keras.Model):
+    """Its optimizer is called in a function within the step."""
+
+    def __init__(self, inner: keras.Model):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        tf.function(lambda: self.optimizer.apply(gradients, self.trainable_weights))()
+        return {"loss": loss}
+
+
+class AssignsInAFunction(UpdatesInAFunction):
+    """A weight in parts is assigned in a function within the step."""
+
+    def train_step(self, data):
+        kernel = self.inner.get_layer("up").kernel
+        tf.function(lambda: kernel.assign(kernel * 0.5))()
+        return {"loss": tf.reduce_sum(kernel)}
 
 
 def _summed() -> keras.Model:

@@ -51,6 +51,13 @@ def test_three_ranks_find_a_layout_and_keep_sequences_in_parts(ask):
     assert [reply["stored"] for reply in replies] == [[[8, 5]]] * 3
 
 
+def test_replicas_of_two_ranks_train_as_one_device(ask):
+    replies = ask("replicas_of_ranks", ranks=4)
+    assert [reply["stored"] for reply in replies] == [[[8, 8]], [[8, 7]]] * 2
+    assert all(reply["replicas"] == 2 for reply in replies)
+    assert "rank=3 of 4" in replies[3]["shown"] and "num_replicas=2" in replies[3]["shown"]
+
+
 def test_a_pair_of_layers_exchanges_one_sum_forward_and_one_backward(ask):
     """Its wholes are traced, and nobody gathers what nobody reads."""
     for reply in ask("what_a_step_exchanges"):
@@ -63,19 +70,34 @@ def test_other_layers_and_optimizers_train_as_one_device(ask):
     ask("layers_and_optimizers")
 
 
+@pytest.mark.parametrize(
+    "clips",
+    [
+        "both",
+        pytest.param("at the end of an accumulation", marks=pytest.mark.long),
+        pytest.param("each at the end of an accumulation", marks=pytest.mark.long),
+        pytest.param("where all is finite", marks=pytest.mark.long),
+        pytest.param("whole where all is finite", marks=pytest.mark.long),
+    ],
+)
+def test_a_norm_clips_in_a_branch_as_on_one_device(ask, clips):
+    assert ask("a_norm_in_a_branch", clips=clips) == [{"finite": True}] * 2
+
+
 def test_a_training_goes_on_from_a_backup(ask):
     assert [reply["begun"] for reply in ask("goes_on_from_a_backup")] == [[0, 1, 1]] * 2
 
 
 def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
     for said in ask("refusals"):
-        assert "NotImplementedError" in said["norm"]
-        assert "clipping by a norm under gradient accumulation" in said["norm"]
+        assert "NotImplementedError" in said["function"]
+        assert "in a loop, in a tf.function, or" in said["function"]
+        assert "read a variable in parts as it is before. Received: assign" in said["assigns"]
         assert "jit_compile=False" in said["jit"]
         assert "scale' that another rank stores" in said["rule"], said["rule"]
         assert "layout='branches'" in said["branches"]
         assert "Received: memory, layout='auto'" in said["memory"]
-        assert "a mesh of shape (1, 2)" in said["mesh"]
+        assert "a mesh of shape (1, 2), or of several replicas of two or more" in said["mesh"]
         assert "must be 'ring' or None. Received: 'pigeons'" in said["transport"]
 
 

@@ -18,8 +18,8 @@ HEADS = {
 TRANSFORMER = {
     **HEADS,
     ".*tokens/embeddings": ("model", None),
-    ".*up./kernel": (None, "model"),
-    ".*down./kernel": ("model", None),
+    ".*up.?/kernel": (None, "model"),
+    ".*down.?/kernel": ("model", None),
 }
 
 

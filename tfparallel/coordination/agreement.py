@@ -8,6 +8,7 @@ kinds of steps.
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.patience import LONGEST_LOOK_S, Wait, WaitedTooLong
@@ -36,6 +37,7 @@ class Agreement:
         timeout_s: how long to wait for a peer that lives but says nothing; None waits for ever.
         slow_timeout_s: the same, in sequences of their own, in which peers write files.
         machine: what it runs on.
+        ranks: those that announce, in their order, where they are not all of a job.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Agreement:
         timeout_s: float | None = 1800.0,
         slow_timeout_s: float | None = 14_400.0,
         machine: Machine = THIS_MACHINE,
+        ranks: Sequence[int] | None = None,
     ):
         self.store, self.name = store, name
         self.rank, self.num_workers = rank, num_workers
+        self.ranks = tuple(range(num_workers) if ranks is None else ranks)
         self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
         self._step, self.machine = 0, machine
         self.numbers = itertools.count()  # for the names of sequences, the same on all workers
@@ -58,10 +62,15 @@ class Agreement:
         """Announcements of their own, for what has no fixed order with the others."""
         own, slow_s = f"{self.name}/{name}", self._slow_timeout_s
         place = (self.rank, self.num_workers)
-        return Agreement(self.store, own, *place, slow_s, slow_s, self.machine)
+        return Agreement(self.store, own, *place, slow_s, slow_s, self.machine, self.ranks)
+
+    def among(self, ranks: Sequence[int]) -> "Agreement":
+        """Announcements of some of the ranks, this one among them, who keep their numbers."""
+        own, waits = f"{self.name}/among {ranks[0]}", (self._timeout_s, self._slow_timeout_s)
+        return Agreement(self.store, own, self.rank, self.num_workers, *waits, self.machine, ranks)
 
     def exchange(self, kind: str, value: object) -> list:
-        """Announces `value`; returns what every worker announced, by rank.
+        """Announces `value`; returns what every worker announced, in the order of `ranks`.
 
         Args:
             kind: what the worker is about to do, for example "create a variable".
@@ -73,7 +82,7 @@ class Agreement:
         self._step += 1
         self._put(json.dumps([kind, value]))
         with waiting_for_others(self.machine.now_s):
-            announced = [json.loads(self._get(rank, kind)) for rank in range(self.num_workers)]
+            announced = [json.loads(self._get(rank, kind)) for rank in self.ranks]
         if any(their_kind != kind for their_kind, _ in announced):
             raise DisagreementError(
                 "All workers must do the same, in the same order. Received: "
@@ -147,7 +156,7 @@ class Agreement:
         return self.value_of(rank, self._key(rank, self._step), kind)
 
     def _by_rank(self, texts: list[str]) -> str:
-        texts = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
+        texts = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True)]
         return f"{'; '.join(texts)}. (Rank {self.rank} is speaking.)"
 
 

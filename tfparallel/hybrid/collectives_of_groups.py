@@ -1,6 +1,7 @@
 """Collectives of some of the workers of `TF_CONFIG`, beside those that all of them have."""
 
 from tfparallel.communication.alpha_beta import SMALL_BYTES
+from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.communication.ring_opening import connect_ring
 from tfparallel.communication.stock_collectives import StockCollectives
@@ -14,6 +15,15 @@ _FIRST_KEY = 100  # of groups, within the 1,000 of a strategy; all workers toget
 def ring_among(
     extended: MultiWorkerExtended, group: WorkerGroup, timeouts: WorkerTimeouts
 ) -> RingCollectives:
+    """Those of `reduction_among`."""
+    reduction = reduction_among(extended, group, timeouts)
+    index, size = group.ranks.index(extended._id_in_cluster), len(group.ranks)
+    return RingCollectives(reduction, extended._host_device, size, index)
+
+
+def reduction_among(
+    extended: MultiWorkerExtended, group: WorkerGroup, timeouts: WorkerTimeouts
+) -> RingAllReduce:
     """A ring of this worker's group; all workers open theirs together, each its own.
 
     Args:
@@ -42,8 +52,7 @@ def ring_among(
         timeouts.silent_s,
         group.ranks,
     )
-    reduction = extended._all_reduce_through(ring, size)
-    return RingCollectives(reduction, extended._host_device, size, index)
+    return extended._all_reduce_through(ring, size)
 
 
 def stock_among(extended: MultiWorkerExtended, group: WorkerGroup) -> StockCollectives:

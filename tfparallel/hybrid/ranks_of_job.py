@@ -7,6 +7,9 @@ import tensorflow as tf
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.hybrid.collectives_of_groups import reduction_among
+from tfparallel.hybrid.groups_of_workers import groups_around
+from tfparallel.hybrid.replicas_of_ranks import ReplicasOfRanks
 from tfparallel.tensor_parallel.ranks import ModelRanks
 
 
@@ -63,7 +66,25 @@ def job_of_ranks(
     return job
 
 
-def ranks_of(job: MultiWorkerExtended) -> ModelRanks:
-    """The same processes, as they exchange in a step."""
+def ranks_of(
+    job: MultiWorkerExtended, num_parts: int, timeouts: WorkerTimeouts | None
+) -> tuple[ModelRanks, ReplicasOfRanks | None]:
+    """The same processes, as they exchange in a step; with others that compute other rows.
+
+    Args:
+        job: all processes.
+        num_parts: how many neighbours compute one replica together.
+        timeouts: how long they wait for one another.
+
+    Returns:
+        the ranks of this one's replica; and those that have its part of other replicas.
+    """
     assert job._ring_all_reduce is not None
-    return ModelRanks(job._ring_all_reduce, job._agreement, job._host_device)
+    num_copies = job._num_workers // num_parts
+    if num_copies == 1:
+        return ModelRanks(job._ring_all_reduce, job._agreement, job._host_device), None
+    waits = timeouts or WorkerTimeouts()
+    sharing, alike = groups_around(job._id_in_cluster, job._num_workers, num_copies)
+    of_replica = reduction_among(job, sharing, waits)
+    ranks = ModelRanks(of_replica, job._agreement.among(sharing.ranks), job._host_device)
+    return ranks, ReplicasOfRanks(job, ranks, reduction_among(job, alike, waits), alike)

@@ -28,8 +28,13 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 # The graph of a `tf.function` that is being traced.
 from tensorflow.python.framework.func_graph import FuncGraph
 
-# The gradient of one graph built in another; what is known of a variable behind its handle.
-from tensorflow.python.ops import gradients_util, handle_data_util
+# The gradient of one graph built in another; what is known of a variable behind its handle; what a
+# branch of `tf.cond` is traced in.
+from tensorflow.python.ops import (
+    control_flow_v2_func_graphs,
+    gradients_util,
+    handle_data_util,
+)
 
 from tfparallel.internals.running_call import RunningCall
 
@@ -45,6 +50,7 @@ __all__ = [
     "function_of_graph",
     "functions_of",
     "gradients_in_graph",
+    "is_branch",
     "is_stateful",
     "never_bypass",
     "on_other_devices",
@@ -90,6 +96,11 @@ def never_bypass(operation: tf.Operation) -> None:
 def is_stateful(operation: tf.Operation) -> bool:
     """Whether `operation` may give another result when it runs again."""
     return operation._is_stateful
+
+
+def is_branch(graph: tf.Graph) -> bool:
+    """Whether `graph` is traced for a branch of `tf.cond`."""
+    return isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph)
 
 
 def functions_of(graph: tf.Graph) -> list:

@@ -102,6 +102,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.config": ("is_op_determinism_enabled",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
     "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
+    "tensorflow.python.ops.control_flow_v2_func_graphs": ("CondBranchFuncGraph",),
     "tensorflow.python.ops.gradients_util": (
         "POSSIBLE_GRADIENT_TYPES_FIRST_ORDER",
         "_GradientsHelper",

@@ -23,6 +23,13 @@ DeviceName = Annotated[str, Field(min_length=1)]
 DeviceNames = Annotated[list[DeviceName], Field(min_length=1)]
 
 
+def worker_timeouts(given: WaitLimits | None) -> object:
+    """The `tfparallel.WorkerTimeouts` that a file asks for; None for none."""
+    import tfparallel
+
+    return None if given is None else tfparallel.WorkerTimeouts(**given.model_dump())
+
+
 class StrategySection(Section):
     """How the run is divided: the name of a strategy, next to its keyword arguments."""
 
@@ -52,12 +59,7 @@ class WithTimeouts(PlacesBatches):
     timeouts: WaitLimits | None = None
 
     def arguments(self) -> dict[str, object]:
-        import tfparallel
-
-        arguments = super().arguments()
-        given = self.timeouts
-        timeouts = None if given is None else tfparallel.WorkerTimeouts(**given.model_dump())
-        return {**arguments, "timeouts": timeouts}
+        return {**super().arguments(), "timeouts": worker_timeouts(self.timeouts)}
 
 
 class OneDevice(PlacesBatches):
@@ -115,37 +117,67 @@ class Sharded(WithTimeouts):
 
 
 class TensorParallel(WithMemory):
-    """`layout`: for patterns of paths of weights, "model" or None for each dim.
+    """`layout`: "auto", or for patterns of paths of weights, "model" or None for each dim.
 
     `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
-    the axis "batch", the rest of each replica on "model".
+    the axis "batch", the rest of each replica on "model". With `transport` these are the processes
+    of `TF_CONFIG`.
     """
 
     class_name = "TensorParallelStrategy"
     name: Literal["tensor_parallel"]
     devices: DeviceNames | None = None
     replicas: int = Field(default=1, ge=1)
-    layout: dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+    layout: Literal["auto"] | dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
+    sequence_parallel: bool = False
+    transport: Literal["ring"] | None = None
+    timeouts: WaitLimits | None = None  # with `transport`
+
+    @model_validator(mode="after")
+    def _suits_its_processes(self) -> TensorParallel:
+        given = self.model_dump(exclude_defaults=True)
+        if self.transport is None and self.timeouts is not None:
+            raise ValueError("timeouts are of processes. Received: no transport")
+        alone = [key for key in ("devices", "memory") if key in given]
+        if self.transport is not None and alone:
+            raise ValueError(
+                f"transport={self.transport} is between the processes of TF_CONFIG, which keep all "
+                f"activations. Received: also {', '.join(alone)}"
+            )
+        return self
 
     def arguments(self) -> dict[str, object]:
         import keras
 
-        from tfparallel.replicas.device_names import all_devices_here
-
-        devices = self.devices or all_devices_here()
+        devices = self._devices()
         if len(devices) % self.replicas:
             raise ValueError(
                 f"`replicas` must divide the number of devices. Received: {self.replicas} replicas "
                 f"of {len(devices)} devices."
             )
         shape = (self.replicas, len(devices) // self.replicas)
-        names = [device.removeprefix("/device:").lower() for device in devices]
-        layout = keras.distribution.LayoutMap(
-            keras.distribution.DeviceMesh(shape, ("batch", "model"), names)
-        )
+        mesh = keras.distribution.DeviceMesh(shape, ("batch", "model"), devices)
+        arguments: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
+        if self.transport is not None:
+            arguments |= {"transport": self.transport, "timeouts": worker_timeouts(self.timeouts)}
+        if isinstance(self.layout, str):
+            return {**arguments, "layout": self.layout, "device_mesh": mesh}
+        layout = keras.distribution.LayoutMap(mesh)
         for pattern, axes in self.layout.items():
             layout[pattern] = tuple(axes)
-        return {"layout": layout}
+        return {**arguments, "layout": layout}
+
+    def _devices(self) -> list[str]:
+        """As a mesh calls them; of processes by their numbers, as TensorFlow has not started."""
+        if self.transport is not None:
+            from tfparallel.coordination.cluster import read_tf_config
+
+            cluster = read_tf_config()
+            return [f"cpu:{i}" for i in range(1 if cluster is None else cluster.num_workers)]
+        from tfparallel.replicas.device_names import all_devices_here
+
+        devices = self.devices or all_devices_here()
+        return [device.removeprefix("/device:").lower() for device in devices]
 
 
 class MultiWorkerMirrored(WithTimeouts):

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import keras
 import tensorflow as tf
 
-from tfparallel.communication.collectives import Collectives
-from tfparallel.communication.joining import join, split
 from tfparallel.coordination.agreement import Agreement, DisagreementError
 from tfparallel.internals import (
     PerReplica,
@@ -23,27 +21,24 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.keras_trainer import surround_epochs
-from tfparallel.replicas.batch import OfRows
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.peeked_iterator import PeekedIterator
+from tfparallel.replicas.sums_of_processes import SumsOfProcesses
 from tfparallel.replicas.weights_check import WeightsCheck
 from tfparallel.replicas.worker_files import keep_files_of_other_workers_apart
 
 _MAX_RANK = 16  # of what is gathered
 
 
-class WorkersExtended(ReplicatedExtended):
+class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
     """`ReplicatedExtended` over several processes, each with all variables.
 
     Set by the strategy that inherits it, before a variable is created: `_num_workers`, and where
     there are several, `_agreement` and `_collectives`, between the hosts of all workers.
     """
 
-    _num_workers: int
-    _id_in_cluster: int
     _agreement: Agreement
-    _collectives: Collectives
     _weights_check: WeightsCheck | None = None
     _weights_to_check: list | None = None  # of the model whose step is traced, until it is checked
 
@@ -59,20 +54,6 @@ class WorkersExtended(ReplicatedExtended):
             yield
         finally:
             self._weights_to_check = None
-
-    # ---- the transport ---------------------------------------------------------------------------
-
-    def _host_sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum of all workers' tensors of one shape; called in a cross-replica context."""
-        return self._collectives.all_reduce(tensor)
-
-    def _host_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """All workers' tensors, `[rows, ...]`, one after the other; called in a `tf.function`."""
-        return self._collectives.all_gather(rows)
-
-    def _host_scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        """This worker's row of the sum of all workers' `[num_workers, length]`."""
-        return self._collectives.reduce_scatter(rows)
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -180,21 +161,6 @@ class WorkersExtended(ReplicatedExtended):
 
     # ---- across workers --------------------------------------------------------------------------
 
-    def _sum_list_across_workers(self, tensors: list) -> list:
-        """Sums of the workers' tensors, in one all-reduce for each dtype."""
-        if self._num_workers == 1:
-            return tensors
-        sums: list = [None] * len(tensors)
-        for dtype in dict.fromkeys(t.dtype for t in tensors):
-            chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            with tf.device(tensors[chosen[0]].device):  # what is on a GPU goes to the host as one
-                joined = join([tensors[i] for i in chosen])
-            total = self._host_sum(joined)
-            own = split(total, [tf.shape(tensors[i]) for i in chosen])
-            for i, part in zip(chosen, own, strict=True):
-                sums[i] = part
-        return sums
-
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
         """As one replica of each worker; for the devices of a process that are a mesh of their own.
 
@@ -223,30 +189,6 @@ class WorkersExtended(ReplicatedExtended):
             checks = [_assert_equal_shapes(shapes, axis)]
         with tf.control_dependencies(checks):
             return super()._gather_to_implementation(value, destinations, axis, options)
-
-    def _gather_rows(self, rows: OfRows) -> object:
-        if self._num_workers == 1:
-            return rows
-        if isinstance(rows, (tf.RaggedTensor, tf.SparseTensor)):
-            raise NotImplementedError(
-                "predict over several workers gathers dense tensors. Received: "
-                f"{type(rows).__name__}. Predict in one process, or return `to_tensor()`."
-            )
-        if tf.executing_eagerly():
-            return tf.function(self._gather_rows)(rows)
-        scalar = rows.shape.rank == 0
-        return self._host_gather(rows[tf.newaxis] if scalar else rows)
-
-    def _scattered_sum(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        if self._num_workers == 1:
-            return rows
-        # Rows that follow a worker's own fill up what it gets to the length of the longest.
-        longest, starts = tf.reduce_max(counts), tf.cumsum(counts, exclusive=True)
-        padded = tf.concat([rows, tf.zeros_like(rows[:longest])], 0)
-        parts = [padded[starts[i] : starts[i] + longest] for i in range(self._num_workers)]
-        own = self._host_scatter_sum(tf.stack([tf.reshape(part, [-1]) for part in parts]))
-        own = tf.reshape(own, tf.shape(parts[0]))
-        return own[: counts[self._id_in_cluster]]
 
     def _sum_and_check_weights(self, tensors: list) -> list:
         """`_sum_list_across_workers`; once in each step the hash of the weights rides on it."""

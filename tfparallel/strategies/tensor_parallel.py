@@ -63,8 +63,9 @@ class TensorParallelStrategy(KerasStrategy):
             the others serve it. Then number 1 of a mesh, `cpu:1`, is that of the second process,
             or the second of all GPUs. `TF_CONFIG` counts only as a `TFConfigClusterResolver`.
         transport: "ring": each process of `TF_CONFIG` runs the script, traces its own part of the
-            model, and exchanges by this package's ring; all get the same data, and whoever reads a
-            whole weight outside of a step (`get_weights`, `save`) gathers it, on all of them. None:
+            model, and exchanges by this package's ring. All get the same data, of which neighbours
+            that are a replica of the mesh take their rows. Whoever reads a whole weight outside of
+            a step (`get_weights`, `save`) gathers it, on all of them. None:
             there is one process, or one that controls those of `cluster_resolver`.
         insecure_network: says that strangers cannot reach the network between the processes. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
@@ -99,7 +100,9 @@ class TensorParallelStrategy(KerasStrategy):
         if transport is not None:
             given = {"cluster_resolver": cluster_resolver, "memory": memory}
             job = job_of_ranks(self, transport, layout, given, timeouts)
-            self._begin_as_rank(job, layout, batch_dim_name, device_mesh, sequence_parallel)
+            assert not isinstance(timeouts, Timeouts)  # which is refused
+            mesh = (layout, batch_dim_name, device_mesh)
+            self._begin_as_rank(job, *mesh, sequence_parallel, timeouts)
             return
         if isinstance(timeouts, WorkerTimeouts):
             raise TypeError(f"Without a `transport` expected Timeouts. Received: {timeouts}.")
@@ -129,6 +132,7 @@ class TensorParallelStrategy(KerasStrategy):
         batch_dim_name: str | None,
         device_mesh: keras.distribution.DeviceMesh | None,
         sequence_parallel: bool,
+        timeouts: WorkerTimeouts | None,
     ) -> None:
         of_rank = job.worker_devices[0].rpartition("/")[2]
         devices = [f"{name}/{of_rank}" for name in job._task_names]
@@ -140,7 +144,8 @@ class TensorParallelStrategy(KerasStrategy):
             lambda mesh, name: group_of_ranks(mesh, name, devices, job._id_in_cluster),
         )
         layouts.cuts_sequences = sequence_parallel
-        extended = TensorParallelOverRanks(self, layouts, job, ranks_of(job))
+        ranks, replicas = ranks_of(job, layouts.groups.parts, timeouts)
+        extended = TensorParallelOverRanks(self, layouts, job, ranks, replicas)
         super().__init__(extended, MemoryPolicy().of_groups(extended.own_group))
 
     extended: TensorParallelExtended

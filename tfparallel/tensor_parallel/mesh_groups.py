@@ -102,27 +102,29 @@ def mesh_groups(
 def group_of_ranks(
     mesh: object, batch_dim_name: str | None, devices: Sequence[str], rank: int
 ) -> MeshGroups:
-    """The group of all ranks, as rank `rank` computes with it: on its own device, all of them.
+    """The group of a rank, as it computes with it: on its own device, all of them.
 
     Args:
-        mesh: a `keras.distribution.DeviceMesh` of one group, whose `cpu:1` is that of rank 1.
+        mesh: a `keras.distribution.DeviceMesh`, whose `cpu:1` is that of rank 1.
         batch_dim_name: as of `mesh_groups`.
         devices: one of each rank, full names.
         rank: the caller's.
 
     Raises:
         TypeError, ValueError: as `mesh_groups`; and for another mesh than one of all ranks in their
-            order.
+            order, of at least two in a group.
     """
     found = mesh_groups(mesh, batch_dim_name, devices)
-    if found.groups != (tuple(devices),):
+    in_order = tuple(device for group in found.groups for device in group)
+    if in_order != tuple(devices) or found.parts == 1:
         raise ValueError(
-            "Ranks that each trace their own part have one device each, all on the axis of the "
-            f"model, in their order: a mesh of shape (1, {len(devices)}) of "
+            "Ranks that each trace their own part have one device each, those of a replica one "
+            f"behind the other on the axis of the model: a mesh of shape (1, {len(devices)}), or "
+            "of several replicas of two or more, of "
             f"{[f'cpu:{i}' for i in range(len(devices))]}. Received: devices {found.groups} by "
             f"replica. (Rank {rank} is speaking.)"
         )
-    own = (devices[rank],) * len(devices)
+    own = (devices[rank],) * found.parts
     return MeshGroups((own,), found.batch_axis, found.model_axis)
 
 

@@ -1,7 +1,7 @@
 """The five decisions under tensor parallelism where each rank traces its own part.
 
-A rank is one replica, of one device, as it knows: it gets the whole batch, and computes the same
-step as all others. What makes it one of several is in `ranks.py`.
+A rank is one replica, of one device, as it knows: it gets the whole batch of that, and computes the
+same step as all others of it. What makes it one of several is in `ranks.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +16,7 @@ from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals import TrainerCall, numpy_dataset
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
+from tfparallel.tensor_parallel.gradients import sum_parts
 from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.ranks import ModelRanks, is_in_step
 from tfparallel.tensor_parallel.rows import Rows
@@ -29,7 +30,8 @@ class TensorParallelOverRanks(TensorParallelExtended):
         container_strategy: the strategy.
         layouts: of one group, of this rank's device as often as there are ranks.
         job: the processes.
-        ranks: the same, as those who exchange in a step.
+        ranks: those of this one's replica, as those who exchange in a step.
+        replicas: the ranks that have this one's part of other replicas; None for one replica.
     """
 
     _split_class = VariableOfRanks
@@ -42,13 +44,17 @@ class TensorParallelOverRanks(TensorParallelExtended):
         layouts: Layouts,
         job: AxisOfProcesses,
         ranks: ModelRanks,
+        replicas: AxisOfProcesses | None = None,
     ):
         super().__init__(container_strategy, layouts)
         self._job, self.ranks = job, ranks
         self._default_device = job._default_device
+        if replicas is not None:
+            self._join(replicas)
 
     def _description(self) -> str:
-        return f"rank={self.ranks.index} of {self.ranks.size}, {super()._description()}"
+        own, count = self._job._id_in_cluster, self._job._num_workers
+        return f"rank={own} of {count}, {super()._description()}"
 
     # ---- what the processes of a job agree on ----------------------------------------------------
 
@@ -87,6 +93,19 @@ class TensorParallelOverRanks(TensorParallelExtended):
             )
         *_, pieces = self._new
         return pieces.piece(self.ranks.index, device)
+
+    # ---- how gradients meet ----------------------------------------------------------------------
+
+    def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
+        """As the base's, of this rank's parts; of others there are only stand-ins."""
+        del variables
+        index, device = self.ranks.index, self._groups[0][:1]
+        own = [[of_variable[index]] for of_variable in parts]
+        sums = sum_parts(own, [0] * len(own), [device], self._over_workers())
+        return [
+            [*of_variable[:index], total, *of_variable[index + 1 :]]
+            for of_variable, (total,) in zip(parts, sums, strict=True)
+        ]
 
     # ---- how a step runs -------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ exchange their own ones, so that what meets is right on all of them:
 What is computed of stand-ins alone leads nowhere, and TensorFlow prunes it. So a graph says what
 that of one controller says. When a step is traced, `_TracedStep.finish` looks at what is left:
 collectives get the order of the program, and anything that would still read a stand-in is an error.
+
+A branch of `tf.cond`, such as the update that ends an accumulation, has collectives of its own. All
+ranks take the same one, and the whole branch has its place in that order.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ import tensorflow as tf
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement, DisagreementError
 from tfparallel.internals import record
-from tfparallel.internals.graphs import is_stateful, run_after
+from tfparallel.internals.graphs import is_branch, is_stateful, run_after
 from tfparallel.tensor_parallel.rows import Rows
 
 _thread = threading.local()
@@ -39,21 +42,22 @@ def ranks_of_caller() -> "ModelRanks | None":
 
 
 class ModelRanks:
-    """The ranks of a job, which have a part of each split tensor each, in the order of ranks.
+    """Ranks of a job, which have a part of each split tensor each, in the order of ranks.
 
     Args:
         reduction: through their ring.
-        agreement: of the ranks.
+        agreement: of these ranks.
         device: of this rank, where the ring is called.
 
     Attributes:
-        index: the number of this rank, and of its parts.
+        index: the place of this rank among them, and of its parts.
         size: how many ranks there are.
     """
 
     def __init__(self, reduction: RingAllReduce, agreement: Agreement, device: str):
         self._reduction, self._agreement, self._device = reduction, agreement, device
-        self.index, self.size = agreement.rank, agreement.num_workers
+        self.index, self.size = agreement.ranks.index(agreement.rank), len(agreement.ranks)
+        self._step: _TracedStep | None = None
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -74,12 +78,12 @@ class ModelRanks:
                 if tf.executing_eagerly():
                     return function(*args, **kwargs)
                 before = _step()
-                _thread.step = _TracedStep(self._reduction, self._agreement)
+                self._step = _thread.step = _TracedStep(self._reduction, self._agreement)
                 try:
                     result = function(*args, **kwargs)
                     _thread.step.finish(result)
                 finally:
-                    _thread.step = before
+                    self._step = _thread.step = before
                 return result
 
         return traced
@@ -87,7 +91,7 @@ class ModelRanks:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors of one shape; unknown to gradient tapes."""
         what = f"sum {tensor.dtype.name}{tensor.shape}"
-        return self._meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        return self.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
 
     def whole(self, parts: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
         """All parts of a tensor.
@@ -98,7 +102,7 @@ class ModelRanks:
         """
         own = parts[0] if len(parts) == 1 else parts[self.index]
         what = f"gather {own.dtype.name}{rows.whole_shape(own.shape)} of {rows}"
-        flat = self._meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
+        flat = self.meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
         dynamic = tf.shape(own)
         shapes = [
             [n if n is not None else dynamic[i] for i, n in enumerate(_with(own, rows.dim, size))]
@@ -108,15 +112,22 @@ class ModelRanks:
         pieces = tf.split(flat, tf.stack(lengths), num=len(shapes))
         return [tf.reshape(x, shape) for x, shape in zip(pieces, shapes, strict=True)]
 
-    def _meet(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, what: str
-    ) -> tf.Tensor:
-        step = _step()
+    def meet(self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, what: str) -> tf.Tensor:
+        """`collective(tensor)` in its place among those of the step, unknown to gradient tapes.
+
+        Called by the replica, or where replicas meet, which is another thread.
+
+        Args:
+            collective: of a `RingAllReduce` with the same order of calls, which takes `unordered`.
+            tensor: this rank's.
+            what: tells the other ranks what it is.
+        """
+        step = self._step
+        number = None if step is None else step.number_of_caller(what)
         with tf.device(self._device), record.stop_recording():
-            if step is None:
-                return collective(tensor)
-            step.check_is_its_graph(what)
-            result = collective(tensor, unordered=step.number)
+            result = collective(tensor, unordered=number)
+        if step is None:
+            return result
         step.calls.append(_Call(result.op, what))
         return result
 
@@ -136,14 +147,23 @@ def is_in_step() -> bool:
 
 
 @contextlib.contextmanager
-def in_graph_of_step() -> Iterator[None]:
-    """Within it, operations are made in the graph of the step that is traced, if there is one."""
+def where_ranks_exchange() -> Iterator[None]:
+    """Within it, operations are made where the caller is, if ranks can exchange there, or before.
+
+    In the step itself before a loop or a function in it, which then takes what was read before it.
+    """
     step = _step()
-    if step is None:
+    if step is None or step.exchanges_here():
         yield
         return
     with step.graph.as_default():
         yield
+
+
+def exchange_here() -> bool:
+    """Whether ranks can exchange where the caller is, not only before it."""
+    step = _step()
+    return step is None or tf.executing_eagerly() or step.exchanges_here()
 
 
 def _step() -> "_TracedStep | None":
@@ -176,14 +196,36 @@ class _TracedStep:
         self.stand_ins: dict[tf.Operation, str] = {}
         self.number = self._order.read_value()
 
-    def check_is_its_graph(self, what: str) -> None:
-        if tf.compat.v1.get_default_graph() is not self.graph:
+    def exchanges_here(self) -> bool:
+        """Whether the caller traces the step itself, or a branch of it that no gradient passes."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is self.graph:
+            return True
+        return self._branch(graph) is not None and not record.could_possibly_record()
+
+    def number_of_caller(self, what: str) -> tf.Tensor | None:
+        """`number` in the step itself; None in a branch, which runs all that it has.
+
+        Raises:
+            NotImplementedError: where `what` cannot be: in any other function within the step, and
+                where a gradient would pass the branch.
+        """
+        if tf.compat.v1.get_default_graph() is self.graph:
+            return self.number
+        if not self.exchanges_here():
             raise NotImplementedError(
-                "Ranks that each trace their own part exchange tensors in the step itself. "
-                f"Received: an exchange ({what}) in a loop, a branch or a function within it, such "
-                "as clipping by a norm under gradient accumulation or a loss scale. Leave that "
-                "out, or let one process control the others (cluster_resolver=...)."
+                "Ranks that each trace their own part exchange tensors in the step itself, and in "
+                "branches of it that no gradient passes. Received: an exchange "
+                f"({what}) in a loop, in a tf.function, or in a branch under a GradientTape. Leave "
+                "that out, or let one process control the others (cluster_resolver=...)."
             )
+        return None
+
+    def _branch(self, graph: tf.Graph) -> tf.Graph | None:
+        """The branch of the step itself that `graph`, another one, is or is in; None for none."""
+        while is_branch(graph) and graph.outer_graph is not self.graph:
+            graph = graph.outer_graph
+        return graph if is_branch(graph) else None
 
     def finish(self, result: object) -> None:
         """Orders what is to run for `result`, and for what changes state; all ranks call it.
@@ -192,22 +234,41 @@ class _TracedStep:
             DisagreementError: naming the ranks whose step is another one.
             NotImplementedError: if a rank would need what another one stores.
         """
-        live = _ancestors(self.graph, result)
+        live = self._live(result)
         calls = [call for call in self.calls if call.operation in live]
         refused = self._refused(live)
         told = self._agreement.exchange("trace a step", [refused, [call.what for call in calls]])
         refusals = [text for text, _ in told if text]
         if refusals:
             raise NotImplementedError(refusals[0])
-        for rank, (_, others) in enumerate(told):
+        for rank, (_, others) in zip(self._agreement.ranks, told, strict=True):
             _check_alike(self._agreement.rank, rank, [call.what for call in calls], others)
         if not calls:
             return
-        first = self._order.assign_add(1.0, read_value=False)
-        for before, after in itertools.pairwise([first, *(call.operation for call in calls)]):
+        ordered = self._in_order({call.operation for call in calls})
+        for before, after in itertools.pairwise(ordered):
             run_after(after, before)
-        with tf.control_dependencies([calls[-1].operation]):
+        with tf.control_dependencies(ordered[-1:]):
             self._order.assign_add(1.0, read_value=False)
+
+    def _live(self, result: object) -> set[tf.Operation]:
+        """What runs, in the step and in those of its branches that exchange or have stand-ins."""
+        live = _ancestors(self.graph, result)
+        made = [*(call.operation for call in self.calls), *self.stand_ins]
+        for graph in {operation.graph for operation in made} - {self.graph}:
+            live |= _ancestors(graph, graph.outputs)
+        return live
+
+    def _in_order(self, calls: set[tf.Operation]) -> list[tf.Operation]:
+        """The operations of the step that are `calls`, or have a branch with some of them."""
+        branches = {self._branch(call.graph) for call in calls if call.graph is not self.graph}
+        names = {branch.name for branch in branches if branch is not None}
+        return [
+            operation
+            for operation in self.graph.get_operations()
+            if operation in calls
+            or (names and is_stateful(operation) and names & _functions_named_by(operation))
+        ]
 
     def _refused(self, live: set[tf.Operation]) -> str:
         """What reads a stand-in; "" for nothing."""
@@ -234,6 +295,12 @@ def _check_alike(own_rank: int, rank: int, own: list[str], others: list[str]) ->
                 f"exchange {number} is a {mine} on rank {own_rank} and a {theirs} on rank {rank}. "
                 f"(Rank {own_rank} is speaking.)"
             )
+
+
+def _functions_named_by(operation: tf.Operation) -> set[str]:
+    """The functions that `operation` runs, such as its branches."""
+    attributes = operation.node_def.attr.values()
+    return {function.name for x in attributes for function in (x.func, *x.list.func)}
 
 
 def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:

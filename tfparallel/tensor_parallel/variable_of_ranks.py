@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.tensor_parallel.known_parts import cut_apart
-from tfparallel.tensor_parallel.ranks import ModelRanks, in_graph_of_step
+from tfparallel.tensor_parallel.ranks import ModelRanks, exchange_here, where_ranks_exchange
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
 
@@ -46,8 +46,17 @@ class VariableOfRanks(SplitVariable):
 
     def whole(self) -> tf.Tensor:
         """All parts as one, gathered."""
-        with in_graph_of_step(), self._ranks.meeting():
+        with where_ranks_exchange(), self._ranks.meeting():
             return super().whole()
+
+    def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
+        if self._current() is None and not exchange_here():
+            raise NotImplementedError(
+                "In a loop or a tf.function within a step, ranks read a variable in parts as it is "
+                f"before. Received: {name} of '{self.name}' there. Update it in the step itself, "
+                "or let one process control the others (cluster_resolver=...)."
+            )
+        return super()._to_parts(name, value)
 
     def numpy(self) -> np.ndarray:
         """The whole; all ranks have to ask together."""

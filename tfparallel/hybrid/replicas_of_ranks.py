@@ -1,0 +1,147 @@
+"""Replicas that are groups of processes each: the ranks that have one part meet, over all rows.
+
+               part 0         part 1
+    replica 0  rank 0  -----  rank 1      those that compute a replica: `ModelRanks`
+                 |              |
+    replica 1  rank 2  -----  rank 3      those that have a part of all replicas: here
+
+What is whole is alike on all ranks of a replica, and so is its sum over replicas on each.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import keras
+import tensorflow as tf
+
+from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.link_journal import LinkJournal
+from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.ring_collectives import RingCollectives
+from tfparallel.hybrid.groups_of_workers import WorkerGroup
+from tfparallel.internals import BaseOptimizer, TrainerCall
+from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
+from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.replicas.sums_of_processes import SumsOfProcesses
+from tfparallel.tensor_parallel.ranks import ModelRanks
+
+
+class ReplicasOfRanks(SumsOfProcesses):
+    """The axis of replicas, as a rank of one of them sees it: an `AxisOfProcesses`.
+
+    Args:
+        job: all processes.
+        ranks: of this one's replica.
+        reduction: through the ring of `alike`.
+        alike: the ranks that have this one's part.
+    """
+
+    _compressor: Compressor | None = None
+    _meets_every_step = True
+
+    def __init__(
+        self,
+        job: AxisOfProcesses,
+        ranks: ModelRanks,
+        reduction: RingAllReduce,
+        alike: WorkerGroup,
+    ):
+        self._job, self._agreement = job, job._agreement
+        self._default_device, self._host_device = job._default_device, job._host_device
+        self._num_workers = len(alike.ranks)
+        self._id_in_cluster = alike.ranks.index(job._id_in_cluster)
+        self._collectives = _CollectivesInStep(
+            ranks, reduction, job._host_device, self._num_workers, self._id_in_cluster
+        )
+
+    # ---- as all processes do ---------------------------------------------------------------------
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> Callable[[], tf.Tensor]:
+        return self._job._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
+
+    def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
+        return self._job._keras_dataset(dataset, call)
+
+    def _step_of(self, model: keras.Model) -> AbstractContextManager[None]:
+        del model
+        return nullcontext()
+
+    def _check_outside_of_replicas(self, name: str) -> None:
+        self._job._check_outside_of_replicas(name)
+
+    def _names_lost_ranks(self) -> AbstractContextManager[None] | None:
+        return self._job._names_lost_ranks()
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._job._in_multi_worker_mode()
+
+    def _link_times(self) -> LinkTimes:
+        return self._job._link_times()
+
+    def _link_journal(self) -> AbstractContextManager[LinkJournal]:
+        return self._job._link_journal()
+
+    def compression_of(self, optimizer: BaseOptimizer) -> None:
+        """None: gradients cross as they are."""
+        del optimizer
+
+    # ---- over replicas ---------------------------------------------------------------------------
+
+    def _sum_gradients_across_workers(
+        self, gradients: list[Gradient], source: GradientSource | None
+    ) -> list[Gradient]:
+        del source
+        dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
+        sums = iter(self._sum_list_across_workers(dense))
+        return [self._all(g) if isinstance(g, tf.IndexedSlices) else next(sums) for g in gradients]
+
+    def _all(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The rows of all replicas, one after the other."""
+        gathered = [self._host_gather(x) for x in (slices.values, slices.indices)]
+        return tf.IndexedSlices(*gathered, slices.dense_shape)
+
+    def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        raise NotImplementedError(
+            "Replicas of several ranks train by fit, evaluate and predict. Received: a call of "
+            f"strategy.gather, of {tensor.shape} along {axis}. Let each replica sum what it has."
+        )
+
+    def _sum_and_check_weights(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self._sum_list_across_workers(tensors)
+
+
+class _CollectivesInStep(RingCollectives):
+    """Those of a ring, in the order of what the ranks of a replica exchange.
+
+    Args:
+        ranks: of this one's replica.
+        reduction, device, size, index: as of `RingCollectives`.
+    """
+
+    def __init__(
+        self, ranks: ModelRanks, reduction: RingAllReduce, device: str, size: int, index: int
+    ):
+        super().__init__(reduction, device, size, index)
+        self._ranks = ranks
+
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        what = f"sum {tensor.dtype.name}{tensor.shape} over replicas"
+        return self._ranks.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        return self.all_reduce(rows)[self.index]
+
+    def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        what = f"gather {rows.dtype.name}{rows.shape} of replicas"
+        return self._ranks.meet(self._reduction.gather_rows, tf.convert_to_tensor(rows), what)
+
+    def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        wholes = [self.all_gather(part) for part in parts]
+        for whole, part in zip(wholes, parts, strict=True):
+            whole.set_shape([part.shape[0] * self.size])
+        return wholes
