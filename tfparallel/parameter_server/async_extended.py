@@ -155,6 +155,8 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
         what = f"optimizer '{optimizer.name}', applied"
         effects.defer(what, tensors, devices, carry_out)
+        changed = [optimizer.iterations, *(updated[i] for i in present)]
+        effects.update(map(behind, changed), optimizer.name)
         return None
 
     def _hand_in(
