@@ -155,8 +155,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
         what = f"optimizer '{optimizer.name}', applied"
         effects.defer(what, tensors, devices, carry_out)
-        changed = [optimizer.iterations, *(updated[i] for i in present)]
-        effects.update(map(behind, changed), optimizer.name)
+        effects.update((behind(updated[i]) for i in present), optimizer.name)
         return None
 
     def _hand_in(
