@@ -40,6 +40,7 @@ from rich.table import Table  # noqa: E402
 # An MLP of 10 M parameters and a CNN of 54,000 on digits, a GPT of 110,000 on source text.
 TARGETS = {"mlp": (1.0, 0.3, 0.1), "cnn": (1.0, 0.4, 0.2), "gpt": (3.0, 2.6, 2.4)}
 ADAPTIVE, NONE = "Adaptive()", "none"
+ROUNDS = ("LocalSGD(16)", "DiLoCo(16)")  # another training, shown beside
 CONTESTANTS = (
     NONE,
     'Cast("float16")',
@@ -47,8 +48,7 @@ CONTESTANTS = (
     "PowerSGD(1)",
     "TopK(0.01)",
     "QSGD(8)",
-    "LocalSGD(16)",
-    "DiLoCo(16)",
+    *ROUNDS,
     ADAPTIVE,
 )
 TORCH, TORCH_FOLDER = "torch ", "TIME_TO_LOSS_TORCH"
@@ -246,7 +246,8 @@ def verdicts(targets, times: dict[str, list], ends: dict[str, float]) -> Iterato
     """
     if ADAPTIVE not in times:
         return
-    fixed = [name for name in times if name != ADAPTIVE and not name.startswith(TORCH)]
+    others = (ADAPTIVE, *ROUNDS)
+    fixed = [name for name in times if name not in others and not name.startswith(TORCH)]
     for i, loss in enumerate(targets):
         best = min(fixed, key=lambda name: times[name][i], default=None)
         for other, limit in ((best, WORSE_THAN_BEST), (NONE, WORSE_THAN_NONE)):
@@ -324,12 +325,12 @@ def main() -> None:
                     for name in names:
                         curves[name].append(curve(hosts, problem, name, seed, options.seconds))
                 results.setdefault(link, {})[problem] = curves
+                if options.json:  # what was measured stays, whatever ends the rest
+                    Path(options.json).write_text(json.dumps(results, default=np.ndarray.tolist))
                 title = f"{problem}, {link}; load {os.getloadavg()[0]:.1f}"
                 print_cell(title, TARGETS[problem], curves)
     if options.plot:
         plot(results, options.plot)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, default=np.ndarray.tolist) + "\n")
     return None
 
 

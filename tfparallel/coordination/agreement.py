@@ -81,18 +81,25 @@ class Agreement:
             )
         return [value for _, value in announced]
 
-    def require_equal(self, kind: str, value: object) -> None:
+    def require_equal(self, kind: str, value: object, beside: object = None) -> bool:
         """Announces `value` and refuses to go on unless all workers announced the same.
+
+        Args:
+            beside: what travels with it and may differ.
+
+        Returns:
+            Whether all workers have the same `beside`.
 
         Raises:
             DisagreementError: naming what each rank announced.
         """
-        announced = self.exchange(kind, value)
+        announced, besides = zip(*self.exchange(kind, [value, beside]), strict=True)
         if any(other != announced[0] for other in announced):
             raise DisagreementError(
                 f"All workers must agree when they {kind}. Received: "
                 + self._by_rank([_short(v) for v in announced])
             )
+        return all(other == besides[0] for other in besides)
 
     def value_of(self, rank: int, key: str, kind: str) -> str:
         """What worker `rank` stores under `key`, waiting for it while it lives.

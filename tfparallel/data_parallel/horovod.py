@@ -148,16 +148,14 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     ) -> object:
         """Rank 0's initial value, once all ranks have said that they create the same variable."""
         del replica_id, primary_var
-        initial_value = kwargs["initial_value"]
         if self._num_workers == 1:
-            return initial_value
-        announced = self._announced(initial_value, kwargs)
+            return kwargs["initial_value"]
 
-        def of_first_rank() -> tf.Tensor:
+        def broadcast_there(value: tf.Tensor) -> tf.Tensor:
             with tf.device(device):
-                return self._broadcast(announced())
+                return self._broadcast(value)
 
-        return of_first_rank
+        return self._value_of_rank_zero(kwargs, broadcast_there)
 
     # ---- how a batch is split --------------------------------------------------------------------
 

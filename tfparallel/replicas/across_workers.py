@@ -5,6 +5,7 @@ done with them.
 """
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -75,24 +76,32 @@ class WorkersExtended(ReplicatedExtended):
 
     # ---- where variables live --------------------------------------------------------------------
 
-    def _announced(
-        self, initial_value: object, kwargs: Mapping[str, object]
+    def _value_of_rank_zero(
+        self, kwargs: Mapping[str, object], broadcast: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], tf.Tensor]:
-        """`initial_value` once all workers have said that they create the same variable."""
+        """Rank 0's initial value, once all workers have said that they create the same variable.
+
+        Where all have drawn the same value, as after `set_random_seed`, nothing else is sent.
+
+        Args:
+            kwargs: what a variable creator gets.
+            broadcast: gives all workers rank 0's tensor.
+        """
         owner = owner_of_new_variable()
         name = f"{getattr(owner, 'name', '')}/{kwargs.get('name')}"
-        dtype = kwargs.get("dtype")  # not `kwargs`, which will hold `announced`, and the value
+        dtype = kwargs.get("dtype")  # not `kwargs`, which will hold this function, and the value
+        initial_value = kwargs["initial_value"]
 
-        def announced() -> tf.Tensor:
+        def agreed() -> tf.Tensor:
             value = initial_value() if callable(initial_value) else initial_value
             value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
             value = tf.convert_to_tensor(value, dtype)
-            self._agreement.require_equal(
-                "create a variable", f"{name} {value.dtype.name}{value.shape.as_list()}"
-            )
-            return value
+            form = f"{name} {value.dtype.name}{value.shape.as_list()}"
+            digest = _digest(value)
+            is_same = self._agreement.require_equal("create a variable", form, digest)
+            return value if is_same and digest is not None else broadcast(value)
 
-        return announced
+        return agreed
 
     def _check_outside_of_replicas(self, name: str) -> None:
         if self._num_workers > 1:
@@ -338,3 +347,10 @@ def _shapes(batch: object) -> list[list[int | None]] | None:
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     parts = [x.values if isinstance(x, PerReplica) else (x,) for x in leaves]
     return [part.shape.as_list() for leaf in parts for part in leaf]
+
+
+def _digest(value: tf.Tensor) -> str | None:
+    """Of all bytes of a tensor; None for one that is not computed yet, and for strings."""
+    if not hasattr(value, "numpy") or value.dtype == tf.string:
+        return None
+    return hashlib.sha256(value.numpy().tobytes()).hexdigest()
