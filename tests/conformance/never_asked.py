@@ -47,6 +47,7 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
         "inputs.run_eagerly_with_batches_of_one_row",
         "keras_io.dcgan",
         "keras_io.wgan_gp",
+        "keras_io_shared.momentum_teacher",
         "layer_state.eagerly",
         "nested.gan",
         "unbuilt.gan",

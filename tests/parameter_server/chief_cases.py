@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 import keras
@@ -752,6 +753,61 @@ def partitioned() -> dict:
         "checkpoint": _checkpoint_of_variable(strategy, fewer, folder),
         "mixed_bfloat16": _mixed_bfloat16(x, y, kinds["fixed"]),
     }
+
+
+class Teacher(keras.Model):
+    """A copy of the student, which follows it in each step: before its update, or after."""
+
+    def __init__(self, follows_first: bool):
+        super().__init__()
+        self.follows_first = follows_first
+        self.student, self.teacher = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.teacher.trainable = False
+
+    def build(self, shape):
+        self.student.build(shape)
+        self.teacher.build(shape)
+
+    def call(self, x):
+        return self.student(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.student(x)) + tf.reduce_mean(self.teacher(x) ** 2)
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        if self.follows_first:
+            self._follow()
+        self.optimizer.apply(gradients, weights)
+        if not self.follows_first:
+            self._follow()
+        return {"loss": loss}
+
+    def _follow(self) -> None:
+        for own, other in zip(self.teacher.weights, self.student.weights, strict=True):
+            own.assign(0.9 * own + 0.1 * other)
+
+
+@case
+def reads_what_it_has_updated() -> dict:
+    """In async mode the teacher that follows last is that of one device which follows first."""
+    make_cluster()
+    strategy = tfparallel.ParameterServerStrategy(max_staleness=0)
+    x, y = np.random.default_rng(0).normal(size=(2, 21, 3)).astype("float32")
+    trained, told = [], []
+    for scope, follows_first in ((None, True), (strategy, True), (strategy, False)):
+        keras.utils.set_random_seed(1)
+        with scope.scope() if scope else contextlib.nullcontext():
+            model = Teacher(follows_first)
+            model.build((None, 3))
+            model.compile(keras.optimizers.SGD(0.1, name="own_sgd"), "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = model.fit(x, y[:, :1], batch_size=BATCH, shuffle=False, verbose=0).history
+        trained.append([*model.get_weights(), np.array(history["loss"])])
+        told.append([str(each.message) for each in caught])
+    return {"differences": [_difference(trained[0], each) for each in trained[1:]], "told": told}
 
 
 class ReadsInLoops(keras.layers.Layer):

@@ -139,3 +139,13 @@ def test_activations_are_computed_again_on_workers(run_case):
         for said in ("policy", "scope"):
             assert results[said]["again"] > 0, (mode, said)
             assert results[said]["apart"] <= 5e-7, (mode, said)
+
+
+def test_a_step_that_reads_what_it_has_updated_is_told_that_it_reads_the_value_of_before(run_case):
+    """A teacher that follows the updated student was a step behind, without a word."""
+    result = run_case("reads_what_it_has_updated")
+    assert max(result["differences"]) < 1e-6
+    alone, follows_first, follows_last = result["told"]
+    assert not alone and not follows_first
+    assert len(set(follows_last)) == 1
+    assert "optimizer 'own_sgd' was applied to it" in follows_last[0]

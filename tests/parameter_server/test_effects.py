@@ -45,3 +45,15 @@ def test_what_a_step_always_changes_is_written_down(change):
 
     step(tf.constant(2.0))
     assert len(effects.effects) == 1
+
+
+def test_a_read_after_an_update_is_warned_of_once_and_one_before_it_is_not(recwarn):
+    effects, first, second = Effects(), tf.Variable(1.0), tf.Variable(1.0)
+    effects.warn_of_update(first)
+    effects.update([first, second], "sgd")
+    effects.warn_of_update(tf.Variable(1.0))
+    assert not recwarn.list
+    for variable in (first, second, first):
+        effects.warn_of_update(variable)
+    (told,) = recwarn.list
+    assert "after optimizer 'sgd' was applied" in str(told.message)

@@ -155,6 +155,7 @@ class AsyncParameterServerExtended(ParameterServerExtended):
 
         what = f"optimizer '{optimizer.name}', applied"
         effects.defer(what, tensors, devices, carry_out)
+        effects.update((behind(updated[i]) for i in present), optimizer.name)
         return None
 
     def _hand_in(

@@ -36,6 +36,7 @@ class HandedIn:
         if effects is None:
             self._settle()
             return None
+        effects.warn_of_update(self)
         if self.trainable:
             return effects.assigned(self, self._server_value)
         return effects.read(self, self._server_value)

@@ -15,7 +15,8 @@ handed its step in or left no trace of it: the step can be given to another work
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class Effects:
         self.kept: list[tuple[Remembered, tf.Tensor]] = []
         self._values: dict[int, tf.Tensor] = {}  # what the step sees, by the variable's id
         self._seen: list[Any] = []  # keeps ids from being used again
+        self._updated: dict[int, str] = {}  # by the variable's id: the optimizer that updates it
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -139,6 +141,23 @@ class Effects:
                 "the optimizer in each step and give it gradient_accumulation_steps=k."
             )
         self.effects.append(Effect(list(tensors), list(devices), carry_out))
+
+    def update(self, variables: Iterable[tf.Variable], optimizer: str) -> None:
+        """The optimizer of that name updates `variables`, to values that no worker knows."""
+        self._updated.update((id(variable), optimizer) for variable in variables)
+
+    def warn_of_update(self, variable: tf.Variable) -> None:
+        """Says, once a step, that a variable is read as it was before the step's own update."""
+        if id(variable) not in self._updated:
+            return
+        warnings.warn(
+            f"A step reads variable '{variable.name}' after optimizer "
+            f"'{self._updated[id(variable)]}' was applied to it. Under mode='async' it gets the "
+            "value of before: what an optimizer updates is seen from the next step on. Read it "
+            "first if that is meant; mode='sync' shows what is updated.",
+            stacklevel=2,
+        )
+        self._updated.clear()
 
     def keep(self, slot: Remembered, tensor: tf.Tensor) -> None:
         """The worker remembers `tensor` when the step has been applied."""
