@@ -5,14 +5,15 @@
     python benchmarks/many_ranks.py --ranks 4 8 --sizes 4 64 1024 --rounds 3 --json out.json
 
 Contestants stay up and take turns within every round; what is printed are medians over rounds of
-the median call of the slowest rank, and ratios of the same rounds. "ring" and "doubling" are ours,
-told which way; "chosen" and "gather" are ours as it comes, the gather of as many
-bytes in all. Ranks are processes on loopback, or with `--mbit` half of them on each of two hosts,
-network namespaces with a link of so many megabits a second in each direction (needs root, `ip`,
-`tc` and `taskset`).
+the median call of the slowest rank, and ratios of the same rounds. "ring", "doubling" and "hosts"
+(the ranks of a host first) are ours, told which way; "chosen" and "gather" are ours as it comes,
+the gather of as many bytes in all. Ranks are processes on loopback, or with `--mbit` half of them
+on each of two hosts, network namespaces with a link of so many megabits a second in each direction
+(needs root, `ip`, `tc` and `taskset`).
 
 The bound of one all-reduce of n bytes by N ranks, whatever the algorithm, is
-`ceil(log2 N) * latency + 2 (N - 1) / N * n * byte_s` (Thakur et al., IJHPCA 2005). Latency and
+`ceil(log2 N) * latency + 2 (N - 1) / N * n * byte_s` (Thakur et al., IJHPCA 2005), with hosts
+instead of ranks in the second term where several ranks share a link. Latency and
 byte_s are those of the first and the last rank alone, in this run: half the time of a small round
 trip over a socket, and what a megabyte takes more. On one machine, all ranks share its processors
 and its memory, which the bound does not know: where those limit, it cannot be reached.
@@ -39,7 +40,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 PROGRAM = "many_ranks_contestant.py"
-OURS = ("ring", "doubling", "chosen", "gather ring", "gather")
+OURS = ("ring", "doubling", "hosts", "chosen", "gather ring", "gather")
 GLOO = {"reduce": "Gloo", "gather": "Gloo gather"}
 LONGEST_DOUBLING_BYTES = 4 << 20  # beyond, it only takes time to see that it is slower
 
@@ -64,6 +65,7 @@ def measure(num_ranks: int, hosts: list[network.Host], options: argparse.Namespa
         chosen = ours.ask("chosen")[0]
     return {
         "ranks": num_ranks,
+        "links": len(hosts) or num_ranks,
         "times": times,
         "latency_s": latency_s,
         "byte_s": byte_s,
@@ -111,9 +113,8 @@ def running(
 
 def bound_s(size: int, result: dict) -> float:
     """The least that an all-reduce takes."""
-    ranks = result["ranks"]
-    messages = math.ceil(math.log2(ranks))
-    return messages * result["latency_s"] + 2 * (ranks - 1) / ranks * size * result["byte_s"]
+    messages, links = math.ceil(math.log2(result["ranks"])), result["links"]
+    return messages * result["latency_s"] + 2 * (links - 1) / links * size * result["byte_s"]
 
 
 def print_result(result: dict) -> None:

@@ -53,7 +53,7 @@ def test_buckets_follow_one_another(ready, durations, finish):
         # It hides in half precision only.
         ([0, 7], [[10, 5, 1]] * 2, [HALF, COARSE]),
         # Nothing hides, and half precision is nothing beside an exact step.
-        ([0, 0], [[5, 0.2, 0.01]] * 2, [HALF, HALF]),
+        ([0, 0], [[5, 0.1, 0.01]] * 2, [HALF, HALF]),
         # Nothing hides.
         ([0, 0], [[10, 9, 1]] * 2, [COARSE, COARSE]),
     ],
@@ -62,8 +62,8 @@ def test_levels_are_what_a_second_is_worth_most_with(ready, durations, levels):
     durations, errors, rest_s = np.array(durations), np.array([[0, 1e-4, 0.5]] * 2), 10
     energies = np.ones(2)
 
-    def cost_s(levels):  # by hand: worth 1, sqrt(7/8), sqrt(3/4) with none, one and both coarse
-        left_out = sum(errors[k, level] ** 2 for k, level in enumerate(levels)) / 2
+    def cost_s(levels):  # by hand: worth 1, sqrt(31/32), sqrt(15/16) with none, one, both coarse
+        left_out = sum(errors[k, level] ** 4 for k, level in enumerate(levels)) / 2
         time_s = finish_time_s(ready, [durations[k, level] for k, level in enumerate(levels)])
         return (rest_s + time_s) / np.sqrt(1 - left_out)
 
@@ -75,7 +75,7 @@ def test_levels_are_what_a_second_is_worth_most_with(ready, durations, levels):
 def test_what_little_of_the_gradient_is_in_may_be_coarse():
     durations, errors = np.array([[10, 9, 1]] * 2), np.array([[0, 1e-4, 0.95]] * 2)
     assert worth([COARSE, EXACT], errors, np.array([1.0, 99.0])) == pytest.approx(
-        np.sqrt(1 - 0.01 * 0.95**2)
+        np.sqrt(1 - 0.01 * 0.95**4)
     )
     levels = choose_levels([0, 0], durations, errors, np.array([1.0, 99.0]), np.inf, rest_s=10)
     assert levels == [COARSE, HALF]
@@ -356,7 +356,7 @@ def test_decisions_say_why_and_what_came_of_them():
     received_ms, forecast_ms = map(float, came.groups())
     first = next(i for i, line in enumerate(plan.log) if "50 steps took" in line)
     decided = int(re.match(r"step (\d+)", plan.log[first - 1])[1])
-    left_out = [[0, 2e-4, 0.78, 0.87, 0.94][level] ** 2 for level in taken[decided + 1][0]]
+    left_out = [[0, 2e-4, 0.78, 0.87, 0.94][level] ** 4 for level in taken[decided + 1][0]]
     assert worth_of_step == pytest.approx(np.sqrt(1 - np.mean(left_out)), abs=1e-3)
     of_clock = 1e3 * np.mean([time for _, time in taken[decided + 1 : decided + 51]])
     assert received_ms == pytest.approx(of_clock, rel=0.02)
