@@ -3,8 +3,8 @@
 A pair is a strategy's row and a case. `make test` says `CONFORMANCE_SLICE=commit`, by which each
 commit gets the next slice: all pairs have run once as many commits as there are slices have been
 tested in a row. The number is in pytest's first lines; `CONFORMANCE_SLICE=17` asks for that one
-again. A slice is some 25 pairs, half a minute, and a third of the
-`core` cases of rows that take turns. `make test-all` runs all of them at once.
+again. A slice is some 25 pairs, half a minute, and a third of the `core` cases of rows that take
+turns. `make test-all` runs all of them at once.
 """
 
 import os
