@@ -110,7 +110,7 @@ class _Workers:
             self._world.note(f"gives up: {error}")
             self._check_limits(process, began_s, str(error))
         finally:
-            neighbours.close.detach()  # the collector of garbage must not do it, at a time of its own
+            neighbours.close.detach()  # not by the collector of garbage, at a time of its own
         neighbours._sender.stop()
 
     def _check(self, rank: int, step: int, result: np.ndarray) -> None:

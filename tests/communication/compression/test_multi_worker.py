@@ -185,3 +185,10 @@ def test_a_mesh_over_workers_sends_what_one_with_such_an_inner_does(
     received = trained(workers, **asked, over={"sizes": sizes, **options})
     for key in ("history", "weights", "shared", "residuals", "scale", "reports"):
         assert received[key] == expected[key], key
+
+
+def test_a_level_that_sends_once_waits_once(workers):
+    """Exact gradients go in one collective a step, factors of a rank in two."""
+    exact, factors = workers.ask({"compression": "adaptive", "levels": [0, 2]})[0]["collectives"]
+    num_steps = 3 * 4
+    assert factors - exact == num_steps

@@ -50,6 +50,7 @@ def train(
     table=False,
     mesh=None,
     over=None,
+    levels=(),
 ):
     """A tiny model for three epochs of four uneven batches; returns what ranks must agree on.
 
@@ -58,6 +59,7 @@ def train(
         mesh: sizes of the axes of each worker's devices, and more of `tests.hybrid.meshes.hybrid`;
             by default one device.
         over: the same, of one mesh of the devices of all workers.
+        levels: of `Adaptive`: for each of them it tells the collectives of three more epochs.
     """
     keras.backend.clear_session()  # the layouts of meshes go by layers' names
     strategy = _strategy(COMPRESSIONS[compression](), mesh, over)
@@ -79,9 +81,10 @@ def train(
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
     x = np.abs(x * 8).astype("int32") % 20 if table else x
-    history = model.fit(x, y, batch_size=batch_size, epochs=3, verbose=0, shuffle=False).history[
-        "loss"
-    ]
+    fit = functools.partial(
+        model.fit, x, y, batch_size=batch_size, epochs=3, verbose=0, shuffle=False
+    )
+    history = fit().history["loss"]
     state = getattr(model.optimizer, "gradient_compression", None)
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     saved = [name for name, _ in tf.train.list_variables(_checkpoint(model))]
@@ -94,7 +97,18 @@ def train(
         "reports": [str(report) for report in strategy.compression_report()],
         "scale": float(model.optimizer.dynamic_scale.numpy()) if wrap else None,
         "iterations": int(inner.iterations.numpy()),
+        "collectives": [_collectives(strategy, state._reducer, level, fit) for level in levels],
     }
+
+
+def _collectives(strategy, reducer, level, fit) -> int:
+    """How many there are in a `fit` whose gradients are all sent at one level."""
+    neighbours = strategy.extended._ring_all_reduce._ring._neighbours
+    reducer._rows.assign(tf.fill(reducer._rows.shape, level))
+    reducer._countdown.assign(1000)
+    before = neighbours._ours[0]
+    fit()
+    return neighbours._ours[0] - before
 
 
 def _strategy(compression, mesh, over):
