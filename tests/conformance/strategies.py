@@ -259,6 +259,7 @@ _INSIDE_OF_WORKERS = {
     **_ONE_PROCESS,
     **dict.fromkeys(
         (
+            "coupled_losses.dice_of_a_dataset_distributed_by_the_user",
             "custom_training.loop",
             "inputs.dataset_distributed_by_the_user",
             "inputs.datasets_from_function",
