@@ -93,29 +93,38 @@ def connect_ring(
     groups = equal_groups([host for host, *_ in addresses]) if hosts_first else []
     if not groups:
         return ring
-
-    def ring_of(ranks: Sequence[int], what: str) -> Ring:
-        def exchange_among(kind: str, value: object) -> list:
-            told = exchange(f"{kind} {what}", value)
-            return [told[each] for each in ranks] if kind == _OPEN else told  # problems are of all
-
-        return connect_ring(
-            ranks.index(rank),
-            len(ranks),
-            host,
-            exchange_among,
-            timeout_s,
-            liveness,
-            [tasks[each] for each in ranks] if tasks else (),
-            NOTHING,
-            answer_s,
-            names=ranks,
-        )
-
-    own = next(group for group in groups if rank in group)
-    within = ring_of(own, "within hosts")
-    across = ring_of([group[own.index(rank)] for group in groups], "across hosts")
+    of_host, of_place = _parts_of(rank, groups)
+    common = rank, host, exchange, (timeout_s, liveness), tasks, answer_s
+    within = _ring_of(of_host, "within hosts", *common)
+    across = _ring_of(of_place, "across hosts", *common)
     return RingOfHosts(neighbours, ring.small_bytes, within, across, groups)
+
+
+def _parts_of(rank: int, groups: list[list[int]]) -> tuple[list[int], list[int]]:
+    """The ranks of a worker's host, and those that have its place on all hosts."""
+    own = next(group for group in groups if rank in group)
+    return own, [group[own.index(rank)] for group in groups]
+
+
+def _ring_of(
+    ranks: list[int],
+    what: str,
+    rank: int,
+    host: str,
+    exchange: Callable[[str, object], list],
+    limits: tuple[float | None, Liveness | None],
+    tasks: Sequence[str],
+    answer_s: float,
+) -> Ring:
+    """As `connect_ring`, between `ranks`, while all others open such rings of their own."""
+
+    def exchange_among(kind: str, value: object) -> list:
+        told = exchange(f"{kind} {what}", value)
+        return [told[each] for each in ranks] if kind == _OPEN else told  # problems are of all
+
+    place = ranks.index(rank), len(ranks), host, exchange_among
+    names_of_tasks = [tasks[each] for each in ranks] if tasks else ()
+    return connect_ring(*place, *limits, names_of_tasks, NOTHING, answer_s, names=ranks)
 
 
 @contextlib.contextmanager

@@ -193,14 +193,7 @@ class AdaptiveReducer(BucketReducer):
         if not bucket.tensors:
             return Reduction([])
         shapes = [tensor.shape for tensor in bucket.tensors]
-        kept = [state["residual"] for state in bucket.states]
-
-        def with_residuals() -> list[tf.Tensor]:
-            return [tensor + r for tensor, r in zip(bucket.tensors, kept, strict=True)]
-
-        # As large as the weights: they are neither read nor written where they are zeros.
-        tensors = tf.nest.flatten(tf.cond(is_left, with_residuals, lambda: bucket.tensors))
-        matrices = [tf.reshape(tensor, matrix_shape(tensor.shape)) for tensor in tensors]
+        matrices = _with_residuals(bucket, is_left)
         queries = [state["q"].read_value() for state in bucket.states]
         of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
         low_ranks = [LowRank(matrices, queries, rank) for rank in of_ranks]
@@ -221,12 +214,7 @@ class AdaptiveReducer(BucketReducer):
             return sums, residuals, queries, nothing_probed
 
         def exact() -> tuple:
-            def old() -> list[tf.Tensor]:
-                return [r.read_value() for r in kept]
-
-            zeros = tf.cond(is_left, lambda: [tf.zeros(r.shape) for r in kept], old)
-            zeros = zip(tf.nest.flatten(zeros), matrices, strict=True)
-            return whole(first, [tf.reshape(r, matrix.shape) for r, matrix in zeros])
+            return whole(first, _zeros(bucket, is_left))
 
         def cast() -> tuple:
             sent = [half.decompress(*half.compress(m, {}, ranks)) for m in matrices]
@@ -330,6 +318,34 @@ def _table(order: Order) -> np.ndarray:
     """`[MOST_ROWS, buckets]`: row `(left - 1) % MOST_ROWS` is for a step with `left` to do."""
     lefts = range(1, MOST_ROWS + 1)
     return np.array([order.rows[(order.steps - left) % len(order.rows)] for left in lefts], "int32")
+
+
+# Residuals are as large as weights: they are neither read nor written while they are zeros.
+
+
+def _with_residuals(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
+    """The gradients as matrices, with their residuals if these are not zeros."""
+
+    def add() -> list[tf.Tensor]:
+        pairs = zip(bucket.tensors, bucket.states, strict=True)
+        return [tensor + state["residual"] for tensor, state in pairs]
+
+    return _matrices(tf.cond(is_left, add, lambda: bucket.tensors))
+
+
+def _zeros(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
+    """As matrices, the residuals of an exact step: those that are there if these are zeros."""
+    kept = [state["residual"] for state in bucket.states]
+    zeros = tf.cond(
+        is_left,
+        lambda: [tf.zeros(residual.shape) for residual in kept],
+        lambda: [residual.read_value() for residual in kept],
+    )
+    return _matrices(zeros)
+
+
+def _matrices(tensors: object) -> list[tf.Tensor]:
+    return [tf.reshape(each, matrix_shape(each.shape)) for each in tf.nest.flatten(tensors)]
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
