@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tests import helpers
-from tests.conformance.slices import slice_of_pair
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
+from tests.slices import has_its_turn, slice_of
 from tests.tensor_parallel.layouts import LayoutOfAnything, LayoutOfImages, cpu_mesh
 
 # What can go wrong with the number of replicas.
@@ -89,8 +89,8 @@ class Row:
         environments: given `num_workers`, the environment variables of each process.
         every_case: asked every case, or (False) only those marked `core`, unless pytest is
             called with `--everything`.
-        turns: of its `core` cases a run with a slice asks one in so many, and others at the commits
-            that follow.
+        turns: of its cases a run with a slice asks one in so many, and others at the commits that
+            follow; a row that is asked every case is asked those marked `core` each time.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design,
             each with the reason.
@@ -125,10 +125,14 @@ class Row:
             return True
         if case.long:
             return False
-        own = slice_of_pair(self.name, case.name)
-        is_core = case.core and (slice_of_pairs is None or (own - slice_of_pairs) % self.turns == 0)
-        asked = case.name in self.few if self.few else self.every_case or is_core
-        return asked or own == slice_of_pairs
+        pair = f"{self.name}-{case.name}"
+        if slice_of(pair) == slice_of_pairs:
+            return True
+        if self.few:
+            return case.name in self.few
+        always = self.every_case and case.core
+        in_turn = self.every_case or case.core
+        return always or (in_turn and has_its_turn(pair, self.turns, slice_of_pairs))
 
 
 def library() -> Any:
@@ -351,7 +355,7 @@ STRATEGIES = [
         few=NUMBER_OF_REPLICAS,
         exempt=_ONE_REPLICA,
     ),
-    Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
+    Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2, turns=4),
     Row(
         "mirrored_2_ahead",  # of what only GPUs have by default
         lambda: library().MirroredStrategy(_cpus(2), prefetch_batches=2),
@@ -451,6 +455,7 @@ STRATEGIES = [
         lambda: library().PipelineStrategy(_cpus(2), num_microbatches=3),
         num_replicas=3,
         every_case=False,
+        turns=3,
         exempt=_OF_STAGES,
     ),
     Row(
@@ -670,6 +675,7 @@ STRATEGIES = [
         num_replicas=2,
         devices_per_worker=1,
         every_case=False,
+        turns=3,
     ),
     Row(
         "parameter_server_async",
@@ -687,6 +693,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
+        turns=3,
         exempt=_ONE_PROCESS,
     ),
     Row(
