@@ -1,11 +1,11 @@
 """Which tests `make test` runs this time, of those that take turns: others at each commit.
 
 A test that takes turns has a number, by its name, and a run has one, that of its slice. `make test`
-says `TEST_SLICE=commit`, by which each commit gets the next slice. Of the conformance pairs that
-are left out otherwise it runs those whose number is the slice's: some 25, half a minute. Of tests
-marked `turns(3)`, and of the `core` cases of rows with `turns=3`, it runs a third, so that all have
-run at three commits in a row. The slice is in pytest's first lines; `TEST_SLICE=17` asks for that
-one again. Without the variable every test has its turn; `make test-all` runs all there are.
+says `TEST_SLICE=commit`, by which each commit gets the next slice. Of tests marked `turns`, and of
+the conformance pairs, it runs a third, so that all have run at three commits in a row. Of the pairs
+that are left out otherwise it runs those whose number is the slice's: some 25, half a minute. The
+slice is in pytest's first lines; `TEST_SLICE=17` asks for that one again. Without the variable
+every test has its turn; `make test-all` runs all there are.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_SLICES = 480
+TURNS = 3  # divides it
 VARIABLE = "TEST_SLICE"
 
 
@@ -23,22 +24,15 @@ def slice_of(name: str) -> int:
     return zlib.crc32(name.encode()) % NUM_SLICES
 
 
-def has_its_turn(name: str, turns: int, slice_of_run: int | None) -> bool:
-    """Whether a test that one in `turns` runs have is to run: always where there are no slices.
-
-    Raises:
-        ValueError: if `turns` does not divide the number of slices: behind the last of them, some
-            tests would wait for longer.
-    """
-    if NUM_SLICES % turns:
-        raise ValueError(f"turns must divide {NUM_SLICES}. Received: {turns}.")
-    return slice_of_run is None or (slice_of(name) - slice_of_run) % turns == 0
+def has_its_turn(name: str, slice_of_run: int | None) -> bool:
+    """Whether a test that takes turns is to run: always where there are no slices."""
+    return slice_of_run is None or (slice_of(name) - slice_of_run) % TURNS == 0
 
 
 def is_asked(item: Any, slice_of_run: int | None) -> bool:
     """Whether `make test` runs a test of pytest in a slice: none that is `long`, some in turns."""
-    turns = item.get_closest_marker("turns")
-    has_turn = turns is None or has_its_turn(item.nodeid, *turns.args, slice_of_run)
+    takes_turns = item.get_closest_marker("turns")
+    has_turn = not takes_turns or has_its_turn(item.nodeid, slice_of_run)
     return has_turn and not item.get_closest_marker("long")
 
 

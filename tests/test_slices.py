@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.slices import NUM_SLICES, VARIABLE, has_its_turn, is_asked, slice_of_this_run
+from tests.slices import NUM_SLICES, TURNS, VARIABLE, is_asked, slice_of_this_run
 
 
 def test_the_slice_can_be_given(monkeypatch):
@@ -17,11 +17,11 @@ def test_the_slice_can_be_given(monkeypatch):
     assert slice_of_this_run() is None
 
 
-@pytest.mark.parametrize("turns", [2, 3, 4])
-def test_a_test_has_one_turn_in_so_many_commits(request, turns):
-    request.node.add_marker(pytest.mark.turns(turns))
-    for first in range(NUM_SLICES - turns):
-        assert sum(is_asked(request.node, first + i) for i in range(turns)) == 1
+def test_a_test_has_one_turn_in_so_many_commits(request):
+    request.node.add_marker(pytest.mark.turns)
+    for first in range(NUM_SLICES):
+        numbers = [(first + i) % NUM_SLICES for i in range(TURNS)]
+        assert sum(is_asked(request.node, number) for number in numbers) == 1
     assert is_asked(request.node, None)
 
 
@@ -29,8 +29,3 @@ def test_a_test_without_turns_is_always_asked_and_a_long_one_never(request):
     assert all(is_asked(request.node, i) for i in (None, 0, 1))
     request.node.add_marker(pytest.mark.long)
     assert not any(is_asked(request.node, i) for i in (None, 0, 1))
-
-
-def test_turns_that_would_wait_for_longer_behind_the_last_slice_are_refused():
-    with pytest.raises(ValueError, match=f"divide {NUM_SLICES}. Received: 7"):
-        has_its_turn("name", 7, 0)

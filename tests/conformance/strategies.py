@@ -78,7 +78,7 @@ OF_A_VARIANT = ("optimizers.global_clipnorm", "saving.checkpoint")
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy as the suite runs it.
+    """One strategy as the suite runs it; in `make test`, what it is asked takes turns.
 
     Attributes:
         name: appears in the test's name.
@@ -87,10 +87,8 @@ class Row:
         num_workers: how many processes it runs in.
         devices_per_worker: logical CPUs each process opens.
         environments: given `num_workers`, the environment variables of each process.
-        every_case: asked every case, or (False) only those marked `core`, unless pytest is
-            called with `--everything`.
-        turns: of its cases a run with a slice asks one in so many, and others at the commits that
-            follow; a row that is asked every case is asked those marked `core` each time.
+        every_case: asked every case, of which those marked `core` at each commit, or (False) only
+            the latter, unless pytest is called with `--everything`.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design,
             each with the reason.
@@ -103,7 +101,6 @@ class Row:
     devices_per_worker: int = 4
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
-    turns: int = 1
     few: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,7 +114,7 @@ class Row:
         Args:
             case: the `Case`.
             everything: pytest's option.
-            slice_of_pairs: of what is not asked otherwise, ask what is in this slice.
+            slice_of_pairs: ask what has its turn in it, and of what is left out what is in it.
         """
         if case.name.startswith(tuple(self.exempt)):
             return False
@@ -126,13 +123,10 @@ class Row:
         if case.long:
             return False
         pair = f"{self.name}-{case.name}"
-        if slice_of(pair) == slice_of_pairs:
-            return True
-        if self.few:
-            return case.name in self.few
-        always = self.every_case and case.core
-        in_turn = self.every_case or case.core
-        return always or (in_turn and has_its_turn(pair, self.turns, slice_of_pairs))
+        always = self.every_case and case.core and not self.few
+        in_turn = case.name in self.few if self.few else self.every_case or case.core
+        has_turn = always or (in_turn and has_its_turn(pair, slice_of_pairs))
+        return has_turn or slice_of(pair) == slice_of_pairs
 
 
 def library() -> Any:
@@ -355,7 +349,7 @@ STRATEGIES = [
         few=NUMBER_OF_REPLICAS,
         exempt=_ONE_REPLICA,
     ),
-    Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2, turns=4),
+    Row("mirrored_2", lambda: library().MirroredStrategy(_cpus(2)), 2),
     Row(
         "mirrored_2_ahead",  # of what only GPUs have by default
         lambda: library().MirroredStrategy(_cpus(2), prefetch_batches=2),
@@ -374,7 +368,6 @@ STRATEGIES = [
         lambda: library().ShardedStrategy(_cpus(3), min_size=1),
         num_replicas=3,
         every_case=False,
-        turns=3,
         exempt=_OF_PARTS,
     ),
     Row(
@@ -401,7 +394,6 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 2),
         num_replicas=1,
         every_case=False,
-        turns=3,
         exempt=_OF_ONE_GROUP,
     ),
     Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, few=FEW, exempt=_OF_A_GROUP),
@@ -426,7 +418,6 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
-        turns=3,
         exempt=_OF_RANKS,
     ),
     Row(
@@ -455,7 +446,6 @@ STRATEGIES = [
         lambda: library().PipelineStrategy(_cpus(2), num_microbatches=3),
         num_replicas=3,
         every_case=False,
-        turns=3,
         exempt=_OF_STAGES,
     ),
     Row(
@@ -675,7 +665,6 @@ STRATEGIES = [
         num_replicas=2,
         devices_per_worker=1,
         every_case=False,
-        turns=3,
     ),
     Row(
         "parameter_server_async",
@@ -693,7 +682,6 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
-        turns=3,
         exempt=_ONE_PROCESS,
     ),
     Row(
