@@ -45,6 +45,7 @@ __all__ = [
     "call_that_traces",
     "call_with_captures",
     "captures_through",
+    "call_one_branch",
     "changed_variables",
     "dtype_behind",
     "function_of_graph",
@@ -91,6 +92,21 @@ def never_bypass(operation: tf.Operation) -> None:
     Its optimizer takes such copies for detours, and has what reads the copy read the original.
     """
     operation._set_attr("_grappler_do_not_remove", attr_value_pb2.AttrValue(b=True))
+
+
+def call_one_branch(branch_index: tf.Tensor, branches: Sequence[Callable]) -> object:
+    """`tf.switch_case` whose branches are functions that are called, not laid out in the graph.
+
+    TensorFlow lays them out, and then skips the operations of all the others one by one, in each
+    step. What it calls has to be on one device, so that where there are GPUs they are laid out.
+    """
+    results = tf.switch_case(branch_index, branches)
+    if tf.inside_function() and not tf.config.list_logical_devices("GPU"):
+        operation = tf.nest.flatten(results)[0].op
+        while operation.type == "Identity":
+            operation = operation.inputs[0].op
+        operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
+    return results
 
 
 def is_stateful(operation: tf.Operation) -> bool:

@@ -31,7 +31,12 @@ from tfparallel.communication.compression.transport import (
     run_together,
 )
 from tfparallel.communication.joining import join, split
-from tfparallel.internals import FuncGraph, ResourceVariable, run_independently
+from tfparallel.internals import (
+    FuncGraph,
+    ResourceVariable,
+    call_one_branch,
+    run_independently,
+)
 
 
 class Adaptive(PowerSGD):
@@ -228,7 +233,7 @@ class AdaptiveReducer(BucketReducer):
 
         def branches(*others: Callable, of_rank: Callable) -> tf.Tensor:
             of_ranks = [functools.partial(of_rank, low_rank) for low_rank in low_ranks]
-            return tf.switch_case(level, [*others, *of_ranks])
+            return call_one_branch(level, [*others, *of_ranks])
 
         sent = branches(lambda: join(matrices), nothing, of_rank=LowRank.first)
         (first,) = yield Sum([sent])
