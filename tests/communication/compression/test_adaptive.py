@@ -253,9 +253,22 @@ def test_a_plan_of_several_levels_stays_if_its_steps_are_worth_as_much(mixing_s,
     plan, times = controller(max_error=0.6), {0: 1.0, 1: 1.0, 2: 0.8, 3: 0.1, 4: 0.1}
     taken = drive(plan, lambda level, _: times[level], 0.1, 60, mixing_s)
     first = 1 + MEASURED_STEPS + 1 + 2 * MEASURED_STEPS  # exact and coarsest
-    turns = [[0, 3], [3, 3]] * TURNS
+    turns = [[0, 0], [0, 3], [3, 3]] * TURNS  # with exact ones, which take little longer
     assert taken[first : first + len(turns) + 10] == turns + [decided] * 10
     assert ("exact, one took" in plan.log[0]) == (mixing_s > 0)
+
+
+def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
+    plan, times = controller(), {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.4, 4: 1.5}
+
+    def duration(level, number):
+        return 0.7 if level == 1 and number < 10 else times[level]
+
+    taken = drive(plan, duration, 0.3, 60)
+    first = taken.index([0, 1]) - 1  # which is the plan
+    turns = [[0, 0], [0, 1], [1, 1]] * TURNS
+    assert taken[first : first + len(turns) + 10] == turns + [[0, 0]] * 10
+    assert "exact for all" in plan.log[0]
 
 
 def test_a_step_lasts_until_the_bucket_that_is_done_last():
