@@ -26,7 +26,6 @@ _SEEN_S = 0.01  # what a payload has to take at least, beyond the smallest messa
 FIRST_LOOK = 50  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
 _LUCK = 2.0  # how much faster exact sums may be than payloads were
-_NEAR = 1.25  # times the best price: exact steps that cost no more are compared for longer
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
@@ -108,8 +107,8 @@ class Controller:
     What is then hopeless for all is never tried for all, though a plan may use it where there is
     little to send. A plan is a forecast: unless it is known to be as good as the best level for all
     buckets, it takes turns with that for a few steps, once, and the better one stays. So it does
-    with exact steps where they take not much longer: three steps of a busy machine tell no tenth
-    of a step, and exact ones lose nothing. After
+    with exact steps, which lose nothing, unless these are hopeless: three steps of a busy machine
+    tell no tenth of a step. After
     `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one step, and
     at two more if that took another time than expected: it measures everything anew if times have
     changed, and probes and plans again if they have not.
@@ -255,8 +254,8 @@ class Controller:
         plan, exact = self._plan(), self._for_all(0)
         best = min(self._allowed(), key=self._price_s)
         candidates = [plan]  # by preference
-        if self._is_exact_near(plan, best):
-            candidates.insert(0, exact)
+        if 0 in self._steps_s and not self._is_hopeless(0):
+            candidates.insert(0, exact)  # it loses nothing
         if not self._is_as_good(plan, best):
             candidates.append(self._for_all(best))
         candidates = [levels for n, levels in enumerate(candidates) if levels not in candidates[:n]]
@@ -275,13 +274,6 @@ class Controller:
                 f"{self.names[candidates[chosen][0]]} for all {1e3 * prices_s[chosen]:.1f} ms"
             )
         return candidates[chosen]
-
-    def _is_exact_near(self, plan: list[int], best: int) -> bool:
-        """Whether exact steps, which lose nothing, may well be as good as what looks better."""
-        if 0 not in self._steps_s:
-            return False
-        plan_s = price_s(self._forecast_s(plan), self._worth(plan))
-        return self._price_s(0) <= _NEAR * min(plan_s, self._price_s(best))
 
     def _take_turns(self, candidates: Sequence[list[int]]) -> Steps:
         steps = len(candidates) * TURNS
