@@ -340,7 +340,11 @@ _OF_PIECES = (
     "optimizers.global_clipnorm",
     "saving.checkpoint",
 )
-_OF_SHARED_SLOTS = ("checking.an_equal_step_leaves_no_trace", "inputs.run_eagerly")
+_OF_SHARED_SLOTS = (
+    "callbacks.noise_scale",
+    "checking.an_equal_step_leaves_no_trace",
+    "inputs.run_eagerly",
+)
 
 
 STRATEGIES = [
@@ -713,7 +717,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=(*FEW, "layer_state.layers_that_update_themselves"),
+        few=(*FEW, "callbacks.noise_scale", "layer_state.layers_that_update_themselves"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
