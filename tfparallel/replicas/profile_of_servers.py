@@ -10,7 +10,7 @@ from tfparallel.internals.ran_elsewhere import Profiled, Task, repeated_while_pr
 from tfparallel.internals.ran_operations import Ran
 from tfparallel.measure.clock_offsets import Offset, offsets
 
-_ROUNDS = 8  # in which clocks are compared
+ROUNDS = 8  # in which clocks are compared
 BOOT = "/proc/sys/kernel/random/boot_id"  # what processes that read one clock have in common
 
 
@@ -51,7 +51,7 @@ def _offset(task: Task) -> Offset:
     """Of the clock of a server to ours: it is read between two looks at ours."""
     announced, seen = [], []
     with tf.device(f"/job:{task[0]}/task:{task[1]}/device:CPU:0"):
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             before_s, there_s, after_s = time.time(), float(tf.timestamp().numpy()), time.time()
             announced.append([before_s, there_s])
             seen.append([after_s, there_s])

@@ -25,13 +25,11 @@ from tfparallel.replicas.checking.traces import no_trace
 from tfparallel.replicas.device_names import names_with_tasks
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.model_optimizers import optimizers_of
-from tfparallel.replicas.profile_of_servers import OnServers
+from tfparallel.replicas.profile_of_servers import BOOT, ROUNDS, OnServers
 
-_ROUNDS = 8  # in which clocks are compared
 _GAP = 1 / 400  # of a step: shorter pauses between boxes of one kind are not shown
 # They end when another operation has called them back, of which the profiler sees the start only.
 _COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> StepLanes:
@@ -181,11 +179,11 @@ def _offset(agreement: Agreement | None) -> Offset:
     if agreement is None:
         return Offset(0.0, 0.0)
     announced, seen = [], []
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         announced.append(agreement.exchange("compare clocks", time.time()))
         seen.append(time.time())
     by_rank = agreement.exchange("compare clocks", [seen, _host()])
-    rounds = [[own[i] for own, _ in by_rank] for i in range(_ROUNDS)]
+    rounds = [[own[i] for own, _ in by_rank] for i in range(ROUNDS)]
     hosts = [host for _, host in by_rank]
     return offsets(announced, rounds, hosts)[agreement.rank]
 
@@ -193,5 +191,5 @@ def _offset(agreement: Agreement | None) -> Offset:
 def _host() -> str:
     """What processes that read one clock have in common."""
     with contextlib.suppress(OSError):
-        return _BOOT.read_text().strip()
+        return Path(BOOT).read_text().strip()
     return socket.gethostname()
