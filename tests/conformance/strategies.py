@@ -278,7 +278,6 @@ _ASYNCHRONOUS = {
     **_ONE_REPLICA,
     "dropout.": "which worker takes a batch, and so draws its mask, is decided by the clock",
     "compilation.": "XLA is refused, as the variables are elsewhere",
-    "checking.a_step_is_drawn": "the chief does not see what workers compute: docs/measure.md",
     "custom_training.optimizer_in_a_branch": "refused, as servers do not know which branch runs: "
     "tests/parameter_server/test_effects.py",
     "unbuilt.compiled_again": "XLA is refused, as the variables are elsewhere",
@@ -338,7 +337,11 @@ _OF_PIECES = (
     "optimizers.global_clipnorm",
     "saving.checkpoint",
 )
-_OF_SHARED_SLOTS = ("checking.an_equal_step_leaves_no_trace", "inputs.run_eagerly")
+_OF_SHARED_SLOTS = (
+    "callbacks.noise_scale",
+    "checking.an_equal_step_leaves_no_trace",
+    "inputs.run_eagerly",
+)
 
 
 STRATEGIES = [
@@ -672,7 +675,12 @@ STRATEGIES = [
         lambda: _parameter_servers(mode="async", max_staleness=0),
         num_replicas=1,
         devices_per_worker=1,
-        few=(*FEW, "unbuilt.counts_are_exact", "layer_state.a_layer_called_twice"),
+        few=(
+            *FEW,
+            "checking.a_step_is_drawn",
+            "unbuilt.counts_are_exact",
+            "layer_state.a_layer_called_twice",
+        ),
         exempt=_ASYNCHRONOUS,
     ),
     Row(
@@ -708,7 +716,7 @@ STRATEGIES = [
         num_replicas=2,
         num_workers=2,
         devices_per_worker=1,
-        few=(*FEW, "layer_state.layers_that_update_themselves"),
+        few=(*FEW, "callbacks.noise_scale", "layer_state.layers_that_update_themselves"),
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(

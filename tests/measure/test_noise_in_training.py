@@ -16,6 +16,8 @@ pytestmark = pytest.mark.turns
 CPUS = ["CPU:0", "CPU:1", "CPU:2"]
 STRATEGIES = {
     "mirrored": lambda: tfparallel.MirroredStrategy(CPUS),
+    "sharded": lambda: tfparallel.ShardedStrategy(CPUS, min_size=8),
+    "sharded_optimizer": lambda: tfparallel.ShardedStrategy(CPUS, shard="optimizer", min_size=8),
     "central_storage": lambda: tfparallel.CentralStorageStrategy(CPUS),
     "microbatches": lambda: tfparallel.PipelineStrategy(CPUS[:2], num_microbatches=3),
 }
@@ -65,6 +67,39 @@ def test_replicas_and_microbatches_tell_the_same(name):
     squared, variance = by_hand(*tiny_data(26), (5, 4, 4))
     assert noise["squared_gradient"] == pytest.approx(squared, rel=1e-4)
     assert noise["variance"] == pytest.approx(variance, rel=1e-4)
+
+
+def tied_model():
+    """A sparse gradient, and a weight of which two calls give a gradient each."""
+    tokens = keras.Input((4,), dtype="int32")
+    shared = keras.layers.Dense(6, activation="tanh")
+    x = keras.ops.mean(keras.layers.Embedding(11, 6)(tokens), axis=1)
+    return keras.Model(tokens, keras.layers.Dense(3)(shared(shared(x))))
+
+
+def noise_of(strategy, make_optimizer):
+    """Of two batches of 13 rows under `strategy`."""
+    keras.utils.set_random_seed(7)
+    rng = np.random.default_rng(0)
+    with strategy.scope():
+        model = tied_model()
+        model.compile(make_optimizer(), **tiny_compile_options())
+    measure = Measure(verbose=0, noise_every=1)
+    data = rng.integers(0, 11, (26, 4)), rng.integers(0, 3, 26)
+    model.fit(*data, batch_size=13, shuffle=False, verbose=0, callbacks=[measure])
+    noise = measure.records[0].details["noise"]
+    return noise["squared_gradient"], noise["variance"]
+
+
+@pytest.mark.parametrize("shard", ["parameters", "optimizer"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Lamb"])
+def test_sums_in_parts_tell_what_whole_ones_tell(shard, optimizer):
+    """Two copies of two parts each, or, as Lamb looks at whole weights, sums that are whole."""
+    devices = [*CPUS, "CPU:3"]
+    make = getattr(keras.optimizers, optimizer)
+    sharded = tfparallel.ShardedStrategy(devices, shard=shard, min_size=7, replicas=2)
+    expected = noise_of(tfparallel.MirroredStrategy(devices), make)
+    np.testing.assert_allclose(noise_of(sharded, make), expected, rtol=1e-5)
 
 
 def test_statistical_efficiency_is_on_the_screen(capsys):

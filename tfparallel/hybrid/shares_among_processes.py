@@ -18,7 +18,7 @@ Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 and
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import keras
 import tensorflow as tf
@@ -46,7 +46,7 @@ from tfparallel.hybrid.pieces_of_processes import (
 )
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.shards import HoldsShards
-from tfparallel.internals import BaseOptimizer, distribute_lib
+from tfparallel.internals import BaseOptimizer, distribute_lib, values_util
 from tfparallel.internals.keras_layers import trained_by
 from tfparallel.mesh import Mesh
 from tfparallel.pipeline.extended import Homes
@@ -114,8 +114,16 @@ class SharesAmongProcesses(HoldsShards):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _new_noise_probe(self) -> None:
-        """None: a process has its pieces of the sums only."""
+    def _sums_to_note(self, reduced: list) -> list:
+        """As the base's; of what is in pieces the first replica of each process notes its own."""
+        source = gradient_source()
+        if source is None or not self._is_updated_in_pieces(source):
+            return super()._sums_to_note(reduced)
+        told = [_in_pieces(g, v) for g, v in zip(reduced, source.variables, strict=True)]
+        wholes = [g for g, each in zip(reduced, told, strict=True) if not _has_pieces(each)]
+        pieces = [x for each in told if _has_pieces(each) for x in each.numbers()]
+        is_first = values_util.get_current_replica_id_as_int() == 0
+        return super()._sums_to_note(wholes) + (pieces if is_first else [])
 
     def _is_updated_in_pieces(self, source: GradientSource | None) -> bool:
         """Whether this process needs its pieces only of the sums of gradients."""
@@ -278,6 +286,11 @@ def _in_pieces(
         with tf.device(part.device):
             pieces.append(cut.own_of(k, part))
     return GradientInParts(weight, pieces)
+
+
+def _has_pieces(gradient: Gradient | GradientInParts) -> TypeGuard[GradientInParts]:
+    """Whether it is this process's pieces: of a sparse one each process has the whole."""
+    return isinstance(gradient, GradientInParts) and gradient.slices is None
 
 
 def _places(variable: SplitVariable) -> list[PlaceOfPart | None]:

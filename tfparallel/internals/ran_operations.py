@@ -14,9 +14,12 @@ from tensorflow.python.eager import context
 # The form in which the profiler writes.
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-__all__ = ["Node", "Ran", "collected_graphs", "profiled"]
+__all__ = ["OPTIONS", "Node", "Profile", "Ran", "collected_graphs", "profiled", "read_profile"]
 
-_LEVEL = 3  # of the profiler: every operation, however short
+OPTIONS = tf.profiler.experimental.ProfilerOptions(
+    host_tracer_level=3,  # every operation, however short
+    python_tracer_level=0,
+)
 
 
 class Node(NamedTuple):
@@ -55,6 +58,19 @@ class Ran(NamedTuple):
     end_s: float
 
 
+class Profile(NamedTuple):
+    """What a process ran while it was profiled.
+
+    Attributes:
+        ran: its operations.
+        start_s, end_s: of the profiler, seconds since 1970.
+    """
+
+    ran: list[Ran]
+    start_s: float
+    end_s: float
+
+
 @contextlib.contextmanager
 def collected_graphs() -> Iterator[dict[str, Node]]:
     """Fills the table, by name, with the nodes of all functions that first run within it.
@@ -88,23 +104,30 @@ def profiled() -> Iterator[list[Ran]]:
         tf.errors.AlreadyExistsError: while another profiler is running.
     """
     ran: list[Ran] = []
-    options = tf.profiler.experimental.ProfilerOptions(
-        host_tracer_level=_LEVEL, python_tracer_level=0
-    )
     with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder, options)
+        tf.profiler.experimental.start(folder, OPTIONS)
         try:
             yield ran
         finally:
             tf.profiler.experimental.stop()
         for path in Path(folder).rglob("*.xplane.pb"):
-            ran += _read(path)
+            ran += read_profile(path).ran
 
 
-def _read(path: Path) -> Iterator[Ran]:
+def read_profile(path: Path) -> Profile:
+    """What the profiler of a process has written.
+
+    Raises:
+        RuntimeError: for files of a TensorFlow that does not say when it began and ended.
+    """
     space = xplane_pb2.XSpace()
     space.ParseFromString(path.read_bytes())
-    began_ns = _beginning(space)
+    began_ns = _time_ns(space, "profile_start_time")
+    end_s = _time_ns(space, "profile_stop_time") * 1e-9
+    return Profile(list(_operations(space, began_ns)), began_ns * 1e-9, end_s)
+
+
+def _operations(space: xplane_pb2.XSpace, began_ns: int) -> Iterator[Ran]:
     for plane in space.planes:
         if plane.name.startswith("/device:GPU:"):
             yield from _of_gpu(plane, plane.name.removeprefix("/device:"), began_ns)
@@ -112,20 +135,16 @@ def _read(path: Path) -> Iterator[Ran]:
             yield from _of_host(plane, began_ns)
 
 
-def _beginning(space: xplane_pb2.XSpace) -> int:
-    """Nanoseconds from 1970 to the profiler's start, from which on its lines count.
-
-    Raises:
-        RuntimeError: for files of a TensorFlow that does not say.
-    """
+def _time_ns(space: xplane_pb2.XSpace, name: str) -> int:
+    """Nanoseconds from 1970 to the profiler's start, from which on its lines count, or its end."""
     for plane in space.planes:
         for stat in plane.stats:
-            if plane.stat_metadata[stat.metadata_id].name == "profile_start_time":
+            if plane.stat_metadata[stat.metadata_id].name == name:
                 return stat.uint64_value or stat.int64_value
     planes = [plane.name for plane in space.planes]
     raise RuntimeError(
-        "TensorFlow's profiler is expected to write when it was started. Received: no "
-        f"'profile_start_time' in the planes {planes}. Supported: TensorFlow 2.20 and 2.21."
+        "TensorFlow's profiler is expected to write when it began and ended. Received: no "
+        f"{name!r} in the planes {planes}. Supported: TensorFlow 2.20 and 2.21."
     )
 
 

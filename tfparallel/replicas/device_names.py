@@ -74,10 +74,11 @@ def short_names(devices: Iterable[str]) -> list[str]:
 
 def names_of_groups(groups: Iterable[Iterable[str]]) -> list[str]:
     """Devices that compute together, as one name each: `CPU:0+CPU:1`, or `chief 0 CPU:0+...`."""
-    return ["+".join(_names_with_tasks(list(group))) for group in groups]
+    return ["+".join(names_with_tasks(list(group))) for group in groups]
 
 
-def _names_with_tasks(devices: Sequence[str]) -> list[str]:
+def names_with_tasks(devices: Sequence[str]) -> list[str]:
+    """`GPU:0`, or `worker 0 GPU:0` where the devices are of several processes."""
     specs: list[Any] = [tf.DeviceSpec.from_string(device) for device in devices]
     names = short_names(devices)
     if len({(spec.job, spec.task) for spec in specs}) < 2:

@@ -1,8 +1,9 @@
 """Squares of the replicas' gradients in some steps, for the noise scale; no backward pass is added.
 
-Each replica notes its own term of the mean over replicas, the first one also that of the sum. All
-terms are additive, so nothing crosses replicas or workers in a step: each process has its sums, and
-adding those up gives the estimate (`measure/noise_scale.py`).
+Each replica notes its own term of the mean over replicas, and that of the sum is noted once: by the
+first replica, or part by part by those that have the parts. All terms are additive, so nothing
+crosses replicas or workers in a step: each process has its sums, and adding those up gives the
+estimate (`measure/noise_scale.py`).
 """
 
 from collections.abc import Sequence
@@ -27,26 +28,22 @@ class NoiseProbe:
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._sums = ResourceVariable(tf.zeros([3], tf.float64), trainable=False)
 
-    def note(
-        self, replica: int, step: ReplicaStep, own: Sequence[object], total: Sequence[object]
-    ) -> None:
+    def note(self, step: ReplicaStep, own: Sequence[object], sums: Sequence[object]) -> None:
         """Called in the graph of a replica's step.
 
         Args:
-            replica: its number among all.
             step: of the replica.
             own: its gradients, weighted by its share of the rows.
-            total: those of all replicas, summed.
+            sums: what no other replica notes of the gradients of all replicas, summed.
         """
         weight = tf.cast(step.weight, tf.float64)
         rows = tf.math.divide_no_nan(tf.cast(step.rows, tf.float64), weight)
         groups = tf.minimum(tf.constant(self._num_replicas, tf.float64), rows)
         others = groups - 1
         local = tf.math.divide_no_nan(_squared_norm(own), weight)  # (n_i / N) |g_i|^2
-        terms = tf.stack([-local, rows * local, tf.zeros_like(local)])
-        if replica == 0:
-            together = _squared_norm(total)
-            terms += tf.stack([groups * together, -rows * together, others])
+        together = _squared_norm(sums)
+        batches = others if replica_number() == 0 else tf.zeros_like(others)
+        terms = tf.stack([groups * together - local, rows * (local - together), batches])
         with tf.device("CPU:0"):
             self._sums.assign_add(tf.math.divide_no_nan(terms, others))
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals.ran_elsewhere import addresses_elsewhere, own_task
 from tfparallel.internals.ran_operations import Node, Ran, collected_graphs, profiled
 from tfparallel.measure.clock_offsets import Offset, offsets
 from tfparallel.measure.lanes import Box, StepLanes, lanes_of
@@ -21,15 +22,14 @@ from tfparallel.measure.operation_kinds import kind_of_operation
 from tfparallel.replicas.checking.check import prepared
 from tfparallel.replicas.checking.step import TracedStep, values_of
 from tfparallel.replicas.checking.traces import no_trace
-from tfparallel.replicas.device_names import short_names
+from tfparallel.replicas.device_names import names_with_tasks
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.profile_of_servers import BOOT, ROUNDS, OnServers
 
-_ROUNDS = 8  # in which clocks are compared
 _GAP = 1 / 400  # of a step: shorter pauses between boxes of one kind are not shown
 # They end when another operation has called them back, of which the profiler sees the start only.
 _COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> StepLanes:
@@ -42,8 +42,14 @@ def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: ob
             step.run(state, batch)
         agreement = extended.agreement()
         offset = _offset(agreement)  # nobody begins before all have traced
+        addresses = addresses_elsewhere({node.device for node in nodes.values()})
         with profiled() as ran, extended._link_journal() as journal:
-            step.run(state, batch)
+            servers = OnServers(lambda: step.repeat(batch), addresses) if addresses else None
+            if servers is None:
+                step.run(state, batch)
+    if servers is not None:
+        ran = _of_all_tasks(servers, ran, nodes)
+        offset = offset._replace(error_s=max(offset.error_s, servers.clock_error_s))
     names = {name for each in optimizers_of(model) for name in _names_of(each)}
     lanes = _Lanes()
     _add_operations(lanes, ran, nodes, names)
@@ -98,12 +104,26 @@ def _together(
     return lanes_of(list(names), boxes, gap_s, error_s)
 
 
+def _of_all_tasks(servers: OnServers, ran: Iterable[Ran], nodes: Mapping[str, Node]) -> list[Ran]:
+    """What a step ran here and on servers; devices with clocks are named with their tasks."""
+    specs = {name: tf.DeviceSpec.from_string(node.device) for name, node in nodes.items()}
+    return [
+        each._replace(device=each.device and f"{job} {number} {each.device}")
+        for (job, number), own in {own_task(): servers.of_step(ran), **servers.ran()}.items()
+        for each in own
+        if each.device
+        or (each.name in specs and (specs[each.name].job, specs[each.name].task) == (job, number))
+    ]
+
+
 def _add_operations(
     lanes: _Lanes, ran: Iterable[Ran], nodes: Mapping[str, Node], optimizers: Collection[str]
 ) -> None:
     """Operations on their devices, and what goes from device to device on links of its own."""
     ran = [each for each in ran if each.device or each.name in nodes]
     has_clock = {each.device for each in ran}  # GPUs: what the host does for them is launching
+    devices = {device for node in nodes.values() for device in (node.device, node.to) if device}
+    names = dict(zip(devices, names_with_tasks(list(devices)), strict=True))
     starts = {each.name: each.start_s for each in ran if not each.device}
     first_use = _first_uses(starts, nodes)
     sent: dict[tuple[str, str], Ran] = {}
@@ -116,7 +136,7 @@ def _add_operations(
             lanes.add(each.device, kind, each.operation, each.start_s, each.end_s)
             continue
         node = nodes[each.name]
-        (device,) = short_names([node.device])
+        device = names[node.device]
         if kind in ("send", "receive"):
             (sent if kind == "send" else received)[node.tensor, node.to] = each
             continue
@@ -125,7 +145,7 @@ def _add_operations(
             end_s = max(end_s, first_use.get(each.name, end_s))
         if device not in has_clock:
             lanes.add(device, kind, each.operation, each.start_s, end_s)
-    _add_transfers(lanes, sent, received, nodes)
+    _add_transfers(lanes, sent, received, nodes, names)
 
 
 def _first_uses(starts: Mapping[str, float], nodes: Mapping[str, Node]) -> dict[str, float]:
@@ -142,12 +162,12 @@ def _add_transfers(
     sent: Mapping[tuple[str, str], Ran],
     received: Mapping[tuple[str, str], Ran],
     nodes: Mapping[str, Node],
+    names: Mapping[str, str],
 ) -> None:
-    """Between devices of this process: from the sender's operation to the receiver's."""
+    """Between devices: from the sender's operation to the receiver's."""
     for (tensor, to), each in sent.items():
         came = received.get((tensor, to))
-        source, target = short_names([nodes[each.name].device, to])
-        lane = f"{source} > {target}"
+        lane = f"{names[nodes[each.name].device]} > {names[to]}"
         lanes.add(lane, "send", tensor, each.start_s, each.end_s)
         if came is not None and came.end_s > each.end_s:
             start_s = max(came.start_s, each.end_s)
@@ -159,11 +179,11 @@ def _offset(agreement: Agreement | None) -> Offset:
     if agreement is None:
         return Offset(0.0, 0.0)
     announced, seen = [], []
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         announced.append(agreement.exchange("compare clocks", time.time()))
         seen.append(time.time())
     by_rank = agreement.exchange("compare clocks", [seen, _host()])
-    rounds = [[own[i] for own, _ in by_rank] for i in range(_ROUNDS)]
+    rounds = [[own[i] for own, _ in by_rank] for i in range(ROUNDS)]
     hosts = [host for _, host in by_rank]
     return offsets(announced, rounds, hosts)[agreement.rank]
 
@@ -171,5 +191,5 @@ def _offset(agreement: Agreement | None) -> Offset:
 def _host() -> str:
     """What processes that read one clock have in common."""
     with contextlib.suppress(OSError):
-        return _BOOT.read_text().strip()
+        return Path(BOOT).read_text().strip()
     return socket.gethostname()

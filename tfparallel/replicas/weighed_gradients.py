@@ -29,13 +29,17 @@ class WeighedGradients(tf.distribute.StrategyExtended):
         with tf.name_scope(REDUCE_SCOPE):
             reduced = self._reduce_gradients(gradients)
         if self._noise_probe is not None and step is not None:
-            self._noise_probe.note(
-                replica_number(),
-                step,
-                step.zero_without_rows(gradients),
-                reduced,
-            )
+            own = step.zero_without_rows(self._own_gradients(gradients))
+            self._noise_probe.note(step, own, self._sums_to_note(reduced))
         return reduced
+
+    def _own_gradients(self, gradients: list) -> list:
+        """Of this replica's rows, where some of `gradients` may be sums already."""
+        return gradients
+
+    def _sums_to_note(self, reduced: list) -> list:
+        """What of the sums over replicas this one has to note, so that each is noted once."""
+        return reduced if replica_number() == 0 else []
 
     def _reduce_gradients(self, gradients: list) -> list:
         """Sum over replicas of tensors or IndexedSlices; called in a replica context."""

@@ -11,7 +11,7 @@ from tfparallel.sharded.unit_gathers import UnitGathers
 
 
 class BackwardReduction:
-    """That of one step.
+    """That of one step; in one that notes squares of gradients, also what they were before.
 
     Args:
         extended: of the strategy.
@@ -20,6 +20,7 @@ class BackwardReduction:
     def __init__(self, extended: UnitGathers):
         self._extended = extended
         self._stay_whole: dict[tuple[int, int], bool] = {}
+        self._unreduced: dict[tuple[int, int], list[tf.Tensor]] = {}
 
     def reduced(
         self, variable: tf.Variable, i: int, gradient: tf.Tensor | tf.IndexedSlices
@@ -36,9 +37,18 @@ class BackwardReduction:
         if self._stay_whole.setdefault((id(variable), i), is_sparse):
             return gradient
         (dense,) = step.zero_without_rows([tf.convert_to_tensor(gradient)])
+        if self._extended._noise_probe is not None:
+            self._unreduced.setdefault((id(variable), i), []).append(dense)
         (part,) = self._extended._reduce_scatter([variable.shards.padded(dense)])
         part.set_shape([variable.shards.length])
         return part
+
+    def unreduced(
+        self, variable: tf.Variable, i: int, gradient: tf.Tensor | tf.IndexedSlices
+    ) -> tf.Tensor | tf.IndexedSlices:
+        """Of replica `i`'s rows alone, what a tape has got for as `gradient`, of all reads."""
+        whole = self._unreduced.get((id(variable), i))
+        return gradient if whole is None else tf.add_n(whole)
 
 
 def is_part(gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable) -> bool:

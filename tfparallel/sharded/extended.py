@@ -133,8 +133,27 @@ class ShardedExtended(CreatesParts, PartUpdates):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _new_noise_probe(self) -> None:
-        """None: a replica holds its part of the sums only."""
+    def _own_gradients(self, gradients: list) -> list:
+        """As the base's; of those that are summed parts already, what they were summed of."""
+        source, backward = gradient_source(), self._backward
+        if source is None or backward is None:
+            return gradients
+        i = values_util.get_current_replica_id_as_int()
+        pairs = zip(gradients, source.variables, strict=True)
+        return [backward.unreduced(behind(v), i, g) for g, v in pairs]
+
+    def _sums_to_note(self, reduced: list) -> list:
+        """As the base's; of what is in parts each replica of the first copy notes its own."""
+        source = gradient_source()
+        if source is None or not self._updates_parts(source.optimizer, source.variables):
+            return super()._sums_to_note(reduced)
+        pairs = zip(reduced, source.variables, strict=True)
+        parts = [_is_cut(behind(v), total) for total, v in pairs]
+        wholes = [total for total, is_cut in zip(reduced, parts, strict=True) if not is_cut]
+        own = [total for total, is_cut in zip(reduced, parts, strict=True) if is_cut]
+        i = values_util.get_current_replica_id_as_int()
+        is_first = self._is_in_first_copy and i < self._devices_of_copy
+        return super()._sums_to_note(wholes) + (own if is_first else [])
 
     def _reduce_gradients(self, gradients: list) -> list:
         """As the base's, of gradients of which some were reduced as soon as they were there."""
@@ -159,11 +178,8 @@ class ShardedExtended(CreatesParts, PartUpdates):
         variables = [] if source is None else [getattr(v, "value", v) for v in source.variables]
         if source is None or not self._updates_parts(source.optimizer, source.variables):
             return super()._sum_gradients(gradients)
-        cut = [
-            k
-            for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
-        ]
+        pairs = zip(variables, gradients, strict=True)
+        cut = [k for k, pair in enumerate(pairs) if _is_cut(*pair)]
         if self._compresses:
             return self._cut(super()._sum_gradients(gradients), cut, variables)
         results: dict = {k: gradients[k] for k in cut if is_part(gradients[k], variables[k])}
@@ -248,6 +264,11 @@ class ShardedExtended(CreatesParts, PartUpdates):
 def _cast_where_it_is(part: tf.Tensor, dtype: str | None) -> tf.Tensor:
     with tf.device(part.device):
         return part if dtype is None else tf.cast(part, dtype)
+
+
+def _is_cut(variable: object, gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Whether replicas get their parts of the sum of such gradients, to update parts with."""
+    return is_sharded(variable) and not isinstance(gradient, tf.IndexedSlices)
 
 
 def _is_gathered(variable: object) -> bool:

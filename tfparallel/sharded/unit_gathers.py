@@ -5,6 +5,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from tfparallel.replicas.noise_probe import NoiseProbe
 from tfparallel.sharded.options import Sharding
 
 
@@ -12,6 +13,7 @@ class UnitGathers(Protocol):
     """How an `extended` gathers parts and sums gradients of them; `ShardedExtended` does."""
 
     _sharding: Sharding
+    _noise_probe: NoiseProbe | None
 
     def _wholes(
         self,

@@ -126,17 +126,14 @@ def measure(run: Run):
     return training.results()
 
 
-_NO_NOISE = ("sharded", "data_shard_2x2", "data_shard_optimizer", "async")  # in names of rows
-
-
 @claim(core=True)
 def noise_scale(run: Run):
     """Of replicas, ranks and microbatches alike: 13 rows cut by their number, as evenly as can be.
 
     Of three steps the first and the last are looked at.
 
-    A softmax regression, whose gradients are written out, by McCandlish's two equations. Where each
-    replica has a part of the sums only, and where there is one, nothing is told.
+    A softmax regression, whose gradients are written out, by McCandlish's two equations. Where
+    there is one replica, nothing is told.
     """
     from tfparallel.callbacks import Measure  # in the process of the strategy
 
@@ -154,7 +151,7 @@ def noise_scale(run: Run):
         callbacks=[measured],
     )
     noise = measured.total.details.get("noise")
-    if groups == 1 or any(word in run.row.name for word in _NO_NOISE):
+    if groups == 1:
         assert noise is None
         return
     x, y = tiny_data(batch * batches)

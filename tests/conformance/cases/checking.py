@@ -52,6 +52,13 @@ def a_step_is_drawn(run: Run):
         ranks = {name.split()[1] for name in lanes.values()}
         assert ranks == {str(rank) for rank in range(run.row.num_workers)}
         assert drawn.seconds < 60
+    if run.row.name.startswith("parameter_server"):  # servers are seen from the chief
+        seen = {(*lanes[box["tid"]].split()[:2], box["cat"]) for box in boxes}
+        workers = {"0", "1"} if run.row.num_replicas > 1 else {"0"}
+        assert {
+            index for task, index, kind in seen if (task, kind) == ("worker", "compute")
+        } == workers
+        assert {task for task, _, kind in seen if kind == "update"} == {"ps"}
 
 
 @claim()
