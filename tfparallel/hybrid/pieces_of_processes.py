@@ -100,8 +100,8 @@ class WeightInPieces(InPiecesOfProcesses):
             for piece in self._pieces_of(super().own_parts()):
                 piece.take()
 
-    def updated(self) -> list[tf.Tensor]:
-        """This process's pieces after an update; outside of replicas."""
+    def read_pieces(self) -> list[tf.Tensor]:
+        """This process's pieces, updated or where they are stored; outside of replicas."""
         return [piece.read_value() for piece in self._pieces_of(self.parts[0])]
 
     def publish(self, parts: Sequence[tf.Tensor]) -> None:
