@@ -38,6 +38,14 @@ class InPiecesOfProcesses(SplitVariable):
     pieces_of_parts: PiecesOfParts | None = None
     _rows_of_parts: Rows
 
+    def __getattr__(self, name: str) -> object:
+        """Of the first part. TensorFlow asks the value, which would be gathered to look."""
+        if "parts" not in vars(self):  # while it is made
+            return super().__getattr__(name)
+        if name.startswith("_"):  # what TensorFlow notes on a part is the part's own
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'.")
+        return getattr(self.parts[0][0], name)
+
     def is_in_pieces_here(self) -> bool:
         """Whether the caller computes with this process's pieces."""
         return self.pieces_of_parts is not None
