@@ -23,8 +23,8 @@ export TF_NUM_INTEROP_THREADS ?= 8
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export KERAS_BACKEND := tensorflow
 export NO_MKDOCS_2_WARNING := 1
-# Of the conformance pairs that are left out, those that this commit's turn is (or: a number).
-export CONFORMANCE_SLICE ?= commit
+# Of the tests that take turns, those whose turn it is at this commit (or: a number); tests/slices.py.
+export TEST_SLICE ?= commit
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-versions simulate lint types docs docs-check lock clean check-tools

@@ -19,7 +19,7 @@ import keras
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.conformance import slices
+from tests import slices
 from tests.helpers import open_logical_cpus
 
 open_logical_cpus(4)
@@ -47,7 +47,7 @@ def pytest_addoption(parser):
 def pytest_report_header():
     return [
         f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, load {os.getloadavg()[0]}",
-        f"slice of the conformance pairs: {slices.VARIABLE}={slices.slice_of_this_run()}",
+        f"slice of the tests that take turns: {slices.VARIABLE}={slices.slice_of_this_run()}",
     ]
 
 
@@ -74,9 +74,10 @@ def _fixed_seed():
 def pytest_collection_modifyitems(config, items):
     """What shares processes runs on one pytest worker: a strategy's cases, or a file's tests."""
     if not config.getoption("--everything"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+        number = slices.slice_of_this_run()
+        left_out = [item for item in items if not slices.is_asked(item, number)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         item.add_marker(pytest.mark.xdist_group(row.name if row else item.path.name))

@@ -4,7 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.multi_process.pool import REPOSITORY
+
+pytestmark = pytest.mark.turns
 
 
 def test_contestants_are_timed_and_train_alike(tmp_path):

@@ -17,6 +17,8 @@ from tfparallel.callbacks.backup.storage import Storage
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.coordination.writer import writer_for
 
+pytestmark = pytest.mark.turns
+
 BATCHES = 3  # of an epoch
 
 

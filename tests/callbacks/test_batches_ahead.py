@@ -13,6 +13,8 @@ from tfparallel.callbacks.backup.not_taken import begun_with, not_taken_of
 from tfparallel.coordination.writer import writer_for
 from tfparallel.replicas.batches_ahead import BatchesAhead
 
+pytestmark = pytest.mark.turns
+
 ROWS = 22  # six batches, the last of two rows
 
 

@@ -11,6 +11,8 @@ from tests.callbacks.kill_many import kill_many
 from tests.callbacks.results import assert_equal_results
 from tests.callbacks.zygote import Zygote
 
+pytestmark = pytest.mark.turns
+
 # (training, batches after which each process in turn kills itself, allowed difference)
 # "ps 6" kills a parameter server, "worker 5" a worker that has a part of every batch: the chief
 # then fails.

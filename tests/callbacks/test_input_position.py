@@ -15,6 +15,8 @@ from tfparallel.callbacks.backup.input_position import InputPosition
 from tfparallel.callbacks.backup.read_ahead import ReadAhead, hash_of
 from tfparallel.callbacks.backup.storage import BackupError
 
+pytestmark = pytest.mark.turns
+
 NUM_PASSES = 3
 SCALAR = tf.TensorSpec([], tf.int64)
 

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import kills
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

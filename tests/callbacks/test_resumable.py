@@ -13,6 +13,8 @@ from tests.helpers import tiny_compile_options
 from tfparallel.callbacks import BackupAndRestore, resumable
 from tfparallel.callbacks.backup.resumable import GeneratorPosition
 
+pytestmark = pytest.mark.turns
+
 
 def fit(batches, *callbacks):
     data = resumable(batches) if isinstance(batches, Batches) else batches

@@ -13,6 +13,8 @@ from tfparallel.callbacks.backup.part import BackupPart, read_part
 from tfparallel.callbacks.backup.saved_shards import read_shards
 from tfparallel.callbacks.backup.storage import InvalidBackupError, Storage
 
+pytestmark = pytest.mark.turns
+
 KERNEL = np.arange(11, dtype="float32")
 
 

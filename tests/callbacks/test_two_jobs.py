@@ -17,6 +17,8 @@ from tests.callbacks.test_storage import save as save_without_lease
 from tfparallel.callbacks.backup.held_lease import Lease
 from tfparallel.callbacks.backup.storage import InvalidBackupError, LeaseError, Storage
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module")
 def s3():

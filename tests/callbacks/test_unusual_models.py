@@ -16,6 +16,8 @@ from tfparallel.callbacks.backup.model_state import mirrored_state, set_mirrored
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.replicas.model_optimizers import optimizers_of
 
+pytestmark = pytest.mark.turns
+
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

@@ -13,6 +13,8 @@ from tests.multi_process.pool import cluster_environments
 from tfparallel.callbacks.backup.storage import Storage
 from tfparallel.callbacks.preemption import EXIT_STATUS
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module")
 def zygote():

@@ -26,6 +26,8 @@ from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.internals import ResourceVariable
 from tfparallel.replicas.graph_collectives import GraphCollectives
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_ring(size):

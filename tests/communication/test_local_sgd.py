@@ -10,6 +10,8 @@ from tfparallel.communication.local_sgd import DiLoCo, LocalSGD, as_meeting
 from tfparallel.communication.neighbours import GREETING_BYTES
 from tfparallel.compression import PowerSGD
 
+pytestmark = pytest.mark.turns
+
 OVER_HOROVOD_IF_LONG = pytest.mark.parametrize(
     "workers",
     [cluster_environments, pytest.param(horovod_environments, marks=pytest.mark.long)],

@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tests import helpers
-from tests.conformance.slices import slice_of_pair
 from tests.multi_process.pool import cluster_environments, horovod_environments
 from tests.parameter_server.cluster import ServerProcesses
+from tests.slices import has_its_turn, slice_of
 from tests.tensor_parallel.layouts import LayoutOfAnything, LayoutOfImages, cpu_mesh
 
 # What can go wrong with the number of replicas.
@@ -78,7 +78,7 @@ OF_A_VARIANT = ("optimizers.global_clipnorm", "saving.checkpoint")
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy as the suite runs it.
+    """One strategy as the suite runs it; in `make test`, what it is asked takes turns.
 
     Attributes:
         name: appears in the test's name.
@@ -87,10 +87,8 @@ class Row:
         num_workers: how many processes it runs in.
         devices_per_worker: logical CPUs each process opens.
         environments: given `num_workers`, the environment variables of each process.
-        every_case: asked every case, or (False) only those marked `core`, unless pytest is
-            called with `--everything`.
-        turns: of its `core` cases a run with a slice asks one in so many, and others at the commits
-            that follow.
+        every_case: asked every case, of which those marked `core` at each commit, or (False) only
+            the latter, unless pytest is called with `--everything`.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design,
             each with the reason.
@@ -103,7 +101,6 @@ class Row:
     devices_per_worker: int = 4
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
-    turns: int = 1
     few: tuple[str, ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,7 +114,7 @@ class Row:
         Args:
             case: the `Case`.
             everything: pytest's option.
-            slice_of_pairs: of what is not asked otherwise, ask what is in this slice.
+            slice_of_pairs: ask what has its turn in it, and of what is left out what is in it.
         """
         if case.name.startswith(tuple(self.exempt)):
             return False
@@ -125,10 +122,11 @@ class Row:
             return True
         if case.long:
             return False
-        own = slice_of_pair(self.name, case.name)
-        is_core = case.core and (slice_of_pairs is None or (own - slice_of_pairs) % self.turns == 0)
-        asked = case.name in self.few if self.few else self.every_case or is_core
-        return asked or own == slice_of_pairs
+        pair = f"{self.name}-{case.name}"
+        always = self.every_case and case.core and not self.few
+        in_turn = case.name in self.few if self.few else self.every_case or case.core
+        has_turn = always or (in_turn and has_its_turn(pair, slice_of_pairs))
+        return has_turn or slice_of(pair) == slice_of_pairs
 
 
 def library() -> Any:
@@ -371,7 +369,6 @@ STRATEGIES = [
         lambda: library().ShardedStrategy(_cpus(3), min_size=1),
         num_replicas=3,
         every_case=False,
-        turns=3,
         exempt=_OF_PARTS,
     ),
     Row(
@@ -398,7 +395,6 @@ STRATEGIES = [
         lambda: _tensor_parallel(1, 2),
         num_replicas=1,
         every_case=False,
-        turns=3,
         exempt=_OF_ONE_GROUP,
     ),
     Row("tensor_2x2", lambda: _tensor_parallel(2, 2), 2, few=FEW, exempt=_OF_A_GROUP),
@@ -423,7 +419,6 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
-        turns=3,
         exempt=_OF_RANKS,
     ),
     Row(

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.conformance.cases import CASES
-from tests.conformance.slices import slice_of_this_run
 from tests.conformance.strategies import STRATEGIES, TENSORFLOW_COLLECTIVES
 from tests.helpers import assert_same_training
+from tests.slices import slice_of_this_run
 
 _OF_TENSORFLOW_COLLECTIVES = [
     "models.mlp",

@@ -10,7 +10,6 @@ import tfparallel
 from tests.conformance.cases import CASES
 from tests.conformance.conftest import Workers
 from tests.conformance.never_asked import NEVER_ASKED
-from tests.conformance.slices import NUM_SLICES, VARIABLE, slice_of_pair, slice_of_this_run
 from tests.conformance.strategies import (
     ENGINES,
     ROWS,
@@ -21,6 +20,7 @@ from tests.conformance.strategies import (
 )
 from tests.helpers import BATCH, UNEVEN_ROWS, assert_same_training, train
 from tests.multi_process.pool import REPOSITORY, WorkerFailure, WorkerPool, cluster_environments
+from tests.slices import NUM_SLICES, slice_of
 
 
 def test_plain_keras_equals_itself():
@@ -47,7 +47,7 @@ def test_what_rows_are_exempt_from_exists():
 def test_slices_together_are_every_pair():
     pairs = [(row, case) for row in STRATEGIES for case in CASES.values() if not case.long]
     for row, case in pairs:
-        number = slice_of_pair(row.name, case.name)
+        number = slice_of(f"{row.name}-{case.name}")
         asked = row.is_asked(case, False, number)
         assert asked == row.is_asked(case, everything=True), (row.name, case.name)
         assert number in range(NUM_SLICES)
@@ -55,7 +55,7 @@ def test_slices_together_are_every_pair():
 
 def test_a_slice_is_a_small_part_of_what_is_left_out():
     sizes = collections.Counter(
-        slice_of_pair(row.name, case.name)
+        slice_of(f"{row.name}-{case.name}")
         for row in STRATEGIES
         for case in CASES.values()
         if not case.long and row.is_asked(case, True) and not row.is_asked(case, False)
@@ -93,18 +93,6 @@ def test_a_strategy_without_rows_says_why():
     for reason in WITHOUT_ROWS.values():
         folder = REPOSITORY / reason.partition(":")[0]
         assert folder.is_dir(), f"{folder} asks in its place, and is not there"
-
-
-def test_the_slice_can_be_given(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "7")
-    assert slice_of_this_run() == 7
-    monkeypatch.setenv(VARIABLE, str(NUM_SLICES))
-    with pytest.raises(ValueError, match=f"0 to {NUM_SLICES - 1}"):
-        slice_of_this_run()
-    monkeypatch.setenv(VARIABLE, "commit")
-    assert slice_of_this_run() in range(NUM_SLICES)
-    monkeypatch.delenv(VARIABLE)
-    assert slice_of_this_run() is None
 
 
 def test_stock_mirrored_fails_with_an_uneven_last_batch():

@@ -12,6 +12,8 @@ import pytest
 import tfparallel.coordination as coordination
 from tests.multi_process.pool import REPOSITORY
 
+pytestmark = pytest.mark.turns
+
 WAITS = """
 import ctypes, json, socket, subprocess, sys, time
 from pathlib import Path

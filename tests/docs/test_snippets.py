@@ -12,6 +12,8 @@ import tfparallel
 from tests.docs.reader import UNTOUCHED, run_snippet
 from tests.docs.snippets import ROOT, snippets, snippets_of
 
+pytestmark = pytest.mark.turns
+
 # What is needed, and the tests have.
 HERE = {
     None,

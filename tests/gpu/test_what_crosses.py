@@ -10,6 +10,8 @@ from tests.gpu.audit import audit
 from tests.gpu.steps import KERAS, STRATEGIES, make_variables, scope_of, step_of
 from tfparallel.internals import keras_integers
 
+pytestmark = pytest.mark.turns
+
 ROWS = 12
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.horovod.launching import horovodrun
 
+pytestmark = pytest.mark.turns
+
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tfparallel import build_horovod
 
+pytestmark = pytest.mark.turns
+
 ROOT = Path(__file__).parents[2]
 CUDA = "13.0"
 PACKAGES = (

@@ -13,6 +13,8 @@ from tests.horovod.launching import horovodrun, run_program
 from tests.horovod.resumable import BATCHES, SAVE_FREQ, compiled_model, fit
 from tests.multi_process.pool import REPOSITORY
 
+pytestmark = pytest.mark.turns
+
 KILL_AT, ADD_AT = 9, 13
 
 

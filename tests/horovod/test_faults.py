@@ -5,6 +5,8 @@ import pytest
 
 from tests.horovod.launching import forked_ranks, horovodrun
 
+pytestmark = pytest.mark.turns
+
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 
 

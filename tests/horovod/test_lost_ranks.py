@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tests.horovod.launching import forked_ranks
 
+pytestmark = pytest.mark.turns
+
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
 ENDS_IN_S = 150.0  # Horovod's own transport gives up after 30 s
 

@@ -13,6 +13,8 @@ from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions
 from tfparallel.internals.graphs import functions_of
 
+pytestmark = pytest.mark.turns
+
 MEGATRON = {
     ".*up_./kernel": (None, "model"),
     ".*up_./bias": ("model",),

@@ -10,6 +10,8 @@ from tests.helpers import assert_same_training, tiny_data, train
 from tests.hybrid.meshes import hybrid
 from tests.hybrid.test_shards import stored
 
+pytestmark = pytest.mark.turns
+
 MESHES = [{"shard": 2, "pipeline": 2}, {"shard": 2, "model": 2}]
 
 

@@ -21,6 +21,8 @@ from tests.hybrid.matrix import (
     reference,
 )
 
+pytestmark = pytest.mark.turns
+
 EVERY = 111  # of which cell one is asked by default
 
 

@@ -9,6 +9,8 @@ from tests.helpers import assert_same_training, cpu_mesh_of, in_float64, train
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions, Sharding
 
+pytestmark = pytest.mark.turns
+
 optimizers = keras.optimizers
 MESHES = {"model": {"shard": 2, "model": 2}, "pipeline": {"shard": 2, "pipeline": 2}}
 KINDS = [("optimizer", "parameters"), ("parameters", "parameters"), ("optimizer", "gradients")]

@@ -10,6 +10,8 @@ from tests.helpers import assert_same_training, train
 from tests.hybrid.meshes import SIZES, hybrid
 from tfparallel import HybridStrategy, PipelineOptions
 
+pytestmark = pytest.mark.turns
+
 MESHES = [*SIZES, {"data": 4}, {"data": 1}]
 
 

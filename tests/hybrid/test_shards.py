@@ -10,6 +10,8 @@ from tests.helpers import assert_same_training, cpu_mesh_of, in_float64, tiny_da
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions, Sharding
 
+pytestmark = pytest.mark.turns
+
 
 def sharded(what="parameters", min_size=1, **sizes):
     mesh = cpu_mesh_of(**sizes)

@@ -12,6 +12,8 @@ from tests.hybrid.meshes import hybrid
 from tests.hybrid.test_tapes import Smooth, TwoLosses, only_loss, three_layers
 from tfparallel.internals.graphs import functions_of
 
+pytestmark = pytest.mark.turns
+
 BESIDE = {
     "data x model": ({"data": 2, "pipeline": 1, "model": 2}, {"pipeline": 1, "model": 2}),
     "shard x pipeline": ({"shard": 2, "pipeline": 2}, {"pipeline": 2}),

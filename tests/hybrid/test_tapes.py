@@ -9,6 +9,8 @@ import tensorflow as tf
 from tests.helpers import assert_same_training, train
 from tests.hybrid.meshes import hybrid
 
+pytestmark = pytest.mark.turns
+
 
 class TwoLosses(keras.Model):
     """Takes two gradients from one persistent tape."""

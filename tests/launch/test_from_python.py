@@ -6,7 +6,7 @@ import tfparallel
 from tests.helpers import train
 from tfparallel.launch import notebook
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns]
 
 
 def test_workers_train_as_one_device_and_results_come_back_by_rank(capsys):

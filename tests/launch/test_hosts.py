@@ -16,7 +16,7 @@ from tests.launch.jobs import ROOT
 from tfparallel.launch.nodes import Place
 from tfparallel.launch.ssh import command_on
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns]
 
 SHOW = """
 import os, sys

@@ -14,7 +14,7 @@ import pytest
 from tests.launch.jobs import FAMILY, SLEEP, Launcher, is_alive, python_command, survivors
 from tfparallel.launch.processes import WorkerCommand, run_processes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.turns]
 
 
 def run(*sources, grace_s=5.0, **variables):

@@ -12,6 +12,8 @@ from tests.launch.jobs import ROOT
 from tests.multi_process.forking import forked
 from tfparallel.measure.goodput import FILE, LOST, Ledger, goodput, read_ledger
 
+pytestmark = pytest.mark.turns
+
 
 def start(run, at):
     return {"run": run, "kind": "start", "at": at}

@@ -20,6 +20,8 @@ from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.reading import read_records
 from tfparallel.measure.shares import CATEGORIES
 
+pytestmark = pytest.mark.turns
+
 STRATEGIES = {
     "none": lambda: None,
     "one_device": lambda: tfparallel.OneDeviceStrategy("CPU:0"),

@@ -11,6 +11,8 @@ from tfparallel.callbacks import Measure
 from tfparallel.measure.noise_scale import estimate, local_square
 from tfparallel.replicas import noise_probe
 
+pytestmark = pytest.mark.turns
+
 CPUS = ["CPU:0", "CPU:1", "CPU:2"]
 STRATEGIES = {
     "mirrored": lambda: tfparallel.MirroredStrategy(CPUS),

@@ -13,6 +13,8 @@ from tests.multi_process.forking import forked
 from tests.multi_process.pool import REPOSITORY, cluster_environments
 from tests.parameter_server.spawner import Child
 
+pytestmark = pytest.mark.turns
+
 WORKER = "tests.multi_process.disagreeing_worker"
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings are shown
 

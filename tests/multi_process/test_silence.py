@@ -19,6 +19,8 @@ from tests.multi_process.forking import forked
 from tests.multi_process.pool import REPOSITORY, cluster_environments
 from tests.parameter_server.spawner import Child
 
+pytestmark = pytest.mark.turns
+
 SILENT_S = 5.0
 ENDS_IN_S = 45.0  # with a loaded machine
 

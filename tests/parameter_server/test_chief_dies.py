@@ -3,6 +3,10 @@
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.turns
+
 
 def test_servers_of_a_dead_chief_end_and_say_why(make_servers, start_chief):
     servers = make_servers(TEST_CHIEF_S="2")

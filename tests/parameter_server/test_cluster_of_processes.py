@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.turns
+
 EACH_ONCE = [1.0]
 
 

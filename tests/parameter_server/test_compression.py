@@ -16,6 +16,8 @@ from tfparallel.parameter_server.effects import Effects
 from tfparallel.parameter_server.worker_state import Remembered, WorkerStates
 from tfparallel.strategies.parameter_server import _check_arguments
 
+pytestmark = pytest.mark.turns
+
 # By how much the training loss after 4 epochs may exceed that without compression.
 MARGINS = {
     "fp16": 0.02,

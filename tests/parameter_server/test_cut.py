@@ -5,6 +5,8 @@ import tensorflow as tf
 
 from tfparallel.parameter_server.cut import cut_rows, num_parts, rows_of_parts
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize(
     ("num_rows", "count", "expected"),

@@ -10,6 +10,8 @@ import pytest
 from tests.parameter_server.spawner import REPOSITORY, process_environment
 from tfparallel.launch.roles import count_roles
 
+pytestmark = pytest.mark.turns
+
 SCRIPT = """
 import sys
 import keras, numpy as np, tfparallel

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("num_ps", [0, 1])

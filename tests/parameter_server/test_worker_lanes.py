@@ -4,6 +4,8 @@ import pytest
 
 from tfparallel.parameter_server.worker_lanes import CallsOfWorkers, Lane, lanes_of_workers
 
+pytestmark = pytest.mark.turns
+
 
 def test_each_device_of_a_worker_is_a_lane():
     assert lanes_of_workers([["GPU:0", "GPU:1"], ["CPU:0"]]) == (

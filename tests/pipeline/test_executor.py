@@ -12,6 +12,8 @@ from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 
+pytestmark = pytest.mark.turns
+
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
 
 

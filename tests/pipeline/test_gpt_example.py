@@ -9,9 +9,12 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 
 from tests.helpers import assert_same_training, train
 from tfparallel import PipelineStrategy
+
+pytestmark = pytest.mark.turns
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_gpt.py"
 TIMEOUT_S = 300.0

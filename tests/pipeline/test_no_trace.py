@@ -12,6 +12,8 @@ from tests.helpers import momentum_sgd
 from tfparallel import PipelineStrategy
 from tfparallel.internals import GLOBAL_SEED_GENERATOR, global_state
 
+pytestmark = pytest.mark.turns
+
 CPUS = ["CPU:0", "CPU:1"]
 SHAPE = (8, 8, 3)
 

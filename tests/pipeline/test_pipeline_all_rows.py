@@ -12,6 +12,8 @@ from tests import helpers
 from tests.helpers import assert_same_training, in_float64, tiny_compile_options, train
 from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(4)]
 ATOL = 1e-9
 

@@ -12,6 +12,8 @@ from keras import layers
 from tests.helpers import assert_same_training, train
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(4)]
 SIDE = 16
 

@@ -9,6 +9,8 @@ from tests.conformance.models import MODELS
 from tests.helpers import tiny_data, train
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = ["CPU:0", "CPU:1"]
 MOMENTUM = 0.9
 

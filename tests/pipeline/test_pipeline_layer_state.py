@@ -9,6 +9,8 @@ from keras import layers, ops
 from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = ["CPU:0", "CPU:1"]
 
 

@@ -7,6 +7,8 @@ from keras import layers
 from tests.helpers import assert_same_training, train
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(3)]
 OPTIONS = {
     "full": {"rematerialize": "full"},

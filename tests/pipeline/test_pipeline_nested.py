@@ -20,6 +20,8 @@ from tests.helpers import (
 from tfparallel import PipelineStrategy
 from tfparallel.pipeline.parts import find_parts
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(4)]
 
 

@@ -13,6 +13,8 @@ from tests.helpers import assert_same_training, tiny_data, tiny_model, train
 from tests.strategies.test_pipeline import deep_model
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(4)]
 
 

@@ -8,6 +8,8 @@ from keras import layers
 from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel import PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 SLOW_MIDDLE = ["CPU:0", ["CPU:1", "CPU:2"], "CPU:3"]
 
 

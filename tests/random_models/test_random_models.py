@@ -17,6 +17,8 @@ from tests.random_models.draw import (
 from tests.random_models.pools import Pools
 from tests.random_models.training import assert_trains_as_on_one_device
 
+pytestmark = pytest.mark.turns
+
 CHUNKS = range(6)  # of 50 models: one that fails does not hide what the others find
 
 

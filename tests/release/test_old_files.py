@@ -20,6 +20,8 @@ from tests.release.old_files import (
     weights_of,
 )
 
+pytestmark = pytest.mark.turns
+
 FOLDERS = sorted(path for path in FILES.glob("*/*") if path.is_dir())
 _CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -11,6 +11,8 @@ from tests.parameter_server.spawner import REPOSITORY, process_environment
 from tfparallel import PipelineStrategy
 from tfparallel.coordination.cluster import ClusterConfigError
 
+pytestmark = pytest.mark.turns
+
 SCRIPT = """
 import keras, numpy as np, tfparallel
 strategy = tfparallel.PipelineStrategy(num_microbatches=4)

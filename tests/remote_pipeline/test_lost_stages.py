@@ -7,6 +7,8 @@ import pytest
 from tfparallel.coordination.cut_off import cut_connections
 from tfparallel.coordination.probe import is_answering, is_listening
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize(
     "name", ["stage_is_killed", "stage_is_stopped", "stage_is_stopped_while_a_step_is_traced"]

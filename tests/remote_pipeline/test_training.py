@@ -1,5 +1,9 @@
 """Stages in several processes train as one device does."""
 
+import pytest
+
+pytestmark = pytest.mark.turns
+
 CHIEF, WORKER = ("/job:chief/replica:0/task:0", "/job:worker/replica:0/task:0")
 
 

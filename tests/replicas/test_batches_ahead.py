@@ -15,6 +15,8 @@ from tfparallel.replicas import batches_ahead
 from tfparallel.replicas.batches_ahead import BatchesAhead, batches_ahead_by_default
 from tfparallel.replicas.placed_batch import BatchPlacement, can_be_placed
 
+pytestmark = pytest.mark.turns
+
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 STRATEGIES = {
     "mirrored": lambda **kw: tfparallel.MirroredStrategy(DEVICES, **kw),

@@ -15,6 +15,8 @@ from tfparallel.coordination.waiting import Clock
 from tfparallel.replicas import long_starts
 from tfparallel.replicas.long_starts import LongStart
 
+pytestmark = pytest.mark.turns
+
 X, Y = np.ones((8, 6), "float32"), np.zeros(8)
 
 

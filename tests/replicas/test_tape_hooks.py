@@ -8,6 +8,8 @@ import tensorflow as tf
 from tests.helpers import train
 from tfparallel import CentralStorageStrategy, MirroredStrategy, PipelineStrategy
 
+pytestmark = pytest.mark.turns
+
 _GRADIENT = tf.GradientTape.gradient
 
 

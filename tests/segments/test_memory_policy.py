@@ -16,6 +16,8 @@ from tests.helpers import assert_same_training, train
 from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 from tfparallel.internals.ran_operations import collected_graphs
 
+pytestmark = pytest.mark.turns
+
 FULL = tfparallel.MemoryPolicy("full")
 STRATEGIES = {
     "one_device": lambda memory: tfparallel.OneDeviceStrategy("CPU:0", memory=memory),

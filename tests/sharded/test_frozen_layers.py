@@ -10,6 +10,8 @@ from tfparallel.internals.keras_layers import behind
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.sharded_variables import ShardedVariable
 
+pytestmark = pytest.mark.turns
+
 WIDTH = 6
 KERNEL = WIDTH * WIDTH + WIDTH
 

@@ -11,6 +11,8 @@ from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel.segments import step_segments
 from tfparallel.sharded.extended import ShardedExtended
 
+pytestmark = pytest.mark.turns
+
 optimizers = keras.optimizers
 
 

@@ -9,6 +9,8 @@ import tfparallel
 from tests.conformance.models import MODELS
 from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, tiny_model, train
 
+pytestmark = pytest.mark.turns
+
 optimizers = keras.optimizers
 
 

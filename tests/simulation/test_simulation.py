@@ -7,6 +7,8 @@ from tests.simulation.fit import Truth, played_keras
 from tests.simulation.schedules import SCENARIOS, failure_of, shortest, told
 from tests.simulation.world import Violation, World
 
+pytestmark = pytest.mark.turns
+
 SCHEDULES, PARTS = 2000, 20
 
 

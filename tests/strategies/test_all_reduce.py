@@ -8,6 +8,8 @@ from tensorflow.python.ops import op_selector
 
 from tfparallel import MirroredStrategy
 
+pytestmark = pytest.mark.turns
+
 DEVICES = ["CPU:0", "CPU:1"]
 ROWS, CHANNELS = 7, 3
 

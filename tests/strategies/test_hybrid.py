@@ -16,6 +16,8 @@ from tests.helpers import assert_same_training, tiny_data, train
 from tests.helpers import cpu_mesh_of as mesh
 from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy, Sharding
 
+pytestmark = pytest.mark.turns
+
 
 def two_pipelines(num_microbatches=2, **options):
     return HybridStrategy(

@@ -13,6 +13,8 @@ from tests.helpers import assert_same_training, tiny_data, train
 from tfparallel import MemoryPolicy, PipelineStrategy
 from tfparallel.pipeline.plans.schedule import Schedule
 
+pytestmark = pytest.mark.turns
+
 CPUS = [f"CPU:{i}" for i in range(4)]
 
 

@@ -11,6 +11,8 @@ from tests import helpers
 from tests.tensor_parallel import test_graph, test_training
 from tests.tensor_parallel.layouts import cpu_mesh, layout_map
 
+pytestmark = pytest.mark.turns
+
 
 def _auto(replicas=1, parts=2):
     return tfparallel.TensorParallelStrategy("auto", device_mesh=cpu_mesh(replicas, parts))

@@ -12,6 +12,8 @@ from tests.tensor_parallel.layouts import cpu_mesh
 from tfparallel.tensor_parallel.branches import places
 from tfparallel.tensor_parallel.pairing import Call
 
+pytestmark = pytest.mark.turns
+
 
 def _call(name, inputs, output, flops=10):
     return Call(name, tuple(inputs), (output,), flops=flops)

@@ -11,6 +11,8 @@ from tests.tensor_parallel import test_gpt, test_graph
 from tests.tensor_parallel.layouts import cpu_mesh, layout_map
 from tfparallel.tensor_parallel import HeadsOf, attention_by_heads
 
+pytestmark = pytest.mark.turns
+
 POSITIONS, WIDTH, SIZE = 5, 12, 4
 BY_ROWS = {  # as KerasHub's presets for Llama have it
     ".*(query|key|value)/kernel": ("model", None, None),

@@ -14,6 +14,8 @@ from tfparallel.tensor_parallel import drawn_pieces
 from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.rows import even_rows
 
+pytestmark = pytest.mark.turns
+
 INITIALIZERS = {
     "normal": lambda: keras.initializers.RandomNormal(0.3, 0.7, seed=7),
     "truncated": lambda: keras.initializers.HeNormal(seed=7),

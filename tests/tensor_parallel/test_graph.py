@@ -13,6 +13,8 @@ from tensorflow.python.eager import context as eager  # records what each device
 import tfparallel
 from tests.tensor_parallel.layouts import cpu_mesh, layout_map
 
+pytestmark = pytest.mark.turns
+
 MEGATRON = {
     ".*up/kernel": (None, "model"),
     ".*up/bias": ("model",),

@@ -11,6 +11,8 @@ from tests import helpers
 from tests.tensor_parallel import test_graph
 from tests.tensor_parallel.layouts import layout_map
 
+pytestmark = pytest.mark.turns
+
 VOCABULARY = 11
 TABLE = {".*tokens/embeddings": ("model", None)}
 

@@ -9,6 +9,8 @@ import tfparallel
 from tests import helpers
 from tests.tensor_parallel.layouts import layout_map
 
+pytestmark = pytest.mark.turns
+
 PAIR = {".*up/kernel": (None, "model"), ".*up/bias": ("model",), ".*down/kernel": ("model", None)}
 ROWS, COLUMNS = (
     {**PAIR, ".*embeddings": axes} for axes in [("model", None), (None, "model")]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.turns]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from tests.tensor_parallel import test_graph, test_rules
 from tests.tensor_parallel.layouts import LayoutOfAnything, cpu_mesh
 from tfparallel.tensor_parallel import recurrence
 
+pytestmark = pytest.mark.turns
+
 COLUMN = (None, "model")
 KERNELS = {"one.*/kernel": COLUMN, "one.*/recurrent_kernel": COLUMN}
 UNITS = {**KERNELS, "one.*/bias": ("model",)}  # of an LSTM; a GRU has two biases, as rows

@@ -11,6 +11,8 @@ from keras import layers
 import tfparallel
 from tests.tensor_parallel.layouts import layout_map
 
+pytestmark = pytest.mark.turns
+
 COLUMN, ROW = (None, "model"), ("model", None)
 
 

@@ -12,6 +12,8 @@ import tfparallel
 from tests import helpers
 from tests.tensor_parallel.layouts import layout_map
 
+pytestmark = pytest.mark.turns
+
 LAYOUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
 
 

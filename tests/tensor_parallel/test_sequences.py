@@ -12,6 +12,8 @@ from tests.tensor_parallel import test_graph, test_training
 from tests.tensor_parallel.layouts import cpu_mesh, layout_map
 from tfparallel.tensor_parallel import group
 
+pytestmark = pytest.mark.turns
+
 
 def _strategy(parts, layouts=None, replicas=1):
     if layouts is None:

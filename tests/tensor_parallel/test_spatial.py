@@ -14,6 +14,8 @@ from tests.tensor_parallel.layouts import layout_map
 from tfparallel.tensor_parallel.rules import spatial
 from tfparallel.tensor_parallel.windows import Window, spans
 
+pytestmark = pytest.mark.turns
+
 ROWS = (None, "model", None, None)
 
 

@@ -10,6 +10,8 @@ import tfparallel
 from tests import helpers
 from tests.tensor_parallel.layouts import layout_map
 
+pytestmark = pytest.mark.turns
+
 HEADS = {
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*(query|key|value)/bias": ("model", None),

@@ -10,6 +10,8 @@ from tests.helpers import assert_same_training, in_float64, tiny_data, train
 from tests.tpu.on_cpus import CpuStrategy
 from tfparallel.internals.ran_operations import collected_graphs
 
+pytestmark = pytest.mark.turns
+
 FULL = tfparallel.MemoryPolicy("full")
 SCOPES = [
     {"mode": "full"},

@@ -24,6 +24,8 @@ from tests.tpu.on_cpus import CpuStrategy
 from tfparallel.tpu import spmd_step
 from tfparallel.tpu.padded_batches import padded
 
+pytestmark = pytest.mark.turns
+
 EXACT = 1e-9
 
 

@@ -16,6 +16,8 @@ from tests.helpers import (
 from tests.tpu.on_cpus import CpuStrategy
 from tfparallel.callbacks import Measure
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module")
 def strategy():

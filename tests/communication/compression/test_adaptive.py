@@ -25,6 +25,8 @@ from tfparallel.communication.compression.level_costs import (
 )
 from tfparallel.compression import Adaptive, Cast, GradientCompression, PowerSGD
 
+pytestmark = pytest.mark.turns
+
 EXACT, HALF, COARSE = 0, 1, 2
 
 

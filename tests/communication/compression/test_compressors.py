@@ -17,6 +17,8 @@ from tfparallel.compression import (
     TopK,
 )
 
+pytestmark = pytest.mark.turns
+
 COMPRESSORS = [
     Cast("float16"),
     Cast("bfloat16"),

@@ -8,6 +8,8 @@ import pytest
 from tests.communication.compression.worker import COMPRESSIONS
 from tests.multi_process.pool import WorkerPool, cluster_environments
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
