@@ -204,9 +204,9 @@ def _pipelines(num_pipelines: int, num_stages: int, **options: Any) -> tf.distri
     return _hybrid(sizes, pipeline=library().PipelineOptions(2, **options))
 
 
-def _shared_slots(axis: str, **options: Any) -> tf.distribute.Strategy:
-    """Each process has all weights on its devices, and a half of the slots."""
-    sharding = library().Sharding("gradients", min_size=1)
+def _shared(axis: str, what: str = "gradients", **options: Any) -> tf.distribute.Strategy:
+    """Each process has a half of the slots, and all weights: with "parameters" in a step only."""
+    sharding = library().Sharding(what, min_size=1)
     if axis == "model":
         options["layout_map"] = LayoutOfAnything(None)
     sizes = {"shard": 2, axis: 2}
@@ -342,6 +342,7 @@ _OF_SHARED_SLOTS = (
     "checking.an_equal_step_leaves_no_trace",
     "inputs.run_eagerly",
 )
+_OF_GATHERED_WEIGHTS = (*_OF_SHARED_SLOTS, "unbuilt.gan")
 
 
 STRATEGIES = [
@@ -646,7 +647,7 @@ STRATEGIES = [
     ),
     Row(
         "shard_workers_2_of_model_2",
-        lambda: _shared_slots("model"),
+        lambda: _shared("model"),
         num_replicas=2,
         num_workers=2,
         devices_per_worker=2,
@@ -655,11 +656,29 @@ STRATEGIES = [
     ),
     Row(
         "shard_workers_2_of_pipeline_2",
-        lambda: _shared_slots("pipeline", pipeline=library().PipelineOptions(2)),
+        lambda: _shared("pipeline", pipeline=library().PipelineOptions(2)),
         num_replicas=4,
         num_workers=2,
         devices_per_worker=2,
         few=_OF_SHARED_SLOTS,
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_workers_2_of_model_2_parameters",
+        lambda: _shared("model", "parameters"),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=2,
+        few=_OF_GATHERED_WEIGHTS,
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_workers_2_of_pipeline_2_parameters",
+        lambda: _shared("pipeline", "parameters", pipeline=library().PipelineOptions(2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=_OF_GATHERED_WEIGHTS,
         exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
     ),
     Row(
@@ -966,6 +985,8 @@ ROWS_OF = {
         "shard_pipeline_model_2x2x2",
         "shard_workers_2_of_model_2",
         "shard_workers_2_of_pipeline_2",
+        "shard_workers_2_of_model_2_parameters",
+        "shard_workers_2_of_pipeline_2_parameters",
     ],
 }
 

@@ -30,6 +30,11 @@ MESHES: dict[str, dict] = {
         "transport": "collectives",
     },
 }
+GATHERED: dict[str, dict] = {  # meshes whose weights are in pieces too, between steps
+    f"{mesh}, weights too": {**MESHES[mesh], "shard": "parameters"}
+    for mesh in ("shard x model", "shard x pipeline", "shard x pipeline, collectives")
+}
+_OPTIONS = {**MESHES, **GATHERED}
 OPTIMIZERS = (
     "momentum",
     "clipped",
@@ -53,6 +58,16 @@ CELLS = pairwise(
         "memory": tuple(MEMORIES),
     }
 )
+CELLS += pairwise(
+    {
+        "mesh": tuple(GATHERED),
+        "optimizer": ("momentum", "accumulated, clipped", "averaged", "loss scale"),
+        "model": ("masked lstm", "attention", "dropout", "batch norm", "two optimizers"),
+        "batch": tuple(BATCHES),
+        "run": RUNS,
+        "memory": tuple(MEMORIES),
+    }
+)
 
 
 def check(
@@ -71,7 +86,7 @@ def check(
 
     def strategy(**others) -> tfparallel.HybridStrategy:
         keras.backend.clear_session()  # layouts go by the numbers in layers' names
-        return strategy_of(**{**MESHES[mesh], **others}, model=model, memory=MEMORIES[memory])
+        return strategy_of(**{**_OPTIONS[mesh], **others}, model=model, memory=MEMORIES[memory])
 
     with in_float64():
         if run in ("a step", "two steps"):
@@ -91,7 +106,7 @@ def check(
 
 def _with_rows_alone(mesh: str) -> dict[str, int]:
     """The sizes of the same mesh, of which rows alone go over processes."""
-    sizes = dict(MESHES[mesh]["sizes"])
+    sizes = dict(_OPTIONS[mesh]["sizes"])
     return {"data": sizes.pop("shard", 2), **sizes}
 
 

@@ -18,7 +18,6 @@ from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import GradientsCrossing
-from tfparallel.hybrid.shares_among_processes import check_keeps_weights
 from tfparallel.mesh import mesh_of
 from tfparallel.replicas.inner import inside_of
 
@@ -121,9 +120,6 @@ REFUSED = {
             ({"shard": 4, "model": 2}, (2, 4)),
             ({"data": 2, "shard": 2, "pipeline": 2}, (4, 2)),
         )
-    ],
-    '`Sharding("parameters")`': [
-        lambda: check_keeps_weights(mesh_of([2, 2], ["shard", "model"], list("0123")), Sharding()),
     ],
     '`layout_map="auto"`': [
         lambda: HybridStrategy(cpu_mesh_of(shard=2, model=2), layout_map="auto"),

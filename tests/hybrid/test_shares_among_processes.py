@@ -45,6 +45,14 @@ def test_a_process_has_all_weights_and_half_of_each_slot(workers, sizes, shard):
         assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_between_steps_a_process_holds_half_of_the_weights_too(workers, sizes):
+    """Of a weight and its two slots: three halves, where shared slots alone are 1 + 2 / 2."""
+    for shard, held in {"parameters": 1 / 2, "gradients": 2 / 3}.items():
+        for reply in ask(workers(), "stored", sizes=sizes, shard=shard):
+            assert reply["held"] == pytest.approx(held, rel=0.05)
+
+
 @pytest.mark.parametrize("axis", ["model", "pipeline"])
 def test_rows_are_divided_inside_of_a_process_too(workers, axis):
     sizes = {"shard": 2, "data": 2, axis: 2}
@@ -66,9 +74,17 @@ def test_a_cell_trains_as_one_device_does(workers, tmp_path, cell):
     ask(workers(), "cell", folder=str(tmp_path / "backup"), cell=list(cell))
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_files_have_whole_slots(workers, tmp_path, sizes):
-    ask(workers(), "files", folder=str(tmp_path / "model"), sizes=sizes)
+def test_files_have_wholes(workers, tmp_path, sizes, shard):
+    ask(workers(), "files", folder=str(tmp_path / "model"), sizes=sizes, shard=shard)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_at_the_end_of_data_of_unknown_length_nothing_is_gathered(workers, sizes):
+    """TensorFlow ends a step that has no batch while it runs: some processes would have begun."""
+    for reply in ask(workers(), "ended", sizes=sizes):
+        assert reply["unknown"] == reply["known"] > 0
 
 
 @pytest.mark.parametrize("in_what", ["mesh", "layout"])
@@ -77,18 +93,39 @@ def test_processes_that_differ_are_told_before_anything_is_made(workers, in_what
         assert "All workers must agree when they make a HybridStrategy" in reply["told"]
 
 
-@pytest.mark.parametrize(
-    "name", ["Lamb", "Muon", "Adafactor", "accumulated", "averaged", "scaled", "a constraint"]
-)
+WHOLE = ["Lamb", "Muon", "Adafactor", "accumulated", "averaged", "scaled", "a constraint"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_an_update_that_looks_at_whole_weights_is_that_of_one_device(workers, sizes, name):
     for reply in ask(workers(), "whole", sizes=sizes, name=name):
         assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("transport", ["horovod", "collectives"])
+def test_so_it_is_over_other_transports(workers, transport):
+    """In a branch: a loss scale."""
+    of = cluster_environments
+    if transport == "horovod":
+        pytest.importorskip("horovod.tensorflow")
+        of = horovod_environments
+    request = {"sizes": SIZES[0], "name": "scaled", "transport": transport}
+    for reply in ask(workers(2, of), "whole", **request):
+        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "scaled", "a constraint"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_steps_of_a_loop_train_as_on_one_device(workers, sizes):
-    for reply in ask(workers(), "loop", sizes=sizes):
+def test_so_is_that_of_weights_in_pieces(workers, sizes, name):
+    for reply in ask(workers(), "whole", sizes=sizes, name=name, shard="parameters"):
+        assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_steps_of_a_loop_train_as_on_one_device(workers, sizes, shard):
+    for reply in ask(workers(), "loop", sizes=sizes, shard=shard):
         assert "Received: a call of experimental_distribute_dataset" in reply["told"]
 
 

@@ -1,8 +1,11 @@
 """Trains in processes that share the state, beside a pipeline or an axis of the model in each."""
 
 import contextlib
+import gc
 import os
 import sys
+import unittest.mock
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -14,6 +17,8 @@ from tests.helpers import assert_same_training, in_float64, open_logical_cpus, t
 from tests.hybrid.matrix_of_shares import check, strategy_of
 from tests.hybrid.models_of_matrix import plain
 from tests.multi_process.answering import answer_requests
+from tfparallel.communication.ring import Ring
+from tfparallel.internals import ResourceVariable
 
 
 def answer(kind: str, **request) -> dict:
@@ -35,8 +40,12 @@ def _adam() -> keras.optimizers.Optimizer:
 
 def _stored(sizes: dict[str, int], shard: str, transport: str = "auto") -> dict:
     """Trains as one device; replies with what this process stores, as shares of the whole."""
+    gc.collect()
+    before = _numbers_here()
     with in_float64():
         candidate = _new(sizes, shard, transport)
+        gc.collect()
+        held = _numbers_here() - before
         keras.backend.clear_session()
         expected = _trained(None, optimizer=_adam)
         assert_same_training(expected, candidate, atol=1e-9)
@@ -45,7 +54,15 @@ def _stored(sizes: dict[str, int], shard: str, transport: str = "auto") -> dict:
             np.testing.assert_allclose(ask(candidate.model), ask(expected.model), 1e-9)
     assert candidate.model.distribute_strategy.summary(candidate.model)
     weights, slots = candidate.model.trainable_weights, candidate.model.optimizer.variables[2:]
-    return {"weights": _share(weights), "slots": _share(slots)}
+    whole = sum(int(tf.size(v)) for v in [*weights, *slots])
+    return {"weights": _share(weights), "slots": _share(slots), "held": held / whole}
+
+
+def _numbers_here() -> int:
+    """How many numbers there are now in floating variables of this process."""
+    every = [x for x in gc.get_objects() if isinstance(x, ResourceVariable)]
+    values = [x.read_value() for x in every if x.dtype.is_floating]
+    return sum(value.shape.num_elements() for value in values)
 
 
 def _new(sizes: dict[str, int], shard: str = "gradients", transport: str = "auto", **options):
@@ -66,9 +83,36 @@ def _copies(variable: keras.Variable) -> list[tf.Variable]:
     return tf.nest.flatten(list(getattr(behind, "parts", None) or behind.values))
 
 
-def _files(folder: str, sizes: dict[str, int]) -> None:
+def _ended(sizes: dict[str, int]) -> dict:
+    """Replies with the gathers of an epoch whose length is known, and of one where it is not."""
+    counts, batch = [], tiny_data(4)
+    model = _new(sizes, "parameters").model
+    known = tf.data.Dataset.from_tensors(batch).repeat(3)
+    unknown = known.filter(lambda x, y: True)
+    model.fit(known, verbose=0)
+    for data in (known, unknown):
+        with _counted_gathers() as calls:
+            model.fit(data, verbose=0)
+        counts.append(len(calls))
+    return {"known": counts[0], "unknown": counts[1]}
+
+
+@contextlib.contextmanager
+def _counted_gathers() -> Iterator[list]:
+    """Gives a list that gets longer with each gather of the ring."""
+    calls, gather = [], Ring.all_gather_each
+
+    def counted(ring, arrays):
+        calls.append(len(arrays))
+        return gather(ring, arrays)
+
+    with unittest.mock.patch.object(Ring, "all_gather_each", counted):
+        yield calls
+
+
+def _files(folder: str, sizes: dict[str, int], shard: str) -> None:
     """What is saved is loaded on one device, and in processes that share the state again."""
-    model, strategy = _new(sizes).model, strategy_of(sizes, "plain", None)
+    model, strategy = _new(sizes, shard).model, strategy_of(sizes, "plain", None, shard)
     path = f"{folder}-{os.getpid()}.keras"
     model.save(path)
     checkpoint = tf.train.Checkpoint(model=model).write(path + "-checkpoint")
@@ -148,12 +192,14 @@ _WHOLE = {
 }
 
 
-def _whole(sizes: dict[str, int], name: str) -> dict:
+def _whole(
+    sizes: dict[str, int], name: str, shard: str = "gradients", transport: str = "auto"
+) -> dict:
     """Whole weights are updated as on one device; replies with what is stored of the slots."""
     options = {"data": tiny_data, "rows": 10, "batch_size": 5, "build": plain, **_WHOLE[name]}
     with in_float64():
         keras.backend.clear_session()
-        candidate = train(strategy_of(sizes, "plain", None), **options)
+        candidate = train(strategy_of(sizes, "plain", None, shard, transport), **options)
         keras.backend.clear_session()
         assert_same_training(train(None, **options), candidate, atol=1e-9)
     if name == "a constraint":
@@ -162,14 +208,14 @@ def _whole(sizes: dict[str, int], name: str) -> dict:
     return {"slots": _share([v for v in candidate.model.optimizer.variables if len(v.shape) == 2])}
 
 
-def _loop(sizes: dict[str, int]) -> dict:
+def _loop(sizes: dict[str, int], shard: str) -> dict:
     """Steps of one's own train as on one device, if `run` is given the rows of each process.
 
     Replies with what is told who has rows divided.
     """
     with in_float64():
         keras.backend.clear_session()
-        strategy = strategy_of(sizes, "plain", None)
+        strategy = strategy_of(sizes, "plain", None, shard)
         received = _own_steps(strategy)
         keras.backend.clear_session()
         for mine, theirs in zip(_own_steps(None), received, strict=True):
@@ -267,6 +313,7 @@ def _rank() -> int:
 _KINDS = {
     "cell": _cell,
     "stored": _stored,
+    "ended": _ended,
     "files": _files,
     "lost": _lost,
     "differs": _differs,

@@ -38,6 +38,14 @@ class InPiecesOfProcesses(SplitVariable):
     pieces_of_parts: PiecesOfParts | None = None
     _rows_of_parts: Rows
 
+    def __getattr__(self, name: str) -> object:
+        """Of the first part. TensorFlow asks the value, which would be gathered to look."""
+        if "parts" not in vars(self):  # while it is made
+            return super().__getattr__(name)
+        if name.startswith("_"):  # what TensorFlow notes on a part is the part's own
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'.")
+        return getattr(self.parts[0][0], name)
+
     def is_in_pieces_here(self) -> bool:
         """Whether the caller computes with this process's pieces."""
         return self.pieces_of_parts is not None
@@ -100,8 +108,8 @@ class WeightInPieces(InPiecesOfProcesses):
             for piece in self._pieces_of(super().own_parts()):
                 piece.take()
 
-    def updated(self) -> list[tf.Tensor]:
-        """This process's pieces after an update; outside of replicas."""
+    def read_pieces(self) -> list[tf.Tensor]:
+        """This process's pieces, updated or where they are stored; outside of replicas."""
         return [piece.read_value() for piece in self._pieces_of(self.parts[0])]
 
     def publish(self, parts: Sequence[tf.Tensor]) -> None:

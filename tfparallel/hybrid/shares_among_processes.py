@@ -8,22 +8,29 @@
     behind it            all pieces are gathered: each has all weights
 
 Processes meet where a step has its gradients, and where it has updated its pieces: no stage of a
-pipeline and no layer waits for another process.
+pipeline and no layer waits for another process. Weights that are in pieces too are gathered where a
+step begins instead (`gathered_weights.py`).
 
 An optimizer that looks at whole weights, or a constraint, has slots gathered instead: each process
 computes the update of whole weights, as one device does, and keeps its pieces of the slots.
 
-Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 and 2.
+Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 to 3.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
+from tfparallel.hybrid.gathered_weights import (
+    GatheredGroupWeight,
+    GatheredStageWeight,
+    GatheredWeight,
+)
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.numbers_of_processes import (
     averaging_wholes,
@@ -46,12 +53,14 @@ from tfparallel.hybrid.pieces_of_processes import (
 )
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.shards import HoldsShards
-from tfparallel.internals import BaseOptimizer, distribute_lib, values_util
-from tfparallel.internals.keras_layers import trained_by
+from tfparallel.internals import BaseOptimizer, distribute_lib, record, values_util
+from tfparallel.internals.keras_layers import behind, trained_by
+from tfparallel.internals.keras_trainer import ends_with_update
 from tfparallel.mesh import Mesh
 from tfparallel.pipeline.extended import Homes
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.drawn_values import Drawn
+from tfparallel.replicas.known_layers import layers_known_to
 from tfparallel.replicas.optimizer_hooks import (
     GradientSource,
     build_optimizer,
@@ -66,12 +75,18 @@ from tfparallel.tensor_parallel.known_parts import known_parts
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable, split_of
 
+_Weight = TypeVar("_Weight", bound=WeightInPieces)
+
 
 class SharesAmongProcesses(HoldsShards):
     """Mixed into an extended of a process that has others around it, which share the state."""
 
     _weight_class: type[WeightInPieces]
+    _gathered_class: type[GatheredWeight]
     _slot_class: type[SlotInPieces]
+    _is_in_step = _ends_with_update = False
+    _run_now: Callable | None = None
+    _batch: Sequence[tf.Tensor] = ()  # some of what the step that begins takes
 
     @property
     def between_processes(self) -> Collectives:
@@ -87,8 +102,10 @@ class SharesAmongProcesses(HoldsShards):
 
     @property
     def _split_class(self) -> type[SplitVariable]:  # type: ignore[override]
-        is_slot = getattr(self._thread, "leader", None) is not None
-        return self._slot_class if is_slot else self._weight_class
+        if getattr(self._thread, "leader", None) is not None:
+            return self._slot_class
+        is_apart = self.sharding is not None and self.sharding.shard == "parameters"
+        return self._gathered_class if is_apart else self._weight_class
 
     def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         leader, is_weight = kwargs.get("colocate_with"), self._shape_of_weight(kwargs) is not None
@@ -102,6 +119,9 @@ class SharesAmongProcesses(HoldsShards):
             variable.beside(leader)
         elif isinstance(variable, WeightInPieces) and is_weight and self._is_cut(variable):
             variable.cut_over(self._num_workers, self._id_in_cluster)
+            if isinstance(variable, GatheredWeight) and not self._is_in_step:
+                with tf.init_scope():
+                    variable.store_pieces()
         return variable
 
     def _is_cut(self, weight: SplitVariable) -> bool:
@@ -111,6 +131,50 @@ class SharesAmongProcesses(HoldsShards):
     def _new_pieces(self, value: tf.Tensor | Drawn, stored: Rows, leader: object) -> NewPieces:
         cut = leader.pieces_of_parts if isinstance(leader, WeightInPieces) else None
         return super()._new_pieces(value, stored, leader) if cut is None else _OwnNew(value, cut)
+
+    # ---- weights that a step gathers -------------------------------------------------------------
+
+    def prepare_for(self, fn: Callable, args: tuple) -> None:
+        """As the base's; notes what is run, and what its gathers have to wait for.
+
+        At the end of data of unknown length there is no batch, and TensorFlow ends the step while
+        it runs: one process would have begun to gather, and another not.
+        """
+        leaves = tf.nest.flatten(args, expand_composites=True)
+        self._run_now = fn
+        self._batch = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)][:1]
+        super().prepare_for(fn, args)
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._ends_with_update = ends_with_update(model)
+        with super()._step_of(model), self._gathered(model.variables):
+            yield
+
+    def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
+        """As the base's; a function of the user finds the weights of the layers that it names."""
+        if self._is_in_step:
+            return super()._call_for_each_replica(fn, args, kwargs)
+        self._ends_with_update = False
+        layers = [] if self._run_now is None else layers_known_to(self._run_now)
+        with self._gathered([variable for layer in layers for variable in layer.variables]):
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+    @contextlib.contextmanager
+    def _gathered(self, variables: Sequence[keras.Variable]) -> Iterator[None]:
+        """Within it, a step, all of each weight among `variables` is in each process."""
+        known = {id(variable): behind(variable) for variable in variables}
+        weights = _apart_among(list(known.values()))
+        with tf.control_dependencies(self._batch):
+            for weight, parts in self._gathered_among_processes(weights):
+                weight.fill(parts)
+        self._is_in_step, self._run_now, self._batch = True, None, ()
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+            for weight in weights:
+                weight.free()
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
@@ -182,23 +246,35 @@ class SharesAmongProcesses(HoldsShards):
         return distribute_lib.get_replica_context().merge_call(merge, args=(numbers,))
 
     def _publish(self, weights: Sequence[WeightInPieces]) -> None:
-        """Ends an update: every process gets the pieces of all."""
+        """Ends an update: every process gets the pieces of all, for who reads them behind it."""
 
         def merge(_: tf.distribute.Strategy) -> None:
-            places = [place for weight in weights for place in weight.places_of_parts()]
-            updated = [piece for weight in weights for piece in weight.updated()]
-            with tf.device(self._host_device):
-                parts = iter(gathered(self.between_processes, places, updated))
-            for weight in weights:
-                weight.publish([next(parts) for _ in weight.rows.sizes])
+            unread = _apart_among(weights) if self._ends_with_update else []
+            for weight in unread:
+                weight.end_update()
+            known = {id(weight) for weight in unread}
+            read = [weight for weight in weights if id(weight) not in known]
+            for weight, parts in self._gathered_among_processes(read):
+                weight.publish(parts)
 
         distribute_lib.get_replica_context().merge_call(merge)
+
+    def _gathered_among_processes(
+        self, weights: Sequence[_Weight]
+    ) -> Iterator[tuple[_Weight, list[tf.Tensor]]]:
+        """The parts of each of some weights, of all processes' pieces."""
+        places = [place for weight in weights for place in weight.places_of_parts()]
+        pieces = [piece for weight in weights for piece in weight.read_pieces()]
+        with record.stop_recording(), tf.device(self._host_device):
+            parts = iter(gathered(self.between_processes, places, pieces))
+        for weight in weights:
+            yield weight, [next(parts) for _ in weight.rows.sizes]
 
 
 class GroupsOfProcessesExtended(SharesAmongProcesses, ShardedGroupsExtended):
     """Groups of devices in a process that shares copies of the state with others."""
 
-    _weight_class, _slot_class = GroupWeight, GroupSlot
+    _weight_class, _gathered_class, _slot_class = GroupWeight, GatheredGroupWeight, GroupSlot
 
     def _sum_parts(self, parts: list[list[tf.Tensor]], variables: list) -> list[list[tf.Tensor]]:
         """The sums of parts over replicas, and of pieces of them over processes."""
@@ -213,7 +289,7 @@ class GroupsOfProcessesExtended(SharesAmongProcesses, ShardedGroupsExtended):
 class PipelinesOfProcessesExtended(SharesAmongProcesses, PipelinesOfGroupsExtended):
     """Pipelines in a process that shares copies of the state with others."""
 
-    _weight_class, _slot_class = StageWeight, StageSlot
+    _weight_class, _gathered_class, _slot_class = StageWeight, GatheredStageWeight, StageSlot
     _scattering: list[PlaceOfPart | None] | None = None  # of sums on their way to processes
 
     def _sum_over_pipelines(
@@ -246,27 +322,21 @@ class _OwnNew(NewPieces):
         return super().piece(index * self._pieces.count + self._pieces.index, device)
 
 
-def check_keeps_weights(mesh: Mesh, sharding: Sharding) -> None:
-    """Refuses weights in pieces, as no stage and no layer waits for another process, and the host.
+def check_is_on_devices(mesh: Mesh, sharding: Sharding) -> None:
+    """Refuses state on the host, where each process has its pieces on devices.
 
     Raises:
-        NotImplementedError: for the host.
-        ValueError: for weights in pieces, saying what to take.
+        NotImplementedError: saying what to leave out.
     """
     if sharding.host is not None:
         raise NotImplementedError(
             "Where processes share the state beside a pipeline or an axis of the model, it is on "
             f"devices. Received: host={sharding.host!r}, on a mesh of {mesh}. Leave `host` out."
         )
-    if sharding.shard == "parameters":
-        along = mesh.names.get("shard", mesh.names.get("data"))
-        raise ValueError(
-            "Beside a pipeline or an axis of the model, processes gather weights once a step, and "
-            f"keep them whole. Received: shard='parameters', on a mesh of {mesh}. What would fit: "
-            "Sharding('gradients') on this mesh; weights in parts over all devices, without "
-            f"another axis: {{{along!r}: {mesh.devices.size}}}; or a copy of the state in each "
-            "process, with an axis 'shard' inside of it: name 'data' over the processes."
-        )
+
+
+def _apart_among(variables: Sequence) -> list[GatheredWeight]:
+    return [each for each in variables if isinstance(each, GatheredWeight) and each.is_apart]
 
 
 def _in_pieces(

@@ -27,6 +27,7 @@ from tfparallel.internals.hooks import hook_once, shadowed, wrapped
 from tfparallel.internals.running_call import RunningCall
 
 _METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+_AROUND_UPDATE = ("train_step", "compute_metrics")  # what calls the optimizer, and what comes then
 
 EpochIterator: TypeAlias = keras_trainer.TFEpochIterator  # what `fit` & co. walk
 
@@ -128,6 +129,12 @@ def is_stock_step(fn: MethodType) -> bool:
     Such a step takes a batch `(x, y, sample_weight)`; to train, it calls `optimizer.scale_loss`.
     """
     return fn.__func__ is getattr(keras_trainer.TensorFlowTrainer, fn.__name__)
+
+
+def ends_with_update(model: keras.Model) -> bool:
+    """Whether nothing of the user's own comes behind the update of a training step of `model`."""
+    own = [getattr(getattr(model, name), "__func__", None) for name in _AROUND_UPDATE]
+    return own == [getattr(keras_trainer.TensorFlowTrainer, name) for name in _AROUND_UPDATE]
 
 
 def has_stock_loss(model: keras.Model) -> bool:

@@ -26,7 +26,7 @@ from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.shares_among_processes import (
     GroupsOfProcessesExtended,
     PipelinesOfProcessesExtended,
-    check_keeps_weights,
+    check_is_on_devices,
 )
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.pipeline.extended import PipelineExtended
@@ -72,9 +72,9 @@ class HybridStrategy(KerasStrategy):
 
     With `transport` the mesh has the devices of all processes of a job, rank after rank: the axes
     that are named first go over processes, "data" with whatever is inside of one, "shard" alone or
-    behind "data", or all of "shard" with pipelines or an axis of the model inside of each: these
-    share the slots, and take `Sharding("gradients")` or `("optimizer")`. Without it the mesh is of
-    this process, which may be `inner` of a `HorovodStrategy` or `MultiWorkerMirroredStrategy`.
+    behind "data", or all of "shard" with pipelines or an axis of the model inside of each. Without
+    it the mesh is of this process, which may be `inner` of a `HorovodStrategy` or
+    `MultiWorkerMirroredStrategy`.
 
     All axes go together: layers of a stage are computed in parts on its devices, and what a device
     would have of the state is in pieces along "shard".
@@ -222,7 +222,7 @@ class HybridStrategy(KerasStrategy):
         kind: type[HybridStrategy] = HybridStrategy
         if laid.has_shares and shard is not None:
             crossing.refuse_beside_shared_state(self._mesh)
-            check_keeps_weights(self._mesh, shard)
+            check_is_on_devices(self._mesh, shard)
             kind, options = _InProcessThatShares, {**options, "shard": shard}
         workers = self._workers = job.around(self, crossing)
         self._names_lost = workers._names_lost_ranks

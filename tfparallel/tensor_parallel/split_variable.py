@@ -160,6 +160,10 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         """What is stored of the copy that the calling replica computes with."""
         return self.parts[self._copy() or 0]
 
+    def copies(self) -> list[tuple]:
+        """What is stored of each copy."""
+        return self.parts
+
     def read_parts(self) -> list[tf.Tensor]:
         """The value of each part, where it is computed with, unknown to gradient tapes."""
         pieces = self.read_stored()
@@ -291,7 +295,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if not self.is_assigned_here():
             return self
         own = self._copy()
-        for copy in self.parts if own is None else [self.own_parts()]:
+        for copy in self.copies() if own is None else [self.own_parts()]:
             for target, piece in zip(copy, self.pieces(value), strict=True):
                 with tf.device(target.device):
                     getattr(target, name)(piece)
