@@ -21,7 +21,6 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
         "batch_norm.the_average_is_what_is_saved",
         "batch_norm.set_weights_reaches_the_statistics_of_every_replica",
         "double_precision.batch_norm_with_few_rows",
-        "dropout.the_first_replica_draws_from_the_global_seed_as_one_device",
         "layer_state.codebook_that_moves_first",
         "models.cnn",
         "models.nested",

@@ -221,7 +221,6 @@ _BATCH_NORM_OF_A_MICROBATCH = dict.fromkeys(
 )
 _OF_STAGES = {
     **_BATCH_NORM_OF_A_MICROBATCH,
-    "dropout.the_first_replica_draws": "in a user's loop microbatches draw from one seed in turn",
     "layer_state.codebook_that_moves_first": "refused: its rows need those of later microbatches: "
     "tests/pipeline/test_pipeline_layer_state.py",
 }

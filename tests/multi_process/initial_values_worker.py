@@ -1,9 +1,11 @@
 """The program of two workers that make variables, over the ring or Horovod."""
 
 import os
+from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfparallel
 from benchmarks.network import sent_by_this_process
@@ -13,13 +15,34 @@ from tests.multi_process.answering import answer_requests
 _strategies: list = []
 
 
-def make(seeds: list[int], shape: list[int], dtype: str) -> dict:
-    """The weight of `shape` that each worker draws with its own seed, and what making it sent."""
-    is_horovod = "HOROVOD_RANK" in os.environ
+def answer(what: str, **options: Any) -> dict:
+    """What `make` or `make_in_graph_of_session` says."""
+    return {"weight": make, "graph of a session": make_in_graph_of_session}[what](**options)
+
+
+def opened() -> tf.distribute.Strategy:
+    """The strategy of this process."""
     if not _strategies:
+        is_horovod = "HOROVOD_RANK" in os.environ
         kind = "HorovodStrategy" if is_horovod else "MultiWorkerMirroredStrategy"
         _strategies.append(getattr(tfparallel, kind)())
-    strategy = _strategies[0]
+    return _strategies[0]
+
+
+def make_in_graph_of_session() -> dict:
+    """The types of the operations that a variable and a metric make in a graph of TensorFlow 1."""
+    strategy = opened()
+    with tf.Graph().as_default() as graph, strategy.scope():
+        tf.Variable(lambda: tf.random.normal([3]))
+        options = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+        metric = tf.Variable(0.0, synchronization=options[0], aggregation=options[1])
+        metric.read_value()
+    return {"types": [operation.type for operation in graph.get_operations()]}
+
+
+def make(seeds: list[int], shape: list[int], dtype: str) -> dict:
+    """The weight of `shape` that each worker draws with its own seed, and what making it sent."""
+    strategy = opened()
     rank = strategy.extended._id_in_cluster
     keras.utils.set_random_seed(seeds[rank])
     before = sent_by_this_process()
@@ -35,4 +58,4 @@ def make(seeds: list[int], shape: list[int], dtype: str) -> dict:
 
 
 if __name__ == "__main__":
-    answer_requests(make, lambda: open_logical_cpus(1))
+    answer_requests(answer, lambda: open_logical_cpus(1))

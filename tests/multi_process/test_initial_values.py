@@ -1,5 +1,7 @@
 """All workers begin with rank 0's weights, which are sent only where they are not alike."""
 
+import contextlib
+
 import pytest
 
 from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
@@ -16,19 +18,29 @@ def workers(request):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_all_have_drawn_alike_are_not_sent(workers, dtype):
-    replies = workers.ask({"seeds": [3, 3], "shape": SHAPE, "dtype": dtype})
+    replies = workers.ask({"what": "weight", "seeds": [3, 3], "shape": SHAPE, "dtype": dtype})
     assert all(reply["is_that_of_rank_zero"] for reply in replies)
     assert max(reply["bytes"] for reply in replies) < BYTES_OF_ANNOUNCEMENTS
 
 
 @pytest.mark.parametrize(("dtype", "size_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_rank_zeros_weights_are_sent_to_those_that_have_others(workers, dtype, size_bytes):
-    replies = workers.ask({"seeds": [3, 4], "shape": SHAPE, "dtype": dtype})
+    replies = workers.ask({"what": "weight", "seeds": [3, 4], "shape": SHAPE, "dtype": dtype})
     assert all(reply["is_that_of_rank_zero"] for reply in replies)
     assert replies[0]["bytes"] >= size_bytes * SHAPE[0] * SHAPE[1]
 
 
 @pytest.mark.parametrize("shape", [[], [0, 3]])
 def test_weights_of_one_number_or_none_are_those_of_rank_zero(workers, shape):
-    replies = workers.ask({"seeds": [3, 4], "shape": shape, "dtype": "float32"})
+    replies = workers.ask({"what": "weight", "seeds": [3, 4], "shape": shape, "dtype": "float32"})
     assert all(reply["is_that_of_rank_zero"] for reply in replies)
+
+
+def test_graphs_of_sessions_take_tensorflows_collectives():
+    command = ["-m", "tests.multi_process.initial_values_worker"]
+    with contextlib.closing(WorkerPool(command, lambda: cluster_environments(2))) as workers:
+        replies = workers.ask({"what": "graph of a session"})
+    for reply in replies:
+        assert {"CollectiveBcastSend", "CollectiveBcastRecv"} & set(reply["types"])
+        assert "CollectiveReduceV2" in reply["types"]
+        assert "PyFunc" not in reply["types"], "Our ring cannot be called from a session."

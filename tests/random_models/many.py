@@ -4,7 +4,8 @@
 
 A line is the kind of trial, seed and number of a model, whether it trains as on one device, and the
 seconds it took. What a model that does not prints, and the `Trial` that repeats it, are in
-`models.log.failures`; the line of one that ended the process says "started".
+`models.log.failures`. One that ended with its process has a line "started" alone: the next run says
+KILLED of it and tries it again; of one killed twice it only says so.
 """
 
 import os
@@ -28,6 +29,8 @@ from tests.random_models.spec import Trial
 from tests.random_models.training import assert_trains_as_on_one_device
 
 KINDS = ("local", "pipeline", "sharded", "hybrid", "worker")
+STARTED, KILLED = "started", "KILLED"
+TRIES = 2  # of a model whose process ends: not for ever one that ends it each time
 
 
 def main() -> None:
@@ -41,19 +44,33 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     open_logical_cpus(4)
-    done = set()
-    if options.log.exists():
-        done = {tuple(line.split()[:3]) for line in options.log.read_text().splitlines()}
+    done = ended(options.log)
     pools = Pools()
     try:
         for seed, kind in itertools.product(range(*options.seeds), options.kinds):
             for number, trial in enumerate(drawn(kind, seed, options.count)):
                 name = (kind, str(seed), str(number))
                 if name not in done:
-                    tell(options.log, name, "started")
+                    tell(options.log, name, STARTED)
                     tell(options.log, name, outcome(trial, pools, name, options.log))
     finally:
         pools.close()
+
+
+def ended(log: Path) -> set[tuple[str, ...]]:
+    """The names of models that have nothing left to do; says KILLED of those without an end."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    told: dict[tuple[str, ...], list[str]] = {}
+    for line in lines:
+        *name, what = line.split(maxsplit=3)
+        told.setdefault(tuple(name), []).append(what)
+    for name, said in told.items():
+        if said[-1] == STARTED:
+            tell(log, name, KILLED)
+            said.append(KILLED)
+    return {
+        name for name, said in told.items() if said[-1] != KILLED or said.count(KILLED) == TRIES
+    }
 
 
 def drawn(kind: str, seed: int, count: int) -> list[Trial]:
@@ -89,7 +106,7 @@ def outcome(trial: Trial, pools: Pools, name: tuple, log: Path) -> str:
     return f"{found} {time.monotonic() - started:.1f} s {trial.distribution}"
 
 
-def tell(log: Path, name: tuple, what: str) -> None:
+def tell(log: Path, name: tuple[str, ...], what: str) -> None:
     """Adds a line."""
     with log.open("a") as file:
         print(*name, what, file=file, flush=True)

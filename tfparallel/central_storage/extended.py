@@ -12,6 +12,7 @@ from tfparallel.internals import (
     distribute_lib,
 )
 from tfparallel.replicas.central import CentralExtended
+from tfparallel.replicas.sums_on_devices import is_of_tensors, sums_on_devices
 from tfparallel.replicas.variables import CentralVariable
 
 
@@ -40,6 +41,8 @@ class CentralStorageExtended(CentralExtended):
         """Summed where the variables are, which alone need the sum."""
 
         def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+            if all(map(is_of_tensors, gradients)):
+                return sums_on_devices(gradients, [self._parameter_device])
             pairs = [(gradient, self._parameter_device) for gradient in gradients]
             return ReductionToOneDevice().batch_reduce(ReduceOp.SUM, pairs)
 

@@ -270,10 +270,11 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         """Rank 0's, through our ring where there is one.
 
         TensorFlow's goes over the connection of its heartbeats, which come too late behind
-        42 MB at 20 Mbit/s, and end the job.
+        42 MB at 20 Mbit/s, and end the job. A session's graph knows no `order` of the ring.
         """
         ring = self._ring_all_reduce
-        if ring is None or value.dtype == tf.string:
+        is_of_session = not tf.compat.v1.executing_eagerly_outside_functions()
+        if ring is None or value.dtype == tf.string or is_of_session:
             stock = super()._get_variable_creator_initial_value
             kwargs = {"initial_value": value, "dtype": value.dtype}
             return stock(replica_id=0, device=device, primary_var=None, **kwargs)()

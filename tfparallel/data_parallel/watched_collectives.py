@@ -38,6 +38,8 @@ class WatchedCollectives:
         def counted(
             launch: Callable, tensor: tf.Tensor, *args: object, **kwargs: object
         ) -> tf.Tensor:
+            if not tf.compat.v1.executing_eagerly_outside_functions():
+                return launch(tensor, *args, **kwargs)  # a session's graph has no such variables
             self._begin()
             # Beside the collective, which waits for no counter: a GPU would wait for the host.
             with tf.device(self._device), tf.control_dependencies([tensor]):

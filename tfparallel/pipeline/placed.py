@@ -95,6 +95,18 @@ class PlacedInStages(LocalExtended):
         """Which pipeline a replica of this process is a microbatch of."""
         return replica // self._schedule.num_microbatches
 
+    def seed_copy_of(self, replica: int) -> int:
+        """Which copy of a seed a replica of this process draws from in a user's loop."""
+        pipeline, microbatch = divmod(replica, self._schedule.num_microbatches)
+        others = self._schedule.num_microbatches - 1
+        count = len(self._pipelines)
+        return pipeline if microbatch == 0 else count + pipeline * others + microbatch - 1
+
+    def pipeline_of_seed_copy(self, index: int) -> int:
+        """Which pipeline has copy number `index` of a seed."""
+        count, others = len(self._pipelines), self._schedule.num_microbatches - 1
+        return index if index < count else (index - count) // others
+
     def is_first_of_pipeline(self) -> bool:
         """Whether the calling replica is its pipeline's first microbatch.
 
@@ -172,10 +184,13 @@ class PlacedInStages(LocalExtended):
         value = super()._initial_value(variable_class, i, device, copies, kwargs)
         if variable_class is not SeedVariable or i == 0:
             return value
-        return lambda: seed_of_stream(value() if callable(value) else value, i)
+        pipeline = self.pipeline_of_seed_copy(i)
+        return lambda: seed_of_stream(value() if callable(value) else value, pipeline)
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
-        return (self._creation.device,) * len(self._pipelines)
+        is_seed = variable_class is SeedVariable
+        count = len(self._devices if is_seed else self._pipelines)
+        return (self._creation.device,) * count
 
     def _replica_ctx_update(
         self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool

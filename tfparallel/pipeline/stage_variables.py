@@ -257,12 +257,23 @@ class SeedVariable(SequentialVariable):
     """The state of a seed generator, from which each pipeline draws a stream of its own.
 
     Stages are traced once for all pipelines, so that their copies have to differ. The first one's
-    is what one device draws, and what files have.
+    is what one device draws, and what files have. In a user's loop each microbatch draws from a
+    copy of its own, as replicas do: behind those of the pipelines, which are their first
+    microbatch's, stand those of the others.
     """
 
+    @property
+    def _primary(self) -> tf.Variable:
+        extended = strategy_behind(self).extended
+        is_in_users_loop = extended._changes is None and self.is_own_context()
+        if not is_in_users_loop or distribute_lib.get_update_replica_id() is not None:
+            return super()._primary
+        return self._values[extended.seed_copy_of(values_util.get_current_replica_id_as_int())]
+
     def of_copy(self, value: object, index: int) -> object:
-        """The state of the pipeline's stream."""
-        return seed_of_stream(value, index)
+        """The state of the stream of the copy's pipeline."""
+        extended = strategy_behind(self).extended
+        return seed_of_stream(value, extended.pipeline_of_seed_copy(index))
 
 
 class OptimizerNumber(StageVariable):

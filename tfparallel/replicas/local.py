@@ -21,6 +21,7 @@ from tfparallel.replicas.device_names import is_in_parts
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.graph_collectives import GraphCollectives
 from tfparallel.replicas.optimizer_hooks import gradient_source
+from tfparallel.replicas.sums_on_devices import is_of_tensors, sums_on_devices
 
 
 class LocalExtended(ReplicatedExtended):
@@ -113,16 +114,26 @@ class LocalExtended(ReplicatedExtended):
         TensorFlow's gather asks all GPUs for their numbers of rows first, and the host waits for
         the answer; here they are known where the graph is.
         """
-        reduction = self._local_reduction()
-        sparse = [i for i, (value, _) in enumerate(pairs) if is_sparse(value)]
-        if not (sparse and isinstance(reduction, CollectiveAllReduce)):
-            return reduction.batch_reduce(reduce_op, pairs, options)
-        others = [pair for i, pair in enumerate(pairs) if i not in sparse]
+        reduction, known = self._local_reduction(), {}
+        if isinstance(reduction, CollectiveAllReduce):
+            known = {
+                i: self._all_slices(reduce_op, value)
+                for i, (value, _) in enumerate(pairs)
+                if is_sparse(value)
+            }
+        elif self._user_cross_device_ops is None and reduce_op == ReduceOp.SUM:
+            dense = {i: value for i, (value, to) in enumerate(pairs) if self._is_summed(value, to)}
+            sums = sums_on_devices(list(dense.values()), self._devices)
+            known = dict(zip(dense, sums, strict=True))
+        others = [pair for i, pair in enumerate(pairs) if i not in known]
         reduced = iter(reduction.batch_reduce(reduce_op, others, options) if others else ())
-        return [
-            self._all_slices(reduce_op, value) if i in sparse else next(reduced)
-            for i, (value, _) in enumerate(pairs)
-        ]
+        return [known[i] if i in known else next(reduced) for i in range(len(pairs))]
+
+    def _is_summed(self, value: object, destinations: object) -> bool:
+        """Whether `value` is of tensors on the devices of the replicas, and its sum is to be."""
+        if destinations is not value or not is_of_tensors(value):
+            return False
+        return [part.device for part in value.values] == list(self._devices)
 
     def _all_slices(self, reduce_op: ReduceOp, value: PerReplica) -> Mirrored:
         """The rows of all replicas' sparse gradients, on each of their devices."""
