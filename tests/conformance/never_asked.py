@@ -31,7 +31,6 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
     "synchronous parameter servers": (),
     "asynchronous parameter servers": (
         "batch_norm.synchronized_far_from_zero",
-        "checking.a_step_is_drawn",
         "compilation.jit_compile_works_or_is_refused",
         "custom_training.optimizer_in_a_branch",
         "dropout.masks_differ_and_repeat",
