@@ -35,6 +35,7 @@ class GatheredWeight(WeightInPieces):
     """
 
     is_apart, is_here = False, True
+    _is_here_for_python = True
     _has_newer_parts = False  # whether parts were assigned since the pieces were
 
     @property
@@ -43,7 +44,9 @@ class GatheredWeight(WeightInPieces):
         return self.is_apart
 
     def is_in_pieces_here(self) -> bool:
-        return super().is_in_pieces_here() or (self.is_apart and not self.is_here)
+        # While a step is traced, losses are tried in Python, for which it has filled nothing.
+        is_filled = self.is_here and (self._is_here_for_python or not tf.executing_eagerly())
+        return super().is_in_pieces_here() or (self.is_apart and not is_filled)
 
     def store_pieces(self) -> None:
         """From here on its pieces are stored; outside of steps."""
@@ -59,6 +62,7 @@ class GatheredWeight(WeightInPieces):
                 with tf.device(part.device):
                     _replace(part, tf.identity(value))
         self.is_here, self._has_newer_parts = True, False
+        self._is_here_for_python = tf.executing_eagerly()
 
     def free(self) -> None:
         """The parts take no memory any more; what was assigned to them is in the pieces."""

@@ -271,7 +271,7 @@ def sums_that_layers_add(run: Run):
     return _trained(run, "mlp", build=build)
 
 
-@case(long=True)
+@case()
 def sums_that_a_model_adds(run: Run):
     def build():
         return Accounting([keras.Input((6,)), layers.Dense(5, "tanh"), Penalty(), layers.Dense(3)])
