@@ -104,13 +104,14 @@ def test_an_update_that_looks_at_whole_weights_is_that_of_one_device(workers, si
 
 
 @pytest.mark.parametrize("transport", ["horovod", "collectives"])
-def test_so_it_is_over_other_transports(workers, transport):
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_so_it_is_over_other_transports(workers, sizes, transport):
     """In a branch: a loss scale."""
     of = cluster_environments
     if transport == "horovod":
         pytest.importorskip("horovod.tensorflow")
         of = horovod_environments
-    request = {"sizes": SIZES[0], "name": "scaled", "transport": transport}
+    request = {"sizes": sizes, "name": "scaled", "transport": transport}
     for reply in ask(workers(2, of), "whole", **request):
         assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
 
