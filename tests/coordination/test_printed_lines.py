@@ -1,5 +1,6 @@
 """Which lines of TensorFlow's logger are printed: each once."""
 
+import contextlib
 import io
 import logging
 import subprocess
@@ -12,14 +13,18 @@ from absl import logging as absl_logging
 from tfparallel.coordination.printed_lines import print_once, without_lines
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """What is printed, by TensorFlow's logger and by a root logger that begins without handlers."""
+@contextlib.contextmanager
+def terminal():
+    """What is printed, by TensorFlow's logger and by a root logger that begins without handlers.
+
+    In the test itself: to the root logger's handlers pytest adds its own when a test begins.
+    """
     stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(tf.get_logger(), "handlers", [logging.StreamHandler(stream)])
-    return stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.setattr(logging.root, "handlers", [])
+        patch.setattr(tf.get_logger(), "handlers", [logging.StreamHandler(stream)])
+        yield stream
 
 
 def log_once_through_absl():
@@ -30,14 +35,15 @@ OTHERS = [lambda: None, logging.basicConfig, log_once_through_absl]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["nobody", "basicConfig", "absl"])
-def test_a_line_is_printed_once_whoever_else_prints(terminal, other):
-    print_once()
-    print_once()
-    other()
-    tf.get_logger().getChild("tfparallel").warning("of ours")
-    tf.get_logger().warning("of TensorFlow")
-    assert terminal.getvalue().count("of ours") == 1
-    assert terminal.getvalue().count("of TensorFlow") == 1
+def test_a_line_is_printed_once_whoever_else_prints(other):
+    with terminal() as printed:
+        print_once()
+        print_once()
+        other()
+        tf.get_logger().getChild("tfparallel").warning("of ours")
+        tf.get_logger().warning("of TensorFlow")
+    assert printed.getvalue().count("of ours") == 1
+    assert printed.getvalue().count("of TensorFlow") == 1
 
 
 def test_a_line_is_printed_once_beside_the_handler_of_absls_programs():
@@ -50,18 +56,20 @@ def test_a_line_is_printed_once_beside_the_handler_of_absls_programs():
     assert (ran.stdout + ran.stderr).count("a warning") == 1, ran.stderr
 
 
-def test_a_handler_that_prints_errors_alone_leaves_the_rest_to_tensorflows(terminal):
-    print_once()
-    logging.basicConfig(level="ERROR")
-    logging.root.handlers[0].setLevel("ERROR")
-    tf.get_logger().warning("a warning")
-    tf.get_logger().error("an error")
-    assert terminal.getvalue().count("a warning") == terminal.getvalue().count("an error") == 1
+def test_a_handler_that_prints_errors_alone_leaves_the_rest_to_tensorflows():
+    with terminal() as printed:
+        print_once()
+        logging.basicConfig()
+        logging.root.handlers[0].setLevel("ERROR")
+        tf.get_logger().warning("a warning")
+        tf.get_logger().error("an error")
+    assert printed.getvalue().count("a warning") == printed.getvalue().count("an error") == 1
 
 
-def test_lines_are_left_out_for_a_while(terminal):
-    with without_lines("Of no use"):
-        tf.get_logger().warning("Of no use here")
-        tf.get_logger().warning("of use")
-    tf.get_logger().warning("Of no use, later")
-    assert terminal.getvalue() == "of use\nOf no use, later\n"
+def test_lines_are_left_out_for_a_while():
+    with terminal() as printed:
+        with without_lines("Of no use"):
+            tf.get_logger().warning("Of no use here")
+            tf.get_logger().warning("of use")
+        tf.get_logger().warning("Of no use, later")
+    assert printed.getvalue() == "of use\nOf no use, later\n"

@@ -104,7 +104,7 @@ def _profiles(
             options=OPTIONS,
         )
         yield asked, profiles
-        asked.result()
+        asked.result(timeout=0)  # it is done
         files = {path.name: path for path in Path(folder).rglob("*.xplane.pb")}
         for task, address in addresses.items():
             profiles[task] = read_profile(files[f"{address.replace(':', '_')}.xplane.pb"])

@@ -108,10 +108,9 @@ class Controller:
     little to send. A plan is a forecast: unless it is known to be as good as the best level for all
     buckets, it takes turns with that for a few steps, once, and the better one stays. So it does
     with exact steps, which lose nothing, unless these are hopeless: three steps of a busy machine
-    tell no tenth of a step. After
-    `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one step, and
-    at two more if that took another time than expected: it measures everything anew if times have
-    changed, and probes and plans again if they have not.
+    tell no tenth of a step. After `FIRST_LOOK` steps, and then twice as many each time up to
+    `interval`, it looks at one step, and at two more if that took another time than expected: it
+    measures everything anew if times have changed, and probes and plans again if they have not.
 
     Args:
         num_buckets: how many there are.
@@ -251,11 +250,11 @@ class Controller:
 
     def _choose(self) -> Generator[Order, Measurement, list[int]]:
         """The plan, unless steps show that the best level for all, or exact steps, are better."""
-        plan, exact = self._plan(), self._for_all(0)
+        plan = self._plan()
         best = min(self._allowed(), key=self._price_s)
         candidates = [plan]  # by preference
         if 0 in self._steps_s and not self._is_hopeless(0):
-            candidates.insert(0, exact)  # it loses nothing
+            candidates.insert(0, self._for_all(0))  # it loses nothing
         if not self._is_as_good(plan, best):
             candidates.append(self._for_all(best))
         candidates = [levels for n, levels in enumerate(candidates) if levels not in candidates[:n]]

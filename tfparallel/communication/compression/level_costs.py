@@ -32,7 +32,7 @@ def worth(levels: Sequence[int], errors: np.ndarray, energies: np.ndarray) -> fl
     much of it as this one did of all (Karimireddy et al., https://arxiv.org/abs/1901.09847, bound
     what it costs to be late). What comes one step late counts as sent, what comes later does not:
     with an error e, `cos^2 = 1 - e^4`. Measured steps to a loss are about as many, or fewer
-    (docs/measurements/compression.md).
+    (docs/measurements/time_to_loss.md).
 
     Args:
         levels: of each bucket.
