@@ -19,6 +19,9 @@ def test_one_branch_is_called_and_the_others_are_not_in_the_graph(chosen):
     traced = choose.get_concrete_function(tf.TensorSpec([], tf.int32)).graph
     (case,) = [op for op in traced.get_operations() if "Case" in op.type]
     assert not case.get_attr("_lower_using_switch_merge")
+    functions = {each.signature.name: each for each in traced.as_graph_def().library.function}
+    for branch in case.get_attr("branches"):  # only what these call passes TensorFlow's optimisers
+        assert {"PartitionedCall"} <= {node.op for node in functions[branch.name].node_def}
 
 
 def test_a_branch_is_chosen_eagerly():

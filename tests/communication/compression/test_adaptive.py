@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, ThreadTransport
 from tfparallel.communication.compression import adaptive_plan
+from tfparallel.communication.compression.adaptive_orders import MOST_ROWS, Measurement
 from tfparallel.communication.compression.adaptive_plan import (
     FIRST_LOOK,
     MEASURED_STEPS,
-    MOST_ROWS,
+    SMALL_BYTES,
     TURNS,
     Controller,
-    Measurement,
 )
 from tfparallel.communication.compression.level_costs import (
     choose_levels,
@@ -93,41 +93,43 @@ def test_errors_above_the_bound_are_not_chosen():
 
 def test_a_duration_is_that_of_the_rank_that_came_last():
     measurement = Measurement(
-        ready_s=np.array([[0.0, 1.0], [100.5, 103.0]]),  # clocks differ
-        done_s=np.array([[2.0, 5.0], [102.5, 105.0]]),
+        ready_s=np.array([[[0.0, 0.0], [2.0, 3.0]], [[0.0, 0.0], [102.5, 105.0]]]),  # clocks differ
+        done_s=np.array([[[1.0, 2.0], [4.0, 7.0]], [[101.0, 102.0], [104.5, 107.0]]]),
         errors=np.zeros((2, 2, 3)),
         energies=np.zeros((2, 2)),
-        began_s=np.array([0.0, 98.0]),
-        ends_s=np.array([[1.0, 2.5, 5.0], [101.0, 102.0, 105.0]]),
+        began_s=np.array([0.5, 99.5]),
         trip_s=np.zeros(2),
         payload_s=np.zeros(2),
     )
-    assert measurement.all_s == 7.0
-    assert measurement.steps_s(3) == [3.0, 1.5, 3.0]
-    assert measurement.steps_s(2) == [4.0, 3.0]  # the first followed the order
-    np.testing.assert_allclose(measurement.durations_s(), [2.0, 2.0])
-    np.testing.assert_allclose(measurement.offsets_s(), [0.0, 2.5])
+    assert measurement.all_s == 7.5
+    assert [taken.all_s for taken in measurement.of_steps(2)] == [2.5, 5.0]
+    (last,) = measurement.of_steps(1)  # which followed the order
+    assert last.all_s == 7.5
+    np.testing.assert_allclose(last.durations_s, [2.0, 2.0])
+    np.testing.assert_allclose(last.offsets_s, [0.0, 2.5])
 
 
 def test_buckets_that_are_done_out_of_order_take_no_time_of_their_own():
     measurement = measured([[0.0, 1.0]], [[5.0, 4.0]], np.zeros((1, 2, 3)))
-    np.testing.assert_allclose(measurement.durations_s(), [5.0, 0.0])
+    (taken,) = measurement.of_steps(1)
+    np.testing.assert_allclose(taken.durations_s, [5.0, 0.0])
+    assert taken.all_s == 5.0
 
 
-def measured(ready_s, done_s, errors, began_s=0.0, ends_s=None, trip_s=0.0, payload_s=0.0):
-    """By one rank, of buckets with equal gradients."""
-    ready_s, done_s = np.array(ready_s, float), np.array(done_s, float)
-    ends_s = [np.max(done_s)] if ends_s is None else ends_s
-    energies, others = np.ones(ready_s.shape), (began_s, ends_s, trip_s, payload_s)
-    began_s, ends_s, trip_s, payload_s = (np.array([each], float) for each in others)
-    return Measurement(ready_s, done_s, errors, energies, began_s, ends_s, trip_s, payload_s)
+def measured(ready_s, done_s, errors, began_s=0.0, trip_s=0.0, payload_s=0.0):
+    """By one rank, `[step, bucket]`, of buckets with equal gradients."""
+    ready_s, done_s = np.array([ready_s], float), np.array([done_s], float)
+    energies = np.ones((1, ready_s.shape[-1]))
+    times = (np.array([each], float) for each in (began_s, trip_s, payload_s))
+    return Measurement(ready_s, done_s, errors, energies, *times)
 
 
 @pytest.mark.parametrize(("half_bytes", "level"), [(0.0, HALF), (0.5, COARSE)])
 def test_a_level_takes_the_time_that_its_bytes_need(half_bytes, level):
     """Half's second bucket seems to take none, as the first one is done later."""
-    plan = Controller(2, ["exact", "half", "coarse"], [0, 1, 2], 3, max_error=0.6, interval=10)
-    plan.sent_bytes = np.array([[1.0, half_bytes, 0.01]] * 2)
+    sent_bytes = SMALL_BYTES * np.array([[1.0, half_bytes, 0.01]] * 2)
+    names = ["exact", "half", "coarse"]
+    plan = Controller(sent_bytes, names, [0, 1, 2], 3, max_error=0.6, interval=10)
     done_s = {
         (EXACT, EXACT): [10.0, 20.0],
         (HALF, HALF): [2.0, 1.9],
@@ -149,7 +151,7 @@ class Clock:
     """Follows the orders of a controller: which levels are next, and what it is told in the end."""
 
     def __init__(self, controller):
-        self._controller, self._number, self._began_s, self._ends_s = controller, 0, 0.0, []
+        self._controller, self._number, self._began_s, self._times_s = controller, 0, 0.0, []
 
     @property
     def levels(self):
@@ -158,16 +160,16 @@ class Clock:
 
     def tick(self, ready_s, done_s, errors, trip_s=0.0, byte_s=0.0):
         """A step that ended with `done_s`; returns what looking at it took."""
-        self._ends_s = [*self._ends_s, np.max(done_s)][-MOST_ROWS:]
+        self._times_s = [*self._times_s, (ready_s, done_s)][-MOST_ROWS:]
         self._number += 1
         if self._number < self._controller.order.steps:
             return 0.0
         payload_s = trip_s + byte_s * self._controller.order.payload_bytes
-        times = self._began_s, self._ends_s, trip_s, payload_s
         was_weighed = self._controller.order.payload_bytes > 0
-        self._controller.advance(measured([ready_s], [done_s], errors, *times))
+        times = *zip(*self._times_s, strict=True), errors, self._began_s, trip_s, payload_s
+        self._controller.advance(measured(*times))
         looking_s = 2 * trip_s + was_weighed * (trip_s + 2 * payload_s)
-        self._number, self._began_s = 0, self._ends_s[-1] + looking_s
+        self._number, self._began_s = 0, np.max(done_s) + looking_s
         return looking_s
 
 
@@ -188,11 +190,10 @@ def drive(controller, durations_of, error, steps, mixing_s=0.0, byte_s=0.0):
     return taken
 
 
-def controller(max_error=np.inf):
+def controller(max_error=np.inf, interval=10):
     names, timed = ["exact", "half", "four", "one"], [0, 1, 2, 3]
-    plan = Controller(2, names, timed, probe=4, max_error=max_error, interval=10)
-    plan.sent_bytes = 1e4 * np.array([[100, 50, 4, 1]] * 2)
-    return plan
+    sent_bytes = 1e5 * np.array([[100, 50, 4, 1]] * 2)
+    return Controller(sent_bytes, names, timed, probe=4, max_error=max_error, interval=interval)
 
 
 SLOW = {0: 10.0, 1: 5.0, 2: 0.5, 3: 0.4, 4: 0.6}
@@ -202,9 +203,9 @@ COARSE_STEPS, PROBE = [[2, 2]] * MEASURED_STEPS, [4, 4]
 
 def test_it_measures_then_decides_then_looks_again():
     plan = controller()
-    taken = drive(plan, lambda level, _: SLOW[level], 0.3, 40, byte_s=1e-5)
+    taken = drive(plan, lambda level, _: SLOW[level], 0.3, 40, byte_s=1e-6)
     # Payloads tell that all would be hopeless, exactly or not.
-    first = [[2, 2], *COARSE_STEPS, PROBE, [3, 3]]
+    first = [[2, 2], *COARSE_STEPS, PROBE, *[[3, 3]] * MEASURED_STEPS]
     second = [*[[2, 2]] * 10, PROBE]  # only one probing step: times are as expected
     assert taken[: len(first) + 22] == [*first, *second, *second]
     assert "bucket 1 is sent as four" in plan.log[1]
@@ -212,19 +213,35 @@ def test_it_measures_then_decides_then_looks_again():
 
 
 def test_the_time_between_decisions_doubles():
-    plan = controller()
-    plan.interval = 4 * FIRST_LOOK
-    plan._life = plan._live()
-    next(plan._life)
-    taken = drive(plan, lambda level, _: SLOW[level], 0.3, 8 * FIRST_LOOK, byte_s=1e-5)
+    plan = controller(interval=4 * FIRST_LOOK)
+    taken = drive(plan, lambda level, _: SLOW[level], 0.3, 8 * FIRST_LOOK, byte_s=1e-6)
     probed = [number for number, levels in enumerate(taken) if levels == PROBE]
     assert np.diff(probed[1:]).tolist() == [2 * FIRST_LOOK + 1, 4 * FIRST_LOOK + 1]
 
 
 def test_on_a_fast_link_all_is_sent_exactly():
-    taken = drive(controller(), lambda level, _: FAST[level], 0.3, 40)
-    first = [[2, 2], *COARSE_STEPS, PROBE, [0, 0], [1, 1]]
-    assert taken[: len(first) + 12] == [*first, *[[0, 0]] * 12]
+    plan = controller()
+    taken = drive(plan, lambda level, _: FAST[level], 0.3, 40)
+    assert taken == [[2, 2], *[[0, 0]] * 39]  # nothing else is tried
+    (why, *_) = plan.log
+    assert "of 4010.0 ms a step waits 10.0 ms for sums" in why
+    assert sum("all is sent as exact" in line for line in plan.log) == 1
+
+
+def test_a_small_model_begins_with_an_exact_step():
+    """What is approximated in the first steps misleads Adam for long."""
+    sent_bytes, names = np.array([[4e5, 2e5, 3e4]]), ["exact", "half", "coarse"]
+    plan = Controller(sent_bytes, names, [0, 1, 2], 3, max_error=np.inf, interval=10)
+    assert plan.order.rows == [[0]]
+
+
+@pytest.mark.parametrize(("trip_s", "is_tried"), [(0.0, True), (0.05, False)])
+def test_exact_steps_are_tried_at_once_unless_an_idle_connection_needs_many_ways(trip_s, is_tried):
+    """10 MB begin with 14.6 KB: ten ways of 50 ms until all are under way."""
+    plan = controller()
+    ready_s = np.array([0.0, 1.0])
+    Clock(plan).tick(ready_s, ready_s + 1, np.zeros((1, 2, 4)), trip_s, byte_s=1e-9)
+    assert (plan.order.rows == [[0, 0]] * MEASURED_STEPS) == is_tried
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -262,7 +279,7 @@ def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
     plan, times = controller(), {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.4, 4: 1.5}
 
     def duration(level, number):
-        return 0.7 if level == 1 and number < 10 else times[level]
+        return 0.7 if level == 1 and number < 14 else times[level]
 
     taken = drive(plan, duration, 0.3, 60)
     first = taken.index([0, 1]) - 1  # which is the plan
@@ -273,7 +290,8 @@ def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
 
 def test_a_step_lasts_until_the_bucket_that_is_done_last():
     """Of the planned step the second bucket is done first, and the step is slower than forecast."""
-    plan = Controller(2, ["exact", "coarse"], [0, 1], probe=2, max_error=0.6, interval=10)
+    names, sent_bytes = ["exact", "coarse"], np.array([[SMALL_BYTES, 0.0]] * 2)
+    plan = Controller(sent_bytes, names, [0, 1], probe=2, max_error=0.6, interval=10)
     done_s = {(0, 0): [3.0, 4.0], (1, 1): [5.0, 5.1], (0, 1): [6.0, 1.0], (2, 2): [5.0, 5.1]}
     clock, now_s, taken = Clock(plan), 0.0, []
     for _ in range(1 + 1 + 2 * MEASURED_STEPS + 2 * TURNS + 1):
@@ -286,20 +304,20 @@ def test_a_step_lasts_until_the_bucket_that_is_done_last():
 
 def test_it_measures_again_when_times_change_for_good():
     """One slow step does not: two more are looked at."""
-    start = 1 + MEASURED_STEPS + 2
+    start = 1 + MEASURED_STEPS + 1 + MEASURED_STEPS
     hiccup = drive(
         controller(),
         lambda level, n: SLOW[level] * (9 if n == start + 9 else 1),
         0.3,
         40,
-        byte_s=1e-5,
+        byte_s=1e-6,
     )
     assert hiccup[start : start + 13] == [*[[2, 2]] * 12, PROBE]
+    start += MEASURED_STEPS  # exact steps, as payloads tell nothing
     plan = controller()
     times = lambda level, n: (SLOW if n < start + 5 else FAST)[level]  # noqa: E731
     taken = drive(plan, times, 0.3, 60)
-    again = [*COARSE_STEPS, PROBE, [0, 0], [1, 1], [0, 0], [0, 0]]
-    start += 1  # an exact step, as payloads tell nothing
+    again = [*COARSE_STEPS, PROBE, [0, 0], [1, 1], *[[0, 0]] * 14]
     assert taken[start + 12 : start + 12 + len(again)] == again
     assert any("s instead of 1.0000 s: measures" in line for line in plan.log)
 
@@ -330,10 +348,9 @@ def simulated(plan, mbit_per_s, steps, noise, seed=0, mbit_after=None, trip_s=0.
 
 def mlp_of_10_m(interval=500):
     names = ["exact", "half", "four", "two", "one"]
-    plan = Controller(4, names, [0, 1, 2, 4], probe=5, max_error=np.inf, interval=interval)
     exact = np.array([[8e4], [1.7e7], [1.7e7], [6.4e6]])
-    plan.sent_bytes = exact * np.array([1, 0.5, 0.004, 0.002, 0.001])
-    return plan
+    sent_bytes = exact * np.array([1, 0.5, 0.004, 0.002, 0.001])
+    return Controller(sent_bytes, names, [0, 1, 2, 4], 5, max_error=np.inf, interval=interval)
 
 
 @pytest.mark.parametrize("mbit_per_s", [20, 100, 1000, 10_000, 10**6])
@@ -363,17 +380,17 @@ def test_decisions_say_why_and_what_came_of_them():
         [re.search(pattern, line) for line in plan.log if re.search(pattern, line)]
         for pattern in (
             r"a step takes ([\d.]+) ms and is worth ([\d.]+) of an exact one: ([\d.]+) ms",
-            r"50 steps took ([\d.]+) ms each, pauses included \(forecast: ([\d.]+) ms\)",
+            rf"{FIRST_LOOK} steps took ([\d.]+) ms each, pauses included \(forecast: ([\d.]+) ms\)",
         )
     )
     step_ms, worth_of_step, price_ms = map(float, why.groups())
     assert price_ms == pytest.approx(step_ms / worth_of_step, rel=1e-2)
     received_ms, forecast_ms = map(float, came.groups())
-    first = next(i for i, line in enumerate(plan.log) if "50 steps took" in line)
+    first = next(i for i, line in enumerate(plan.log) if f"{FIRST_LOOK} steps took" in line)
     decided = int(re.match(r"step (\d+)", plan.log[first - 1])[1])
     left_out = [[0, 2e-4, 0.78, 0.87, 0.94][level] ** 4 for level in taken[decided + 1][0]]
     assert worth_of_step == pytest.approx(np.sqrt(1 - np.mean(left_out)), abs=1e-3)
-    of_clock = 1e3 * np.mean([time for _, time in taken[decided + 1 : decided + 51]])
+    of_clock = 1e3 * np.mean([time for _, time in taken[decided + 1 : decided + 1 + FIRST_LOOK]])
     assert received_ms == pytest.approx(of_clock, rel=0.02)
     assert forecast_ms == step_ms == pytest.approx(of_clock, rel=0.1)
 

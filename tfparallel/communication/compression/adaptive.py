@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.communication.compression.adaptive_plan import (
+from tfparallel.communication.compression.adaptive_orders import (
     MOST_ROWS,
-    Controller,
     Measurement,
     Order,
 )
+from tfparallel.communication.compression.adaptive_plan import Controller
 from tfparallel.communication.compression.buckets import (
     Bucket,
     BucketReducer,
@@ -42,11 +42,12 @@ from tfparallel.internals import (
 class Adaptive(PowerSGD):
     """Sends each bucket of gradients exactly, as float16, or with a rank of PowerSGD.
 
-    In the first steps it measures, for each bucket, when its gradients are ready and how long each
-    way takes, and estimates the error of each. Then it takes the ways with which a second of
+    If steps hardly wait for exact sums, all is sent exactly. Otherwise it measures in the first
+    steps, for each bucket, when its gradients are ready and how long each way takes, and estimates
+    the error of each. Then it takes the ways with which a second of
     training is worth most: the cosine between the gradient and what is sent of it, over the time of
     a step, if a few steps show that none of the measured ways is better for all. It looks again
-    after 50 steps, then at intervals twice as long each time, and measures anew if times have
+    after 20 steps, then at intervals twice as long each time, and measures anew if times have
     changed. All ranks decide alike, from the measurements of all.
 
     Args:
@@ -89,9 +90,9 @@ class Adaptive(PowerSGD):
         bound = "" if self.max_error is None else f"max_error={self.max_error:g}, "
         return f"Adaptive({bound}ranks={ranks}, interval={self.interval})"
 
-    def reducer(self, num_buckets: int) -> BucketReducer:
+    def reducer(self, buckets: Sequence[Sequence[tuple[int, ...]]]) -> BucketReducer:
         """With decisions of its own for each bucket."""
-        return AdaptiveReducer(self, num_buckets)
+        return AdaptiveReducer(self, buckets)
 
 
 class _Note:
@@ -114,12 +115,13 @@ class AdaptiveReducer(BucketReducer):
     The step holds all levels, as branches. Python is called in measuring steps only.
     """
 
-    def __init__(self, adaptive: Adaptive, num_buckets: int):
+    def __init__(self, adaptive: Adaptive, buckets: Sequence[Sequence[tuple[int, ...]]]):
         super().__init__(name="adaptive")
-        self._adaptive, self._num_buckets = adaptive, num_buckets
+        self._adaptive, self._num_buckets = adaptive, len(buckets)
         levels = adaptive.levels
+        sent_bytes = [_sent_bytes(shapes, levels) for shapes in buckets]
         self._controller = Controller(
-            num_buckets,
+            np.array(sent_bytes, float).reshape(len(buckets), len(levels)),
             names=["uncompressed", *(repr(level) for level in levels[1:])],
             measured=sorted({0, 1, 2, len(levels) - 1}),
             probe=len(levels),
@@ -129,10 +131,12 @@ class AdaptiveReducer(BucketReducer):
         first = self._controller.order
         self._rows = ResourceVariable(_table(first), dtype=tf.int32, name="rows")
         self._countdown = ResourceVariable(first.steps, dtype=tf.int32, name="countdown")
-        self._payload_bytes = ResourceVariable(0, dtype=tf.int32, name="payload_bytes")
+        payload = first.payload_bytes
+        self._payload_bytes = ResourceVariable(payload, dtype=tf.int32, name="payload_bytes")
         self._began_s = ResourceVariable(0.0, dtype=tf.float64, name="began_s")
-        self._ends_s = ResourceVariable(tf.zeros([MOST_ROWS], tf.float64), name="ends_s")
-        left = tf.ones([num_buckets], tf.bool)  # or unknown
+        times = tf.zeros([MOST_ROWS, 2, len(buckets)], tf.float64)
+        self._times_s = ResourceVariable(times, name="times_s")  # ready and done, by step
+        left = tf.ones([len(buckets)], tf.bool)  # or unknown
         self._left = ResourceVariable(left, name="left")  # whether a bucket has residuals
 
     @property
@@ -155,7 +159,6 @@ class AdaptiveReducer(BucketReducer):
         """As `BucketReducer.reduce`."""
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
-        self._controller.sent_bytes = np.array([self._sent_bytes(bucket) for bucket in buckets])
         levels = tf.unstack(self._levels())
         notes = [_Note() for _ in buckets]
         left = tf.unstack(self._left.read_value())
@@ -172,13 +175,6 @@ class AdaptiveReducer(BucketReducer):
     def _levels(self) -> tf.Tensor:
         """`[buckets]`, of the next step."""
         return self._rows.read_value()[(self._countdown.read_value() - 1) % MOST_ROWS]
-
-    def _sent_bytes(self, bucket: Bucket) -> list[int]:
-        """What each level sends of a bucket."""
-        shapes = [tensor.shape for tensor in bucket.tensors]
-        exact = sum(4 * num_elements(shape) for shape in shapes)
-        levels = self._adaptive.levels[1:]
-        return [exact, *(sum(map(level.payload_bytes, shapes)) for level in levels)]
 
     def _rounds(
         self,
@@ -253,13 +249,12 @@ class AdaptiveReducer(BucketReducer):
 
     def _advance(self, notes: "Sequence[_Note]", transport: Transport) -> None:
         """Asks the controller, if its time has come, and takes rank 0's answer."""
-        ready, done = tf.stack([n.ready for n in notes]), tf.stack([n.done for n in notes])
+        now = tf.stack([[note.ready for note in notes], [note.done for note in notes]])
         probed = tf.concat([note.probed for note in notes], 0)
-        end_s = tf.reduce_max(done, keepdims=True)
-        ends_s = self._ends_s.assign(tf.concat([self._ends_s[1:], end_s], 0))
+        times_s = self._times_s.assign(tf.concat([self._times_s[1:], now[tf.newaxis]], 0))
 
         def ask() -> tf.Tensor:
-            times = [ready, done, ends_s, [self._began_s], *self._weighed(transport)]
+            times = [tf.reshape(times_s, [-1]), [self._began_s], *self._weighed(transport)]
             numbers = tf.concat([*times, tf.cast(probed, tf.float64)], 0)
             gathered = _gathered(numbers, transport)
             answer = tf.numpy_function(self._ask_controller, [gathered], tf.int32)
@@ -297,18 +292,18 @@ class AdaptiveReducer(BucketReducer):
         return tf.cond(size > 0, weigh, lambda: [nothing, nothing])
 
     def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
-        k = self._num_buckets
-        ends = np.cumsum([k, k, MOST_ROWS, 1, 1, 1])
-        ready, done, ends_s, began, trip, payload, probed = np.split(gathered, ends, 1)
-        probed = probed.reshape(len(gathered), k, -1)
-        began_s = np.where(began > 0, began, ends_s[:, -1:])[:, 0]  # the first step was traced
+        ranks, shape = len(gathered), [MOST_ROWS, 2, self._num_buckets]
+        ends = np.cumsum([np.prod(shape), 1, 1, 1])
+        times, began, trip, payload, probed = np.split(gathered, ends, 1)
+        ready_s, done_s = np.moveaxis(times.reshape(ranks, *shape), 2, 0)
+        probed = probed.reshape(ranks, self._num_buckets, -1)
+        ended = np.max(done_s[:, -1], 1)
         measurement = Measurement(
-            ready_s=ready,
-            done_s=done,
+            ready_s=ready_s,
+            done_s=done_s,
             errors=probed[:, :, 1:],
             energies=probed[:, :, 0],
-            began_s=began_s,
-            ends_s=ends_s,
+            began_s=np.where(began[:, 0] > 0, began[:, 0], ended),  # the first step was traced
             trip_s=trip[:, 0],
             payload_s=payload[:, 0],
         )
@@ -323,6 +318,12 @@ def _table(order: Order) -> np.ndarray:
     """`[MOST_ROWS, buckets]`: row `(left - 1) % MOST_ROWS` is for a step with `left` to do."""
     lefts = range(1, MOST_ROWS + 1)
     return np.array([order.rows[(order.steps - left) % len(order.rows)] for left in lefts], "int32")
+
+
+def _sent_bytes(shapes: Sequence[tuple[int, ...]], levels: Sequence) -> list[int]:
+    """What each level sends of a bucket."""
+    exact = sum(4 * num_elements(shape) for shape in shapes)
+    return [exact, *(sum(map(level.payload_bytes, shapes)) for level in levels[1:])]
 
 
 # Residuals are as large as weights: they are neither read nor written while they are zeros.

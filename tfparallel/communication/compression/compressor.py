@@ -73,9 +73,9 @@ class Compressor(abc.ABC):
     def payload_bytes(self, shape: Sequence[int]) -> int:
         """The size of the payload of one rank for a tensor of this shape."""
 
-    def reducer(self, num_buckets: int) -> BucketReducer:
-        """What reduces the buckets of one optimizer: all of them alike, by default."""
-        del num_buckets
+    def reducer(self, buckets: Sequence[Sequence[tuple[int, ...]]]) -> BucketReducer:
+        """What reduces the buckets of one optimizer, of these shapes: all alike, by default."""
+        del buckets
         return Pipelined(self)
 
     def rounds(self, tensors: Sequence[tf.Tensor], states: Sequence[State], ranks: Ranks) -> Rounds:

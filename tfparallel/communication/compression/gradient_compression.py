@@ -52,7 +52,8 @@ class GradientCompression(tf.Module):
         with tf.init_scope():
             self._loss_scale = ResourceVariable(1.0, name="compression/loss_scale")
             self._states = [self._new_state(i) for i in range(len(variables))]
-            self._reducer = self.compressor.reducer(len(self._buckets))
+            shapes = [[self._shapes[i] for i in bucket] for bucket in self._buckets]
+            self._reducer = self.compressor.reducer(shapes)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.communication.compression.orthogonal import orthonormal_rows
+from tfparallel.communication.compression.orthogonal import orthonormal_rows_of_each
 from tfparallel.communication.compression.power_sgd import warm_start
 from tfparallel.communication.joining import join, split
 
@@ -83,7 +83,7 @@ class LowRank:
         return sums, residuals, queries, *self._energy_and_errors(received, bases, totals)
 
     def _bases(self, received: tf.Tensor) -> list[tf.Tensor]:
-        return [orthonormal_rows(p[: self._rank]) for p in self._received(received)]
+        return orthonormal_rows_of_each([p[: self._rank] for p in self._received(received)])
 
     def _received(self, received: tf.Tensor) -> list[tf.Tensor]:
         return split(received, [[self._num_sent, m.shape[0]] for m in self._matrices])

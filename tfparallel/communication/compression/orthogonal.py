@@ -1,5 +1,7 @@
 """Rows that are made orthogonal to one another."""
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 # Relative to the sum of squares of all rows. In float64 far above rounding, so that the Cholesky
@@ -35,3 +37,14 @@ def orthonormal_rows(rows: tf.Tensor) -> tf.Tensor:
     factor = tf.linalg.cholesky(products + jitter[..., tf.newaxis, tf.newaxis] * unit)
     basis = tf.linalg.triangular_solve(factor, scaled)
     return tf.cast(basis, tf.float32) + poison
+
+
+def orthonormal_rows_of_each(p: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Every `[rank, size]` by itself; those of equal shape as one batch."""
+    results: list = [None] * len(p)
+    for shape in dict.fromkeys(tuple(each.shape) for each in p):
+        chosen = [i for i, each in enumerate(p) if tuple(each.shape) == shape]
+        batch = orthonormal_rows(tf.stack([p[i] for i in chosen]))
+        for i, basis in zip(chosen, tf.unstack(batch), strict=True):
+            results[i] = basis
+    return results

@@ -8,7 +8,10 @@ import tensorflow as tf
 
 from tfparallel.communication.compression.buckets import Ranks, State
 from tfparallel.communication.compression.compressor import Compressor, with_residual
-from tfparallel.communication.compression.orthogonal import orthonormal_rows
+from tfparallel.communication.compression.orthogonal import (
+    orthonormal_rows,
+    orthonormal_rows_of_each,
+)
 from tfparallel.communication.compression.transport import Reduction, Rounds, Sum
 
 
@@ -94,7 +97,7 @@ class PowerSGD(Compressor):
         # Factors lie as rows: on a CPU twice as fast as columns.
         pairs = list(zip(states, matrices, strict=True))
         p = yield Sum([tf.matmul(s["q"], matrix, transpose_b=True) for s, matrix in pairs])
-        p = _orthonormal(p)
+        p = orthonormal_rows_of_each(p)
         q_own = [tf.matmul(p_i, matrix) for p_i, matrix in zip(p, matrices, strict=True)]
         q = yield Sum(q_own)
         sums, updates = [], []
@@ -122,14 +125,3 @@ def warm_start(q: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
     """
     largest = tf.reduce_max(tf.abs(q), 1, keepdims=True)
     return tf.where(largest > 0, tf.math.divide_no_nan(q, largest), before)
-
-
-def _orthonormal(p: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Every `[rank, size]` by itself; those of equal shape as one batch."""
-    results: list = [None] * len(p)
-    for shape in dict.fromkeys(tuple(each.shape) for each in p):
-        chosen = [i for i, each in enumerate(p) if tuple(each.shape) == shape]
-        batch = orthonormal_rows(tf.stack([p[i] for i in chosen]))
-        for i, basis in zip(chosen, tf.unstack(batch), strict=True):
-            results[i] = basis
-    return results
