@@ -61,12 +61,15 @@ def test_rows_are_divided_inside_of_a_process_too(workers, axis):
         assert reply["slots"] == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_ranks_of_horovod_share_the_slots(workers, sizes):
+def test_ranks_of_horovod_share_what_is_in_parts(workers, sizes, shard):
     pytest.importorskip("horovod.tensorflow")
     pool = workers(2, horovod_environments)
-    for reply in ask(pool, "stored", sizes=sizes, shard="gradients", transport="horovod"):
+    for reply in ask(pool, "stored", sizes=sizes, shard=shard, transport="horovod"):
         assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+        held = {"parameters": 1 / 2, "gradients": 2 / 3}[shard]
+        assert reply["held"] == pytest.approx(held, rel=0.05)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="; ".join)
