@@ -686,6 +686,26 @@ STRATEGIES = [
         exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
     ),
     Row(
+        "shard_ranks_2_of_model_2_parameters",
+        lambda: _shared("model", "parameters"),
+        num_replicas=2,
+        num_workers=2,
+        devices_per_worker=2,
+        environments=horovod_environments,
+        few=("inputs.run_eagerly", "unbuilt.gan"),
+        exempt={**_INSIDE_OF_WORKERS, **_OF_A_GROUP, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
+        "shard_ranks_2_of_pipeline_2_parameters",
+        lambda: _shared("pipeline", "parameters", pipeline=library().PipelineOptions(2)),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        environments=horovod_environments,
+        few=("inputs.run_eagerly", "unbuilt.gan"),
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
+    ),
+    Row(
         "parameter_server_sync",
         lambda: _parameter_servers(mode="sync"),
         num_replicas=2,
@@ -991,6 +1011,8 @@ ROWS_OF = {
         "shard_workers_2_of_pipeline_2",
         "shard_workers_2_of_model_2_parameters",
         "shard_workers_2_of_pipeline_2_parameters",
+        "shard_ranks_2_of_model_2_parameters",
+        "shard_ranks_2_of_pipeline_2_parameters",
     ],
 }
 

@@ -61,12 +61,15 @@ def test_rows_are_divided_inside_of_a_process_too(workers, axis):
         assert reply["slots"] == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_ranks_of_horovod_share_the_slots(workers, sizes):
+def test_ranks_of_horovod_share_what_is_in_parts(workers, sizes, shard):
     pytest.importorskip("horovod.tensorflow")
     pool = workers(2, horovod_environments)
-    for reply in ask(pool, "stored", sizes=sizes, shard="gradients", transport="horovod"):
+    for reply in ask(pool, "stored", sizes=sizes, shard=shard, transport="horovod"):
         assert reply["slots"] == pytest.approx(1 / 2, rel=0.05)
+        held = {"parameters": 1 / 2, "gradients": 2 / 3}[shard]
+        assert reply["held"] == pytest.approx(held, rel=0.05)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="; ".join)
@@ -82,9 +85,14 @@ def test_files_have_wholes(workers, tmp_path, sizes, shard):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_at_the_end_of_data_of_unknown_length_nothing_is_gathered(workers, sizes):
-    """TensorFlow ends a step that has no batch while it runs: some processes would have begun."""
+    """TensorFlow ends a step that has no batch while it runs: some processes would have begun.
+
+    Keras's step is a function of its batch, which waits for it; that of a loop which takes the next
+    batch itself does not.
+    """
     for reply in ask(workers(), "ended", sizes=sizes):
         assert reply["unknown"] == reply["known"] > 0
+        assert reply["to the end"] == reply["three steps"] > 0
 
 
 @pytest.mark.parametrize("in_what", ["mesh", "layout"])

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
+import time
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import keras
 import numpy as np
@@ -40,6 +42,7 @@ def _adam() -> keras.optimizers.Optimizer:
 
 def _stored(sizes: dict[str, int], shard: str, transport: str = "auto") -> dict:
     """Trains as one device; replies with what this process stores, as shares of the whole."""
+    keras.backend.clear_session()
     gc.collect()
     before = _numbers_here()
     with in_float64():
@@ -84,17 +87,44 @@ def _copies(variable: keras.Variable) -> list[tf.Variable]:
 
 
 def _ended(sizes: dict[str, int]) -> dict:
-    """Replies with the gathers of an epoch whose length is known, and of one where it is not."""
+    """Replies with the gathers of an epoch whose length is known, and of one where it is not.
+
+    And with those of three steps of a loop, and of one that goes on until its data have ended.
+    """
     counts, batch = [], tiny_data(4)
     model = _new(sizes, "parameters").model
     known = tf.data.Dataset.from_tensors(batch).repeat(3)
     unknown = known.filter(lambda x, y: True)
     model.fit(known, verbose=0)
-    for data in (known, unknown):
+    three, all_of_them = range(3), itertools.count()
+    for train in (
+        lambda: model.fit(known, verbose=0),
+        lambda: model.fit(unknown, verbose=0),
+        lambda: _predicted(model, known, three),
+        lambda: _predicted(model, known, all_of_them),
+    ):
         with _counted_gathers() as calls:
-            model.fit(data, verbose=0)
+            train()
         counts.append(len(calls))
-    return {"known": counts[0], "unknown": counts[1]}
+    return dict(zip(("known", "unknown", "three steps", "to the end"), counts, strict=True))
+
+
+def _predicted(model: keras.Model, data: tf.data.Dataset, steps: Iterable[int]) -> None:
+    """Steps that take batches in their graph, until there is none; that is known late."""
+
+    def batches() -> Iterator:
+        yield from data
+        time.sleep(0.5)
+
+    iterator = iter(tf.data.Dataset.from_generator(batches, output_signature=data.element_spec))
+
+    @tf.function
+    def step() -> None:
+        model.distribute_strategy.run(lambda x, y: model(x), args=iterator.get_next())
+
+    with contextlib.suppress(tf.errors.OutOfRangeError):
+        for _ in steps:
+            step()
 
 
 @contextlib.contextmanager

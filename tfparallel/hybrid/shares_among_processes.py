@@ -137,7 +137,7 @@ class SharesAmongProcesses(HoldsShards):
     def prepare_for(self, fn: Callable, args: tuple) -> None:
         """As the base's; notes what is run, and what its gathers have to wait for.
 
-        At the end of data of unknown length there is no batch, and TensorFlow ends the step while
+        Where a step takes its batch from an iterator, TensorFlow ends the one that finds none while
         it runs: one process would have begun to gather, and another not.
         """
         leaves = tf.nest.flatten(args, expand_composites=True)

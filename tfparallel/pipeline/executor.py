@@ -34,11 +34,11 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
+from tfparallel.segments.kept_tensors import is_made_of_weights
 from tfparallel.segments.offload import from_host, to_host
 from tfparallel.segments.segment_function import (
     StageFunction,
     inference_function,
-    is_made_of_weights,
 )
 from tfparallel.segments.wide_integers import narrowed, widened
 

@@ -12,15 +12,15 @@ Each is called for every microbatch and never inlined, so that TensorFlow traces
 once. The stash is all that a microbatch holds between its two passes.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, gradients_in_graph
-from tfparallel.internals.graphs import is_stateful
 from tfparallel.replicas.repeated_rows import is_of_no_row
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, Places, depended_on
+from tfparallel.segments.kept_tensors import is_differentiable, is_weight, kept_for
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
 
@@ -64,10 +64,10 @@ class StageFunction:
         )
         self._handles = [i for i, x in enumerate(graph.inputs) if x.dtype == tf.resource]
         handles = [graph.inputs[i] for i in self._handles]
-        kept = _kept(gradients.needed, handles, recomputes)
-        kept.sort(key=_is_weight)
+        kept = kept_for(gradients.needed, handles, recomputes)
+        kept.sort(key=is_weight)
         self.kept = kept
-        activations = [x for x in kept if not _is_weight(x)]
+        activations = [x for x in kept if not is_weight(x)]
         stashes = [Stash(activations), Stash(kept[len(activations) :])]
         with graph.as_default():
             packed = stashes[0].pack(activations)
@@ -313,80 +313,6 @@ class _Gradients:
         copies = GraphCopy(self._of_ys, {}).tensors(given.values())
         copy = GraphCopy(self._graph, dict(zip(given, copies, strict=True)))
         return dict(zip(map(id, tensors), copy.tensors(tensors), strict=True))
-
-
-def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Whether a tensor may have a gradient."""
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
-
-
-def _kept(
-    needed: Sequence, handles: Sequence, recomputes: Callable[[tf.Operation], bool]
-) -> list[tf.Tensor]:
-    """What has to be kept for `needed` to be there, or be computed, in the backward pass."""
-    kept: dict[int, tf.Tensor] = {}
-    without = {id(handle) for handle in handles}
-    visited = list(needed)
-    seen = set(map(id, needed))
-    for tensor in visited:  # grows
-        operation = tensor.op
-        if id(tensor) in without or operation.type == "Const":
-            continue
-        is_argument = operation.type == "Placeholder"
-        if is_argument or is_stateful(operation) or not recomputes(operation):
-            kept[id(tensor)] = tensor
-            continue
-        new = [x for x in operation.inputs if id(x) not in seen]
-        seen.update(map(id, new))
-        visited += new
-    return _without_integers(kept)
-
-
-def _without_integers(kept: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
-    """What is kept less the int32 that are computed again from the rest: shapes, sizes, indices.
-
-    A GPU would send each to the host and back, where most of them are computed and used.
-    """
-    rest = {key: x for key, x in kept.items() if x.dtype != tf.int32}
-    for key, tensor in kept.items():
-        if tensor.dtype == tf.int32:
-            arguments = _integer_arguments(tensor, rest)
-            rest |= {key: tensor} if arguments is None else {id(x): x for x in arguments}
-    return list(rest.values())
-
-
-def _integer_arguments(tensor: tf.Tensor, given: Container[int]) -> list[tf.Tensor] | None:
-    """The integers among a function's arguments that `tensor` is computed from, beside `given`.
-
-    None if it is computed from anything else.
-    """
-    operations = depended_on([tensor], lambda x: id(x) in given)
-    arguments = [op.outputs[0] for op in operations if op.type == "Placeholder"]
-    others = [op for op in operations if op.type != "Placeholder"]
-    is_made_of_integers = all(x.dtype.is_integer for x in arguments) and not any(
-        is_stateful(op) or any(is_differentiable(y) for y in op.outputs) for op in others
-    )
-    return arguments if is_made_of_integers and tensor.op.type != "Placeholder" else None
-
-
-def is_made_of_weights(operation: tf.Operation) -> bool:
-    """Whether an operation's results depend on weights and constants alone."""
-    todo, seen, has_weight = [operation], {operation}, False
-    while todo:
-        each = todo.pop()
-        if each.type == "ReadVariableOp":
-            has_weight = True
-        elif is_stateful(each) or each.type == "Placeholder":
-            return False
-        else:
-            new = [x.op for x in each.inputs if x.op not in seen]
-            seen.update(new)
-            todo += new
-    return has_weight and not is_stateful(operation)
-
-
-def _is_weight(tensor: tf.Tensor) -> bool:
-    return tensor.op.type == "ReadVariableOp"
 
 
 def _placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
