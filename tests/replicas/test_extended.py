@@ -130,6 +130,35 @@ def test_what_replicas_count_is_read_by_its_aggregation(aggregation):
     assert count.numpy() == {"SUM": 3.0, "MEAN": 1.5, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tfparallel.MirroredStrategy(CPUS),
+        lambda: tfparallel.CentralStorageStrategy(CPUS),
+        lambda: tfparallel.HybridStrategy({"data": 2, "pipeline": 2}),
+    ],
+)
+def test_a_traced_sum_of_copies_is_not_saved(make, tmp_path):
+    # A SavedModel has one variable for all copies: the function gave twice the sum when loaded.
+    strategy = make()
+    module = tf.Module()
+    with strategy.scope():
+        module.count = tf.Variable(
+            1.0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+    module.count.assign(2.0)
+    for function in (module.count.read_value, lambda: module.count.assign(tf.identity(2.0))):
+        traced = tf.function(function).get_concrete_function()
+        with pytest.raises(ValueError, match="f_with_input_signature"):
+            tf.saved_model.save(module, tmp_path, signatures=traced)
+    read = tf.function(module.count.read_value, input_signature=())
+    tf.saved_model.save(module, tmp_path, signatures=read)
+    assert tf.saved_model.load(tmp_path).signatures["serving_default"]()["output_0"] == 2.0
+
+
 def test_a_replica_of_one_row_counts_in_the_statistics():
     with tfparallel.MirroredStrategy(CPUS).scope():
         model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(momentum=0.0)])

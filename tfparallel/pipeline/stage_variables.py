@@ -218,6 +218,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         return self._total() if known is None else known
 
     def _total(self) -> tf.Tensor:
+        values_util.mark_as_unsaveable()  # as for a `MetricVariable`
         own = tf.add_n([tf.identity(copy.read_value()) for copy in self.values])
         return strategy_behind(self).extended._sum_across_workers(own)
 

@@ -188,6 +188,8 @@ class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
         is_sum = self.aggregation == tf.VariableAggregation.SUM
         if not is_sum or self.distribute_strategy.extended._num_workers > 1:
             return super()._get_cross_replica()
+        # A SavedModel has the sum in one variable, which would stand for each copy.
+        values_util.mark_as_unsaveable()
         with tf.device(self._primary.device):  # and not on the host, which would wait for a GPU
             return tf.add_n([copy.read_value() for copy in self.values])
 

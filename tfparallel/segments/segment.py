@@ -127,8 +127,9 @@ def rewire(graph: tf.Graph, segments: Iterable[Segment], in_xla: bool = False) -
             for operation, index, tensor in wanted:
                 take_instead(operation, index, instead[id(tensor)])
     offloaded = [segment for segment in begun if segment.offloads]
-    _offload(offloaded, operations, copies)
-    _wait_for_copies(offloaded, operations, copies.made)
+    if offloaded:  # else the whole graph would be walked for nothing
+        _offload(offloaded, operations, copies)
+        _wait_for_copies(offloaded, operations, copies.made)
 
 
 def _offload(
