@@ -11,9 +11,14 @@ noise scale of each of its epochs go into `measure.noise_scale.forecast_steps`, 
 1812.06162): steps are S_min (1 + noise scale / batch), summed over epochs, where S_min is what this
 one batch size needed. Nothing is fitted to other batch sizes.
 
+A training is at L where the median of the five seeds' losses has fallen to it for good: of the
+curve that never rises and is nearest to it. At the best learning rates losses go up and down, and
+the step at which one first happens to be below L is half luck, of which the theory, whose losses
+are expected ones, knows nothing.
+
 Then three other batch sizes are trained to L, on one device, each at the learning rate with the
 fewest steps (as the paper does; so is the first one): of a grid of factors of the fourth root of 2,
-by the median of five seeds. And once more at the learning rate that goes with the forecast: that of
+five seeds each. And once more at the learning rate that goes with the forecast: that of
 the measured batch size, divided by as many times as steps are more. Rows are drawn with
 replacement, by numbers that follow from seed and step. SGD, no momentum, of which the paper's
 equations are.
@@ -48,7 +53,8 @@ LOOKED_AT = 2000  # rows of which the loss is
 GRID = 2 ** (1 / 4)
 AROUND = 3  # learning rates on each side of the best one
 MOST = 1000  # steps that a training may need, or some times that
-PATIENCE = 3  # times the fewest steps so far, after which a learning rate is given up
+PATIENCE = 3  # times the steps expected, after which it is given up
+BEYOND = 1.5  # times the steps to L that trainings go on for, to see whether the loss rises again
 WITHIN = 0.15
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -184,14 +190,17 @@ class Loops:
         y, told = self.y[:LOOKED_AT], self.model(self.x[:LOOKED_AT])
         return tf.reduce_mean(losses(self.problem.loss, y, told))
 
-    def steps(self, batch_size: int, rate: float, seed: int, limit: float) -> float:
-        """To L; infinite if more than `limit` are needed, or the loss is none any more."""
+    def steps(self, batch_size: int, rate: float, limit: float) -> float:
+        """To L; infinite if more than `limit` are needed."""
         if batch_size not in self._graphs:
             self._graphs[batch_size] = self._graph(batch_size)
-        self.model.set_weights(self._first[seed])
-        arguments = tf.constant(rate, tf.float32), tf.constant(seed), tf.constant(int(limit))
-        step, before, loss = (float(each) for each in self._graphs[batch_size](*arguments))
-        return crossing(step, before, loss, self.problem.until)
+        looks, curves = tf.constant(math.ceil(BEYOND * limit / EVERY)), []
+        for seed in range(SEEDS):
+            self.model.set_weights(self._first[seed])
+            curve = self._graphs[batch_size](tf.constant(rate), tf.constant(seed), looks)
+            curves.append(curve.numpy())
+        steps = crossing(curves, self.problem.until)
+        return steps if steps <= limit else math.inf
 
     def _graph(self, batch_size: int) -> Any:
         x, y, model, problem = self.x, self.y, self.model, self.problem
@@ -208,46 +217,72 @@ class Loops:
             return step + 1
 
         @tf.function
-        def run(rate: tf.Tensor, seed: tf.Tensor, limit: tf.Tensor) -> tuple:
-            step, before, loss = tf.constant(0), self.loss(), self.loss()
-            while loss > problem.until and step < limit:
-                before = loss
+        def run(rate: tf.Tensor, seed: tf.Tensor, looks: tf.Tensor) -> tf.Tensor:
+            step, seen = tf.constant(0), tf.TensorArray(tf.float32, looks + 1)
+            seen = seen.write(0, self.loss())
+            for look in tf.range(looks):
                 for _ in tf.range(EVERY):
                     step = one(rate, seed, step)
-                loss = self.loss()
-            return step, before, loss
+                seen = seen.write(look + 1, self.loss())
+            return seen.stack()
 
         return run
 
 
-def crossing(step: float, before: float, loss: float, until: float) -> float:
-    """The step at which the loss was `until`, between two looks at it; infinite if it never was."""
-    if not loss <= until:  # also of a loss that is none
+def crossing(curves: Sequence[Sequence[float]], until: float) -> float:
+    """The step at which the loss was `until`: the median of the seeds, where it falls for good.
+
+    Args:
+        curves: of each seed, the loss after each `EVERY` steps.
+
+    Returns:
+        Infinity if it never was.
+    """
+    curve = falling(np.median(np.nan_to_num(curves, nan=np.inf), 0).tolist())
+    there = next((look for look, loss in enumerate(curve) if loss <= until), 0)
+    if not there:
         return math.inf
-    return step - EVERY * (until - loss) / (before - loss)
+    before, loss = curve[there - 1], curve[there]
+    return EVERY * (there - (until - loss) / (before - loss))
+
+
+def falling(curve: Sequence[float]) -> list[float]:
+    """The curve nearest to `curve`, in squares, that never rises.
+
+    Neighbours that rise get their mean.
+
+    Source: isotonic regression by pooling adjacent violators, Ayer et al., 1955.
+    """
+    pools: list[tuple[float, int]] = []  # means, and of how many
+    for value in curve:
+        pool = value, 1
+        while pools and pools[-1][0] <= pool[0]:
+            (mean, number), (value, more) = pools.pop(), pool
+            pool = (mean * number + value * more) / (number + more), number + more
+        pools.append(pool)
+    return [mean for mean, number in pools for _ in range(number)]
 
 
 class Rates:
-    """The learning rates of one batch size: the median of their steps to L."""
+    """The learning rates of one batch size, and how many steps to L they need."""
 
     def __init__(self, loops: Loops, batch_size: int, most: float):
         self._loops, self._batch_size = loops, batch_size
-        self._fewest = most  # steps that it is given at first
-        self.median_at = functools.cache(self._median_at)
+        self._fewest = most  # steps, more of which are not looked at
+        self.steps_at = functools.cache(self._steps_at)
 
-    def _median_at(self, exponent: int) -> float:
-        rate, limit = self._loops.problem.rate * GRID**exponent, PATIENCE * self._fewest
-        runs = [self._loops.steps(self._batch_size, rate, seed, limit) for seed in range(SEEDS)]
-        median = statistics.median(runs)
-        self._fewest = min(self._fewest, median)
-        return median
+    def _steps_at(self, exponent: int) -> float:
+        rate = self._loops.problem.rate * GRID**exponent
+        steps = self._loops.steps(self._batch_size, rate, self._fewest)
+        self._fewest = min(self._fewest, steps)
+        return steps
 
     def best(self, start: int) -> int:
         """The exponent with the fewest steps, of which `AROUND` on each side have been tried."""
         low = high = start
         while True:
-            best = min(range(low, high + 1), key=self.median_at)
-            if high - best < AROUND and math.isfinite(self.median_at(best)):
+            best = min(range(low, high + 1), key=self.steps_at)
+            if high - best < AROUND and math.isfinite(self.steps_at(best)):
                 high += 1
             elif best - low < AROUND:
                 low -= 1
@@ -260,11 +295,11 @@ class Measured:
     """What `Measure` has told of trainings to L, one of each seed.
 
     Attributes:
-        steps: to L, of each.
-        squares, variances: |G|^2 and S of each epoch, means of the trainings that got there.
+        steps: to L.
+        squares, variances: |G|^2 and S of each epoch, means of the trainings.
     """
 
-    steps: list[float]
+    steps: float
     squares: list[float]
     variances: list[float]
 
@@ -277,31 +312,26 @@ class Measured:
         return [noise_rows(Estimate(*each)) for each in pairs]
 
     def forecast(self, batch_size: int, other_size: int) -> float:
-        """The median of what each training would have needed with batches of `other_size`."""
+        """Steps to L with batches of `other_size`."""
         from tfparallel.measure.noise_scale import forecast_steps
 
-        forecasts = []
-        for steps in self.steps:
-            lengths = [min(EVERY, steps - done) for done in range(0, math.ceil(steps), EVERY)]
-            stretches = zip(lengths, self.scales, strict=False)
-            forecasts.append(forecast_steps(stretches, batch_size, other_size))
-        return statistics.median(forecasts)
+        done = range(0, math.ceil(self.steps), EVERY)
+        lengths = [min(EVERY, self.steps - each) for each in done]
+        return forecast_steps(zip(lengths, self.scales, strict=False), batch_size, other_size)
 
 
-def measured(loops: Loops, rate: float) -> Measured:
+def measured(loops: Loops, rate: float, steps: float) -> Measured:
     """Trainings by `fit` under `MirroredStrategy`, with `Measure`, of all seeds."""
-    runs = [_fit(loops, rate, seed) for seed in range(SEEDS)]
-    longest = max(len(noise) for _, noise in runs)
-    means = [
-        np.mean([noise[epoch] for _, noise in runs if epoch < len(noise)], 0)
-        for epoch in range(longest)
-    ]
-    squares, variances = np.transpose(means).tolist()
-    return Measured([steps for steps, _ in runs], squares, variances)
+    looks = math.ceil(BEYOND * steps / EVERY)
+    runs = [_fit(loops, rate, seed, looks) for seed in range(SEEDS)]
+    squares, variances = np.mean([noise for _, noise in runs], 0).T.tolist()
+    return Measured(crossing([curve for curve, _ in runs], loops.problem.until), squares, variances)
 
 
-def _fit(loops: Loops, rate: float, seed: int) -> tuple[float, list[tuple[float, float]]]:
-    """Steps to L, and of each epoch |G|^2 and S."""
+def _fit(
+    loops: Loops, rate: float, seed: int, looks: int
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """The loss at first and after each epoch, and of each epoch |G|^2 and S."""
     import tfparallel
 
     problem, x, y = loops.problem, loops.x, loops.y
@@ -311,29 +341,24 @@ def _fit(loops: Loops, rate: float, seed: int) -> tuple[float, list[tuple[float,
         loss = "mse" if problem.loss == "square" else classes  # `losses`, by Keras
         model.compile(keras.optimizers.SGD(rate), loss)
     model.set_weights(loops.first_weights(seed))
+    curve: list[float] = []
 
     def batch(step: tf.Tensor) -> tuple:
         rows = drawn(tf.constant(seed), step, problem.batch_size, len(x))
         return tf.gather(x, rows), tf.gather(y, rows)
 
-    class Until(keras.callbacks.Callback):
-        values: Sequence[float] = ()
+    def look(*_: object) -> None:
+        loops.model.set_weights(model.get_weights())
+        curve.append(float(loops.loss()))
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            loops.model.set_weights(self.model.get_weights())
-            self.values = [*self.values, float(loops.loss())]
-            self.model.stop_training = self.values[-1] <= problem.until
-
-    loops.model.set_weights(loops.first_weights(seed))
-    first = float(loops.loss())
-    measure, until = tfparallel.callbacks.Measure(verbose=0, noise_every=1), Until()
+    look()
+    measure = tfparallel.callbacks.Measure(verbose=0, noise_every=1)
+    looking = keras.callbacks.LambdaCallback(on_epoch_end=look)
     data = tf.data.Dataset.counter().map(batch)
-    fit = {"steps_per_epoch": EVERY, "epochs": 100_000, "verbose": 0}
-    model.fit(data, callbacks=[measure, until], **fit)
-    values = [first, *until.values]
+    fit = {"steps_per_epoch": EVERY, "epochs": looks, "verbose": 0}
+    model.fit(data, callbacks=[measure, looking], **fit)
     noise = [each.details["noise"] for each in measure.records]
-    told = [(each["squared_gradient"], each["variance"]) for each in noise]
-    return crossing(EVERY * len(told), *values[-2:], problem.until), told
+    return curve, [(each["squared_gradient"], each["variance"]) for each in noise]
 
 
 def row(name: str) -> list[dict[str, Any]]:
@@ -343,12 +368,12 @@ def row(name: str) -> list[dict[str, Any]]:
     own = Rates(loops, problem.batch_size, MOST)
     exponent = own.best(0)
     rate = problem.rate * GRID**exponent
-    looked = measured(loops, rate)
-    steps = statistics.median(looked.steps)
+    looked = measured(loops, rate, own.steps_at(exponent))
+    steps = looked.steps
     scales = looked.scales
     print(
         f"{name}: {problem.batch_size} rows, learning rate {rate:.3g}, {steps:.0f} steps to "
-        f"{problem.until} (by the loop {own.median_at(exponent):.0f}); noise scale "
+        f"{problem.until} (by the loop {own.steps_at(exponent):.0f}); noise scale "
         f"{statistics.median(scales[: len(scales) // 4]):.0f} in the first quarter, "
         f"{statistics.median(scales[-len(scales) // 4 :]):.0f} in the last",
         flush=True,
@@ -356,13 +381,12 @@ def row(name: str) -> list[dict[str, Any]]:
     forecasts = {b: looked.forecast(problem.batch_size, b) for b in problem.others}  # before
     found = []
     for batch_size in problem.others:
-        rates = Rates(loops, batch_size, forecasts[batch_size])
+        rates = Rates(loops, batch_size, PATIENCE * forecasts[batch_size])
         nearest = exponent + round(math.log(batch_size / problem.batch_size, GRID) / 2)
         best = rates.best(nearest)
-        needed = rates.median_at(best)
+        needed = rates.steps_at(best)
         told_rate = rate * steps / forecasts[batch_size]
-        limit = PATIENCE * needed
-        at_told = [loops.steps(batch_size, told_rate, seed, limit) for seed in range(SEEDS)]
+        at_told = loops.steps(batch_size, told_rate, PATIENCE * needed)
         found.append(
             {
                 "problem": name,
@@ -375,12 +399,11 @@ def row(name: str) -> list[dict[str, Any]]:
                 "needed": needed,
                 "off": forecasts[batch_size] / needed - 1,
                 "told_rate": told_rate,
-                "needed_at_told": statistics.median(at_told),
-                "off_at_told": forecasts[batch_size] / statistics.median(at_told) - 1,
+                "needed_at_told": at_told,
+                "off_at_told": forecasts[batch_size] / at_told - 1,
                 "scales": scales,
                 "squares": looked.squares,
                 "variances": looked.variances,
-                "all_steps": looked.steps,
             }
         )
         print(_line(found[-1]), flush=True)
