@@ -97,14 +97,14 @@ def _ended(sizes: dict[str, int]) -> dict:
     unknown = known.filter(lambda x, y: True)
     model.fit(known, verbose=0)
     three, all_of_them = range(3), itertools.count()
-    for train in (
+    for run in (
         lambda: model.fit(known, verbose=0),
         lambda: model.fit(unknown, verbose=0),
         lambda: _predicted(model, known, three),
         lambda: _predicted(model, known, all_of_them),
     ):
         with _counted_gathers() as calls:
-            train()
+            run()
         counts.append(len(calls))
     return dict(zip(("known", "unknown", "three steps", "to the end"), counts, strict=True))
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 # The attributes of a function, and what it is made of.
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
-from tensorflow.core.protobuf import config_pb2
 
 # A device's name in full.
 from tensorflow.python.distribute import device_util
@@ -117,7 +116,7 @@ def _call_it(branch: Callable) -> object:
     Grappler, which finds little in a branch, would take longer than all that a first step traces.
     """
     results = tf.function(branch, autograph=False)()
-    config = config_pb2.ConfigProto()
+    config = tf.compat.v1.ConfigProto()
     config.CopyFrom(context.context().config)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     attribute = attr_value_pb2.AttrValue(s=config.SerializeToString())

@@ -26,7 +26,7 @@ class Order(NamedTuple):
     payload_bytes: int = 0
 
 
-class StepTimes(NamedTuple):
+class TimesOfStep(NamedTuple):
     """What a step took.
 
     Attributes:
@@ -63,7 +63,7 @@ class Measurement:
     trip_s: np.ndarray
     payload_s: np.ndarray
 
-    def of_steps(self, steps: int) -> list[StepTimes]:
+    def of_steps(self, steps: int) -> list[TimesOfStep]:
         """The last `steps` steps, of which the first followed the order at once."""
         # One may be decompressed before an earlier one is: then it took no time of its own.
         done_s = np.maximum.accumulate(self.done_s, axis=2)
@@ -73,7 +73,7 @@ class Measurement:
         ends_s = done_s[:, -steps:, -1]
         all_s = np.max(np.diff(ends_s, prepend=self.began_s[:, None]), 0)
         taken = zip(offsets_s[-steps:], durations_s[-steps:], all_s.tolist(), strict=True)
-        return [StepTimes(*each) for each in taken]
+        return [TimesOfStep(*each) for each in taken]
 
     @property
     def all_s(self) -> float:

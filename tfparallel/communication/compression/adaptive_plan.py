@@ -12,7 +12,7 @@ from tfparallel.communication.compression.adaptive_orders import (
     MOST_ROWS,
     Measurement,
     Order,
-    StepTimes,
+    TimesOfStep,
 )
 from tfparallel.communication.compression.level_costs import (
     choose_levels,
@@ -87,6 +87,7 @@ class Controller:
         self.num_buckets = len(self.sent_bytes)
         self._finest = min([n for n in self.measured if n > 1], default=self.measured[-1])
         self._exact_bytes = int(np.sum(self.sent_bytes[:, 0]))
+        self._payload_bytes = 0  # of the next look, until one has told what bytes take
         self._trip_s = 0.0  # of the smallest message
         self._exact_s = np.inf  # what exact sums take, as far as is known
         self._steps = 0
@@ -124,7 +125,7 @@ class Controller:
 
     def _forget(self) -> None:
         """Times are to be measured anew."""
-        self._times: dict[int, list[StepTimes]] = {}  # of a level for all buckets
+        self._times: dict[int, list[TimesOfStep]] = {}  # of a level for all buckets
         self._turns_s: dict[tuple[int, ...], float] = {}  # medians of plans that were tried
         self._byte_s = 0.0  # of what is sent exactly, at least
         part = max(FIRST_PAYLOAD_BYTES, self._exact_bytes // _PAYLOADS)
