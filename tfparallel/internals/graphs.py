@@ -99,37 +99,19 @@ def call_one_branch(branch_index: tf.Tensor, branches: Sequence[Callable]) -> ob
 
     TensorFlow lays them out, and then skips the operations of all the others one by one, in each
     step. What it calls has to be on one device, so that where there are GPUs they are laid out.
+    Of what is called, only functions that it calls in turn get oneDNN's kernels: without them a
+    product of matrices takes six times as long.
     """
     is_called = tf.inside_function() and not tf.config.list_logical_devices("GPU")
-    if not is_called:
-        return tf.switch_case(branch_index, branches)
-    results = tf.switch_case(branch_index, [functools.partial(_call_it, b) for b in branches])
-    operation = _operation_of(results)
-    operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
+    if is_called:
+        branches = [tf.function(branch, autograph=False) for branch in branches]
+    results = tf.switch_case(branch_index, branches)
+    if is_called:
+        operation = tf.nest.flatten(results)[0].op
+        while operation.type == "Identity":
+            operation = operation.inputs[0].op
+        operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
     return results
-
-
-def _call_it(branch: Callable) -> object:
-    """Calls what is in a branch as a function of its own.
-
-    Only that gets oneDNN's kernels: without them a product of matrices takes six times as long.
-    Grappler, which finds little in a branch, would take longer than all that a first step traces.
-    """
-    results = tf.function(branch, autograph=False)()
-    config = tf.compat.v1.ConfigProto()
-    config.CopyFrom(context.context().config)
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    attribute = attr_value_pb2.AttrValue(s=config.SerializeToString())
-    _operation_of(results)._set_attr("config_proto", attribute)
-    return results
-
-
-def _operation_of(results: object) -> tf.Operation:
-    """What makes the results of a function, or of branches."""
-    operation = tf.nest.flatten(results)[0].op
-    while operation.type == "Identity":
-        operation = operation.inputs[0].op
-    return operation
 
 
 def is_stateful(operation: tf.Operation) -> bool:

@@ -98,6 +98,7 @@ def test_a_duration_is_that_of_the_rank_that_came_last():
         errors=np.zeros((2, 2, 3)),
         energies=np.zeros((2, 2)),
         began_s=np.array([0.5, 99.5]),
+        payload_bytes=0,
         trip_s=np.zeros(2),
         payload_s=np.zeros(2),
     )
@@ -116,12 +117,13 @@ def test_buckets_that_are_done_out_of_order_take_no_time_of_their_own():
     assert taken.all_s == 5.0
 
 
-def measured(ready_s, done_s, errors, began_s=0.0, trip_s=0.0, payload_s=0.0):
+def measured(ready_s, done_s, errors, began_s=0.0, payload_bytes=0, trip_s=0.0, payload_s=0.0):
     """By one rank, `[step, bucket]`, of buckets with equal gradients."""
     ready_s, done_s = np.array([ready_s], float), np.array([done_s], float)
     energies = np.ones((1, ready_s.shape[-1]))
-    times = (np.array([each], float) for each in (began_s, trip_s, payload_s))
-    return Measurement(ready_s, done_s, errors, energies, *times)
+    began_s, trip_s, payload_s = (np.array([each]) for each in (began_s, trip_s, payload_s))
+    weighed = payload_bytes, trip_s, payload_s
+    return Measurement(ready_s, done_s, errors, energies, began_s, *weighed)
 
 
 @pytest.mark.parametrize(("half_bytes", "level"), [(0.0, HALF), (0.5, COARSE)])
@@ -164,11 +166,12 @@ class Clock:
         self._number += 1
         if self._number < self._controller.order.steps:
             return 0.0
-        payload_s = trip_s + byte_s * self._controller.order.payload_bytes
-        was_weighed = self._controller.order.payload_bytes > 0
-        times = *zip(*self._times_s, strict=True), errors, self._began_s, trip_s, payload_s
-        self._controller.advance(measured(*times))
-        looking_s = 2 * trip_s + was_weighed * (trip_s + 2 * payload_s)
+        payload_bytes = self._controller.order.payload_bytes
+        payload_s = trip_s + byte_s * payload_bytes
+        weighed = payload_bytes, trip_s, payload_s
+        times = zip(*self._times_s, strict=True)
+        self._controller.advance(measured(*times, errors, self._began_s, *weighed))
+        looking_s = 2 * trip_s + (payload_bytes > 0) * (trip_s + 2 * payload_s)
         self._number, self._began_s = 0, np.max(done_s) + looking_s
         return looking_s
 
@@ -242,6 +245,20 @@ def test_exact_steps_are_tried_at_once_unless_an_idle_connection_needs_many_ways
     ready_s = np.array([0.0, 1.0])
     Clock(plan).tick(ready_s, ready_s + 1, np.zeros((1, 2, 4)), trip_s, byte_s=1e-9)
     assert (plan.order.rows == [[0, 0]] * MEASURED_STEPS) == is_tried
+
+
+def test_what_no_payload_has_told_is_not_tried_at_once():
+    """A training that goes on from a backup first does what the controller before had ordered."""
+    plan = controller()
+    plan.advance(measured([[0.0, 1.0]], [[1.0, 2.0]], np.zeros((1, 2, 4))))
+    assert plan.order.rows == [*COARSE_STEPS, PROBE]
+
+
+def test_of_levels_that_are_worth_as_much_the_finest_is_taken():
+    """By forecast the coarsest is better by less than a hundredth, and its error will grow."""
+    times = {0: 100.0, 1: 50.0, 2: 2.0, 3: 1.95, 4: 2.0}
+    taken = drive(controller(), lambda level, _: times[level], 0.05, 60, byte_s=1e-6)
+    assert [3, 3] in taken and taken[-9:].count([2, 2]) >= 8
 
 
 @pytest.mark.parametrize("seed", range(20))

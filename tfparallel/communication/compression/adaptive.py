@@ -44,11 +44,11 @@ class Adaptive(PowerSGD):
 
     If steps hardly wait for exact sums, all is sent exactly. Otherwise it measures in the first
     steps, for each bucket, when its gradients are ready and how long each way takes, and estimates
-    the error of each. Then it takes the ways with which a second of
-    training is worth most: the cosine between the gradient and what is sent of it, over the time of
-    a step, if a few steps show that none of the measured ways is better for all. It looks again
-    after 20 steps, then at intervals twice as long each time, and measures anew if times have
-    changed. All ranks decide alike, from the measurements of all.
+    the error of each. Then it takes the ways with which a second of training is worth most: the
+    cosine between the gradient and what is sent of it, over the time of a step, if a few steps show
+    that none of the measured ways is better for all. It looks again after 20 steps, then at
+    intervals twice as long each time, and measures anew if times have changed. All ranks decide
+    alike, from the measurements of all.
 
     Args:
         max_error: the largest relative error of what is sent that is allowed, `|m - sent| / |m|`,
@@ -271,7 +271,7 @@ class AdaptiveReducer(BucketReducer):
         tf.cond(left <= 0, ask, lambda: tf.constant(False))
 
     def _weighed(self, transport: Transport) -> list[tf.Tensor]:
-        """`[1]` each, seconds: what the smallest message takes, and what the payload takes.
+        """`[1]` each: the payload's bytes, and seconds of the smallest message and of the payload.
 
         The second of two: the first one wakes up a connection that was idle.
         """
@@ -289,12 +289,13 @@ class AdaptiveReducer(BucketReducer):
             return [times[0][tf.newaxis], times[2][tf.newaxis]]
 
         nothing = tf.zeros([1], tf.float64)
-        return tf.cond(size > 0, weigh, lambda: [nothing, nothing])
+        taken = tf.cond(size > 0, weigh, lambda: [nothing, nothing])
+        return [tf.cast(size, tf.float64)[tf.newaxis], *taken]
 
     def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
         ranks, shape = len(gathered), [MOST_ROWS, 2, self._num_buckets]
-        ends = np.cumsum([np.prod(shape), 1, 1, 1])
-        times, began, trip, payload, probed = np.split(gathered, ends, 1)
+        ends = np.cumsum([np.prod(shape), 1, 1, 1, 1])
+        times, began, size, trip, payload, probed = np.split(gathered, ends, 1)
         ready_s, done_s = np.moveaxis(times.reshape(ranks, *shape), 2, 0)
         probed = probed.reshape(ranks, self._num_buckets, -1)
         ended = np.max(done_s[:, -1], 1)
@@ -304,6 +305,7 @@ class AdaptiveReducer(BucketReducer):
             errors=probed[:, :, 1:],
             energies=probed[:, :, 0],
             began_s=np.where(began[:, 0] > 0, began[:, 0], ended),  # the first step was traced
+            payload_bytes=int(size[0, 0]),
             trip_s=trip[:, 0],
             payload_s=payload[:, 0],
         )

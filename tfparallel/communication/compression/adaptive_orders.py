@@ -52,6 +52,7 @@ class Measurement:
         errors: `[rank, bucket, level]`, if the last step was a probing one; zeros otherwise.
         energies: `[rank, bucket]`, as in `worth`, likewise.
         began_s: `[rank]`: when the order was there.
+        payload_bytes: what ranks sent one another; 0 if they did not.
         trip_s, payload_s: `[rank]`: what the smallest message and the payload took.
     """
 
@@ -60,6 +61,7 @@ class Measurement:
     errors: np.ndarray
     energies: np.ndarray
     began_s: np.ndarray
+    payload_bytes: int
     trip_s: np.ndarray
     payload_s: np.ndarray
 

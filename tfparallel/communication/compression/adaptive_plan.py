@@ -97,8 +97,8 @@ class Controller:
 
     def advance(self, measurement: Measurement) -> Order:
         """What follows the steps that were measured; the first one was `order`, as it is made."""
-        if self.order.payload_bytes:
-            self._weigh(measurement, self.order.payload_bytes)
+        if measurement.payload_bytes:  # none where a backup has the order of another controller
+            self._weigh(measurement)
         order = self._life.send(measurement)
         self.order = order._replace(payload_bytes=self._payload_bytes)
         self._steps += order.steps
@@ -155,13 +155,13 @@ class Controller:
         self._errors = np.max(measurement.errors, 0)
         self._energies = np.max(measurement.energies, 0)
 
-    def _weigh(self, measurement: Measurement, payload_bytes: int) -> None:
+    def _weigh(self, measurement: Measurement) -> None:
         """Takes from a payload what a byte of a sum takes at least, and exact sums if idle before.
 
         A connection that was idle starts slowly, and takes one way more for each time that it
         doubles its speed: of two payloads the second tells what bytes take.
         """
-        self._trip_s = float(np.min(measurement.trip_s))
+        payload_bytes, self._trip_s = measurement.payload_bytes, float(np.min(measurement.trip_s))
         bytes_s = max(0.0, float(np.min(measurement.payload_s)) - self._trip_s)
         # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
         of_a_sum = 2 / len(measurement.trip_s)
