@@ -28,6 +28,12 @@ def set_masks(tensors: Sequence, like: Sequence, masks: Sequence) -> None:
             set_keras_mask(tensor, next(rest))
 
 
+def as_often_as(like: Sequence, tensors: Sequence) -> list:
+    """These `tensors`, the same object in several places where `like` has one in them."""
+    first = dict(zip(map(id, reversed(like)), reversed(tensors), strict=True))
+    return [first[id(x)] for x in like]
+
+
 def present(masks: Sequence) -> list:
     """Those that are not None."""
     return [mask for mask in masks if mask is not None]

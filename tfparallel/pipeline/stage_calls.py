@@ -14,7 +14,14 @@ import tensorflow as tf
 from tfparallel.internals import get_keras_mask
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.flat_tensors import filled, flat_tensors, present, set_masks, split_at
+from tfparallel.pipeline.flat_tensors import (
+    as_often_as,
+    filled,
+    flat_tensors,
+    present,
+    set_masks,
+    split_at,
+)
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
@@ -115,12 +122,14 @@ class StageCalls:
             state, own_place = split_at(list(rest), len(given))
             own_inputs, own_masks = filled(inputs, flat), flat[len(flat_inputs) :]
             set_masks(own_inputs, masks, own_masks)
+            own_inputs = as_often_as(inputs, own_inputs)
             apart = self._changes.in_function(flat, given, state)
             draws = self._draws(own_place, key[:2])
             with self._in_part(), draws, self._deferred.collected() as statistics, apart as noted:
                 outputs, losses = losses_apart(function, layers, own_inputs)
             owners = [layer for layer, _ in losses]
-            result = TracedResult(outputs, owners, [v for v, _ in statistics], noted)
+            deferred = [v for v, _ in statistics]
+            result = TracedResult(own_inputs, outputs, owners, deferred, noted)
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
             values = flat_tensors(result.tensors)
@@ -144,10 +153,15 @@ class StageCalls:
                 raise
             self._of_all_rows.add(name)
             return self._call_as_it_is(stage, key, layers, function, inputs)
-        return self._handed_out(self._results[key], flat, microbatch, layers)
+        return self._handed_out(self._results[key], inputs, flat, microbatch, layers)
 
     def _handed_out(
-        self, result: TracedResult, flat: Sequence, microbatch: int, layers: Sequence
+        self,
+        result: TracedResult,
+        inputs: Sequence,
+        flat: Sequence,
+        microbatch: int,
+        layers: Sequence,
     ) -> object:
         """What the function returned; what else it carried out goes where it belongs."""
         flat, left = split_at(flat, len(flat) - result.num_left)
@@ -157,7 +171,7 @@ class StageCalls:
         self._changes.add(result.changed, values, layers)
         flat, values = split_at(flat, len(flat) - len(result.statistics))
         self._deferred.add(microbatch, result.statistics, values)
-        return result.filled(flat)
+        return result.filled(inputs, flat)
 
     def _call_as_it_is(
         self, stage: int, key: tuple, layers: Sequence, function: Callable, inputs: list

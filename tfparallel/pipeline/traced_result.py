@@ -5,31 +5,51 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
-from tfparallel.internals import get_keras_mask
+from tfparallel.internals import get_keras_mask, set_keras_mask
 from tfparallel.internals.keras_layers import (
     add_loss_again,
     added_losses,
     drop_added_losses,
     layers_of,
 )
-from tfparallel.pipeline.flat_tensors import TENSORS, filled, flat_tensors, present, set_masks
+from tfparallel.pipeline.flat_tensors import (
+    TENSORS,
+    as_often_as,
+    filled,
+    flat_tensors,
+    present,
+    set_masks,
+)
 from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 
 
 class TracedResult:
     """What a traced function returns: the tensors in it, their masks, and the losses added.
 
+    A tensor that it returns as it came, as Dropout does in `evaluate`, stays one tensor, and masks
+    that it took from its inputs are gone: Keras's MultiHeadAttention takes that of its query, so
+    that another layer that takes the same tensor later sees none.
+
     Attributes:
         statistics: the variables that were to be assigned, had that not been deferred.
         changed: what was to be assigned otherwise.
     """
 
-    def __init__(self, outputs: object, loss_owners: list, statistics: list, noted: Noted):
+    def __init__(
+        self,
+        inputs: Sequence,
+        outputs: object,
+        loss_owners: list,
+        statistics: list,
+        noted: Noted,
+    ):
         self._structure, self._loss_owners = outputs, loss_owners
         self.statistics, self.changed, self._calls = statistics, noted.changed, noted.calls
+        self._unmasked = [i for i, x in enumerate(inputs) if get_keras_mask(x) is None]
         self._leaves = keras.tree.flatten(outputs)
         self._at = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TENSORS)]
         self.tensors = [self._leaves[i] for i in self._at]
+        self._own_inputs = list(inputs)
         self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
         self.masks = present(self._all_masks)
 
@@ -44,11 +64,16 @@ class TracedResult:
         for call, left in self._calls:
             yield call, list(itertools.islice(tensors, len(left)))
 
-    def filled(self, flat: Sequence) -> object:
-        """The same nest of other tensors: `flat` holds tensors, masks and losses in order."""
+    def filled(self, inputs: Sequence, flat: Sequence) -> object:
+        """The same nest, of a call with `inputs`: `flat` holds tensors, masks and losses."""
         leaves, tensors = list(self._leaves), filled(self.tensors, flat)
         rest = flat[len(flat_tensors(self.tensors)) :]
         set_masks(tensors, self._all_masks, rest)
+        for i in self._unmasked:
+            if get_keras_mask(inputs[i]) is not None:
+                set_keras_mask(inputs[i], None)
+        own = [*self._own_inputs, *self.tensors]
+        tensors = as_often_as(own, [*inputs, *tensors])[len(inputs) :]
         for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
         for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):

@@ -166,10 +166,17 @@ class StepSegments:
             self._thread.inside = before
 
     def _told(self, outputs: object, number: int) -> tf.Tensor:
-        """`outputs`, whose gradients tell that the backward pass of a segment begins."""
+        """`outputs`, whose gradients tell that the backward pass of a segment begins.
+
+        What came in and goes out as it is stays one tensor: a layer that takes its mask does so in
+        both places.
+        """
+        own_inputs = self._own[number][0].inputs
 
         def told(value: object) -> tf.Tensor:
             if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+                return value
+            if any(value is each for each in own_inputs):
                 return value
             with record.stop_recording():
                 copy = tf.identity(value)
