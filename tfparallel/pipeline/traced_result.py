@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
-from tfparallel.internals import get_keras_mask, set_keras_mask
+from tfparallel.internals import get_keras_mask, record, set_keras_mask
 from tfparallel.internals.keras_layers import (
     add_loss_again,
     added_losses,
@@ -26,9 +26,10 @@ from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 class TracedResult:
     """What a traced function returns: the tensors in it, their masks, and the losses added.
 
-    A tensor that it returns as it came, as Dropout does in `evaluate`, stays one tensor, and masks
-    that it took from its inputs are gone: Keras's MultiHeadAttention takes that of its query, so
-    that another layer that takes the same tensor later sees none.
+    Masks that it took from its inputs are gone: Keras's MultiHeadAttention takes that of its query,
+    so that another layer that takes the same tensor later sees none. And what it returns as it came,
+    as Dropout does in `evaluate`, stays one tensor. (Not while gradients are recorded: an update
+    must not go ahead of a layer that checks its input and returns it.)
 
     Attributes:
         statistics: the variables that were to be assigned, had that not been deferred.
@@ -72,8 +73,9 @@ class TracedResult:
         for i in self._unmasked:
             if get_keras_mask(inputs[i]) is not None:
                 set_keras_mask(inputs[i], None)
-        own = [*self._own_inputs, *self.tensors]
-        tensors = as_often_as(own, [*inputs, *tensors])[len(inputs) :]
+        if not record.could_possibly_record():
+            own = [*self._own_inputs, *self.tensors]
+            tensors = as_often_as(own, [*inputs, *tensors])[len(inputs) :]
         for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
         for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):
