@@ -22,7 +22,7 @@ HOW = (
 # What `testUnsaveable` says where replicas update without merging, under TensorFlow's strategies,
 # too. tests/replicas/test_extended.py asks ours what it asks.
 SKIPPED = re.compile(r"\[ +SKIPPED +\] (\S*testUnsaveable\S*) - Unsupported combination")
-PASSED = re.compile(r"\[ +OK +\] (\S+)")
+PASSED = re.compile(r"\[ +OK +\] ([^\s\[]+)")  # another process may go on in the same line
 
 
 def told(file: Path, log: Path, environment: dict[str, str]) -> str:
