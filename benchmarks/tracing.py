@@ -8,7 +8,7 @@ MirroredStrategy of two replicas) three numbers: the seconds of processor time t
 from the first operation of a graph to the last, tracing; on all of the first step of `fit`, which
 TensorFlow's optimiser is part of, less a second one of the same shapes; and the operations that it
 makes, in thousands, which no other process slows down. In brackets, times those without a strategy.
-Four images, each measurement in a process of its own, in turns; medians of the rounds. Of several
+Six images, each measurement in a process of its own, in turns; medians of the rounds. Of several
 workers, rank 0's. A pipeline refuses synchronised BatchNorm.
 """
 
@@ -31,7 +31,7 @@ MODELS = ("MobileNetV2", "EfficientNetB0", "DenseNet121", "ResNet50", "ConvNeXtT
 NO_STRATEGY = "reference"
 STOCK = "stock"  # TensorFlow's MirroredStrategy of two replicas, which does not synchronise here
 PLAIN, SYNCHRONISED = "plain", "synchronised"
-SIDE, IMAGES = 32, 4
+SIDE, IMAGES = 32, 6  # the three microbatches of the pipelines have as many rows
 
 
 def main() -> None:
