@@ -61,6 +61,7 @@ GAVE = {"embedding": 0, "drop": 0, "attention": 1, "join": 2, "head_0": 2}
     [
         (of_what_the_attention_took, lambda: pipeline(**TOOK)),
         (of_what_the_attention_took, lambda: pipeline(**{**TOOK, "norm": 1, "hidden": 2})),
+        (of_what_the_attention_took, lambda: pipeline(**{**TOOK, "join": 0})),  # runs before it
         (of_what_the_attention_took, computed_again),
         (of_what_dropout_gave, lambda: pipeline(**GAVE)),
         (of_what_dropout_gave, lambda: pipeline(**{**GAVE, "drop": 1})),

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfparallel.internals import Functional
 from tfparallel.internals.keras_layers import operation_of_node, outputs_structure
 from tfparallel.pipeline.graph_groups import Item, group_items
+from tfparallel.pipeline.masks import takes_masks, without_masks
 from tfparallel.pipeline.parts import Calls, Member, is_opened, members
 from tfparallel.pipeline.places import Places
 from tfparallel.pipeline.stage_calls import StageCalls
@@ -29,6 +30,7 @@ class StagedGraph:
     def __init__(self, graph: Functional, model: keras.Model, places: Places, calls: StageCalls):
         self._graph, self._places, self._calls = graph, places, calls
         self._members = members(model)
+        self._without_masks = _without_masks(self._members)
         self._groups: dict[Calls, list[NodeGroup]] = {}
         self._gathering: set[int] = set()  # members that need the rows of all microbatches
 
@@ -125,7 +127,11 @@ class StagedGraph:
             operation = operation_of_node(self._graph, member.node)
             operation = operation if operation_fn is None else operation_fn(operation)
             try:
-                with self._calls.entered(member.within(around)), self._named(member, around):
+                with (
+                    self._calls.entered(member.within(around)),
+                    self._named(member, around),
+                    without_masks(tensors[key] for key in self._without_masks[i]),
+                ):
                     outputs = keras.tree.flatten(operation(*args, **kwargs))
             except RowsNeededInFunctionError:
                 self._gathering.add(i)
@@ -137,6 +143,20 @@ class StagedGraph:
             return contextlib.nullcontext()
         part, stage = self._places.find(member.operation, member.key(around))
         return self._calls.traced(stage, part.name)
+
+
+def _without_masks(members: Sequence[Member]) -> list[set[Hashable]]:
+    """For each member, tensors that it takes and of which a member before it took the mask.
+
+    In a group of nodes it may run before that one.
+    """
+    taken: set[Hashable] = set()
+    found = []
+    for member in members:
+        takes = {id(x) for x in member.node.input_tensors} if member.node else set()
+        found.append(taken & takes)
+        taken |= takes if takes_masks(member.operation) else set()
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 class TracedResult:
     """What a traced function returns: the tensors in it, their masks, and the losses added.
 
-    Masks that it took from its inputs are gone: Keras's MultiHeadAttention takes that of its query,
-    so that another layer that takes the same tensor later sees none. And what it returns as it came,
-    as Dropout does in `evaluate`, stays one tensor. (Not while gradients are recorded: an update
-    must not go ahead of a layer that checks its input and returns it.)
+    Masks that it took from its inputs are gone there, too: `masks.py`. What it returns as it came,
+    as Dropout does in `evaluate`, stays one tensor; not while gradients are recorded, for an update
+    must not go ahead of a layer that checks its input and returns it.
 
     Attributes:
         statistics: the variables that were to be assigned, had that not been deferred.
