@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.internals import set_keras_mask
+from tfparallel.internals.logits import Origin, with_origin
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
 
@@ -26,6 +27,13 @@ def set_masks(tensors: Sequence, like: Sequence, masks: Sequence) -> None:
     for tensor, mask in zip(tensors, like, strict=True):
         if mask is not None:
             set_keras_mask(tensor, next(rest))
+
+
+def with_origins(tensors: Sequence, origins: Sequence[Origin | None], logits: Sequence) -> list:
+    """These, of which those with an origin get the next of `logits`."""
+    rest = iter(logits)
+    pairs = zip(tensors, origins, strict=True)
+    return [x if origin is None else with_origin(x, origin, next(rest)) for x, origin in pairs]
 
 
 def as_often_as(like: Sequence, tensors: Sequence) -> list:

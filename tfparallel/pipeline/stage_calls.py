@@ -21,7 +21,9 @@ from tfparallel.pipeline.flat_tensors import (
     present,
     set_masks,
     split_at,
+    with_origins,
 )
+from tfparallel.pipeline.known_logits import origins_for
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
@@ -110,17 +112,21 @@ class StageCalls:
         counts = vars(self._thread).setdefault("counts", collections.Counter())
         counts[name] += 1
         masks = [get_keras_mask(x) for x in inputs]
+        origins = origins_for(layers, inputs)
         given = self._changes.needed_by(layers)
         assigned = tuple(id(change.variable) for change in given)
-        key = (name, counts[name], tuple(mask is not None for mask in masks), assigned)
+        has_mask = tuple(mask is not None for mask in masks)
+        made_by = tuple(origin and (origin.operation,) for origin in origins)
+        key = (name, counts[name], has_mask, made_by, assigned)
 
         flat_inputs = flat_tensors(inputs)
-        arguments = [*flat_inputs, *present(masks)]
+        arguments = [*flat_inputs, *present(masks), *(x for x, _ in present(origins))]
 
         def flat_function(*flat: tf.Tensor) -> list:
             flat, rest = flat[: len(arguments)], flat[len(arguments) :]
             state, own_place = split_at(list(rest), len(given))
-            own_inputs, own_masks = filled(inputs, flat), flat[len(flat_inputs) :]
+            own_masks, own_logits = split_at(flat[len(flat_inputs) :], sum(has_mask))
+            own_inputs = with_origins(filled(inputs, flat), origins, own_logits)
             set_masks(own_inputs, masks, own_masks)
             own_inputs = as_often_as(inputs, own_inputs)
             apart = self._changes.in_function(flat, given, state)
@@ -133,7 +139,8 @@ class StageCalls:
             self._results[key] = result
             # Identities: TensorFlow would hand back an input that is returned, and its mask.
             values = flat_tensors(result.tensors)
-            tensors = [*values, *result.masks, *(x for _, x in [*losses, *statistics])]
+            tensors = [*values, *result.masks, *result.logits]
+            tensors += [x for _, x in [*losses, *statistics]]
             tensors += [change.value for change in noted.changed]
             tensors += [tensor for _, left in noted.calls for tensor in left]
             return [tf.identity(tensor) for tensor in tensors]

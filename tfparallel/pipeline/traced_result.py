@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, record, set_keras_mask
 from tfparallel.internals.keras_layers import (
@@ -12,6 +13,7 @@ from tfparallel.internals.keras_layers import (
     drop_added_losses,
     layers_of,
 )
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.pipeline.flat_tensors import (
     TENSORS,
     as_often_as,
@@ -19,6 +21,7 @@ from tfparallel.pipeline.flat_tensors import (
     flat_tensors,
     present,
     set_masks,
+    split_at,
 )
 from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 
@@ -52,6 +55,16 @@ class TracedResult:
         self._own_inputs = list(inputs)
         self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
         self.masks = present(self._all_masks)
+        made = [self._input(tensor) is None for tensor in self.tensors]
+        self._origins = [
+            origin_of(x) if is_made else None for x, is_made in zip(self.tensors, made)
+        ]
+        logits = [origin.logits for origin in present(self._origins)]
+        self.logits = [x for x in logits if self._input(x) is None]
+
+    def _input(self, tensor: tf.Tensor) -> int | None:
+        """Which of the inputs it is, if it is one."""
+        return next((i for i, x in enumerate(self._own_inputs) if x is tensor), None)
 
     @property
     def num_left(self) -> int:
@@ -68,7 +81,10 @@ class TracedResult:
         """The same nest, of a call with `inputs`: `flat` holds tensors, masks and losses."""
         leaves, tensors = list(self._leaves), filled(self.tensors, flat)
         rest = flat[len(flat_tensors(self.tensors)) :]
-        set_masks(tensors, self._all_masks, rest)
+        masks, rest = split_at(rest, len(self.masks))
+        logits, losses = split_at(rest, len(self.logits))
+        tensors = self._with_origins(inputs, tensors, logits)
+        set_masks(tensors, self._all_masks, masks)
         for i in self._unmasked:
             if get_keras_mask(inputs[i]) is not None:
                 set_keras_mask(inputs[i], None)
@@ -77,9 +93,23 @@ class TracedResult:
             tensors = as_often_as(own, [*inputs, *tensors])[len(inputs) :]
         for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
-        for layer, loss in zip(self._loss_owners, rest[len(self.masks) :], strict=True):
+        for layer, loss in zip(self._loss_owners, losses, strict=True):
             add_loss_again(layer, loss)
         return keras.tree.pack_sequence_as(self._structure, leaves)
+
+    def _with_origins(self, inputs: Sequence, tensors: Sequence, logits: Sequence) -> list:
+        """`tensors` that know the logits that they were made of: returned, or among the inputs."""
+        returned, found = iter(logits), []
+        for own, origin, tensor in zip(self.tensors, self._origins, tensors, strict=True):
+            place = self._input(own)
+            if place is not None:
+                origin = origin_of(inputs[place])
+                found.append(with_origin(tensor, origin, origin and origin.logits))
+                continue
+            place = None if origin is None else self._input(origin.logits)
+            own_logits = inputs[place] if place is not None else origin and next(returned)
+            found.append(with_origin(tensor, origin, own_logits))
+        return found
 
 
 def losses_apart(function: Callable, layers: Sequence, inputs: list) -> tuple[object, list[tuple]]:

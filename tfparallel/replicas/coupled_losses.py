@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib, get_keras_mask, set_keras_mask
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.replicas.all_rows import own_rows_live
 from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
@@ -45,19 +46,24 @@ def loss_of_whole_batch(loss: Any) -> Callable:
 
 
 def rows_of_all(step: ReplicaStep, *arguments: Any) -> tuple:
-    """`arguments`, nests of tensors and None, of the rows of all replicas; with their Keras masks.
+    """`arguments`, nests of tensors and None, of the rows of all replicas.
 
-    For a computation that all replicas do alike.
+    They have their Keras masks, and losses find the logits of probabilities. For a computation that
+    all replicas do alike.
     """
     flat = keras.tree.flatten(arguments)
-    tensors = [leaf for leaf in flat if leaf is not None]
-    masks = [get_keras_mask(tensor) for tensor in tensors]
-    present = [mask for mask in masks if mask is not None]
-    gathered = own_rows_live([*map(tf.convert_to_tensor, tensors), *present], step)
-    own, own_masks = iter(gathered[: len(tensors)]), iter(gathered[len(tensors) :])
-    for tensor, mask in zip(gathered, masks, strict=False):
+    tensors = [tf.convert_to_tensor(leaf) for leaf in flat if leaf is not None]
+    origins, masks = [origin_of(x) for x in tensors], [get_keras_mask(x) for x in tensors]
+    others = [origin.logits for origin in origins if origin is not None]
+    others += [mask for mask in masks if mask is not None]
+    gathered = own_rows_live([*tensors, *others], step)
+    rest = iter(gathered[len(tensors) :])
+    pairs = zip(gathered, origins, strict=False)
+    every = [with_origin(x, origin, origin and next(rest)) for x, origin in pairs]
+    for tensor, mask in zip(every, masks, strict=True):
         if mask is not None:
-            set_keras_mask(tensor, next(own_masks))
+            set_keras_mask(tensor, next(rest))
+    own = iter(every)
     filled = [None if leaf is None else next(own) for leaf in flat]
     return tuple(keras.tree.pack_sequence_as(arguments, filled))
 

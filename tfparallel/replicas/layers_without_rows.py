@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.replicas.local_replicas import LocalReplicas
 
 _LAYERS = (
@@ -80,7 +81,13 @@ def _call(call: Callable, inputs: object, *args: object, **kwargs: object) -> ob
         return call(inputs, *args, **kwargs)
     rows = tf.shape(inputs)[0]
     outputs = call(_at_least_one_row(inputs, rows), *args, **kwargs)
-    return keras.tree.map_structure(lambda y: _first_rows(y, rows, inputs.shape[0]), outputs)
+
+    def own_part(output: tf.Tensor) -> tf.Tensor:
+        origin = origin_of(output)
+        logits = None if origin is None else own_part(origin.logits)
+        return with_origin(_first_rows(output, rows, inputs.shape[0]), origin, logits)
+
+    return keras.tree.map_structure(own_part, outputs)
 
 
 def _at_least_one_row(inputs: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

@@ -37,6 +37,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, kept_losses, layers_of, own_state
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.replicas.all_rows import rows_and_place
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.local_copies import copies_here
@@ -167,10 +168,12 @@ def _of_all_rows(
     def own_part(output: tf.Tensor, are_rows: bool) -> object:
         if not are_rows:
             return output
+        origin = origin_of(output)
+        logits = None if origin is None else own_part(origin.logits, are_rows)
         times = tf.math.floordiv(tf.shape(output)[0], tf.maximum(total, 1))
         part = output[start * times : (start + count) * times]
         rows = own[0].shape[0] if output.shape[0] == every[0].shape[0] else None
-        return tf.ensure_shape(part, [rows, *output.shape[1:]])
+        return with_origin(tf.ensure_shape(part, [rows, *output.shape[1:]]), origin, logits)
 
     flat = keras.tree.flatten(outputs)
     are_rows = found.are_rows or [_has_as_many(x, every[0]) for x in flat]

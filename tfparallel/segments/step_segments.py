@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfparallel.internals import record
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.internals.hooks import shadowed, wrapped
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.segments.segment import Segment, computed_between, rewire
 from tfparallel.segments.tensor_notes import carry_notes
 
@@ -140,6 +141,8 @@ class StepSegments:
         ):
             outputs = original(*args, **kwargs)
         flat = [y for y in keras.tree.flatten(outputs) if isinstance(y, tf.Tensor)]
+        origins = [origin for y in flat if (origin := origin_of(y)) is not None]
+        flat += [x for x, _ in origins if not any(x is each for each in inputs)]
         if recomputes is not None and recomputes(outputs):
             segment.recomputes = computed_between(
                 self._graph, begin, flat, is_stateful, self._own_devices()
@@ -178,6 +181,8 @@ class StepSegments:
                 return value
             if any(value is each for each in own_inputs):
                 return value
+            origin = origin_of(value)
+            logits = None if origin is None else told(origin.logits)
             with record.stop_recording():
                 copy = tf.identity(value)
             own = self._own
@@ -188,6 +193,7 @@ class StepSegments:
                 return [gradient]
 
             record.record_operation("Segment", [copy], [value], backward)
+            copy = with_origin(copy, origin, logits)
             carry_notes(value, copy)
             return copy
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.layer_rules import computes_in_parts
 
@@ -62,7 +63,9 @@ def call_on_device(device: str, function: Callable, args: tuple, kwargs: dict) -
     sources = [*(own[i] for i in watched), *handles]
     flat = keras.tree.flatten(outputs)
     floating = [i for i, x in enumerate(flat) if tf.is_tensor(x) and x.dtype.is_floating]
+    origins = [origin_of(flat[i]) for i in floating]
     targets = [flat[i] for i in floating]
+    targets += [origin.logits for origin in origins if origin is not None]
     with record.stop_recording(), tf.device(device):
         results = [tf.identity(x) for x in targets]
 
@@ -73,8 +76,9 @@ def call_on_device(device: str, function: Callable, args: tuple, kwargs: dict) -
     record.record_operation(
         "CallOnDevice", results, [*(given[i] for i in watched), *handles], backward
     )
-    for i, result in zip(floating, results, strict=True):
-        flat[i] = result
+    logits = iter(results[len(floating) :])
+    for i, result, origin in zip(floating, results, origins, strict=False):
+        flat[i] = with_origin(result, origin, origin and next(logits))
     return keras.tree.pack_sequence_as(outputs, flat)
 
 

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
+from tfparallel.internals.logits import origin_of, with_origin
 from tfparallel.replicas.coupled_losses import share_of, sum_of_weights, weighed
 from tfparallel.replicas.loss_kinds import copy_with_call, kind_of_loss
 from tfparallel.tpu.padded_step import PaddedStep, padded_step
@@ -52,15 +53,18 @@ def by_row(function: Callable, *arguments: object) -> tf.Tensor:
     """`[rows]`: what a function of nests of tensors `[rows, ...]` and None gives for each row."""
     flat = keras.tree.flatten(arguments)
     at = [i for i, leaf in enumerate(flat) if leaf is not None]
+    origins = [origin_of(flat[i]) for i in at]
+    logits = [origin.logits for origin in origins if origin is not None]
 
     def of_row(rows: list) -> tf.Tensor:
-        filled = list(flat)
-        for i, row in zip(at, rows, strict=True):
-            filled[i] = row[tf.newaxis]
+        filled, own_logits = list(flat), iter(rows[len(at) :])
+        for i, row, origin in zip(at, rows, origins, strict=False):
+            of_row = origin and next(own_logits)[tf.newaxis]
+            filled[i] = with_origin(row[tf.newaxis], origin, of_row)
         value = function(*keras.tree.pack_sequence_as(arguments, filled))
         return tf.reshape(tf.convert_to_tensor(value), [])
 
-    return tf.vectorized_map(of_row, [tf.convert_to_tensor(flat[i]) for i in at])
+    return tf.vectorized_map(of_row, [*(tf.convert_to_tensor(flat[i]) for i in at), *logits])
 
 
 def _of_rows(

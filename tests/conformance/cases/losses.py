@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_ROWS
+from tests.helpers import ODD_ROWS, tiny_data
 
 
 def _options(reduction: str) -> dict:
@@ -129,6 +129,35 @@ def function_as_loss(run: Run):
         return {"loss": lambda y, p: keras.ops.mean(keras.ops.square(y - p), axis=-1)}
 
     return run.train("values", compile_options=options).results()
+
+
+@case(core=True, atol=1e-4)
+def sure_probabilities(run: Run):
+    """Keras computes a cross entropy from the logits of what softmax or sigmoid gives.
+
+    Of the probability alone, which is 0 in float32, there would be no gradient.
+    """
+
+    def build():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        steep = keras.initializers.RandomNormal(stddev=40.0, seed=3)
+        dense = keras.layers.Dense(3, "softmax", kernel_initializer=steep, name="softmax")
+        logits = keras.layers.Dense(1, kernel_initializer=steep)(hidden)
+        sigmoid = keras.layers.Activation("sigmoid", name="sigmoid")(logits)
+        return keras.Model(inputs, {"softmax": dense(hidden), "sigmoid": sigmoid})
+
+    def options():
+        losses = {"softmax": "sparse_categorical_crossentropy", "sigmoid": "binary_crossentropy"}
+        return {"loss": losses, "weighted_metrics": dict(losses)}
+
+    def data(rows):
+        x, y = tiny_data(rows)
+        return x, {"softmax": y, "sigmoid": (y % 2)[:, None]}
+
+    training = run.train(build=build, compile_options=options, data=data)
+    evaluated = training.model.evaluate(*data(ODD_ROWS), batch_size=5, verbose=0)
+    return {**training.results(), "evaluated": np.asarray(evaluated)}
 
 
 @case()
