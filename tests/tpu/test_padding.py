@@ -94,6 +94,25 @@ def softmax_model():
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
 
 
+def sure_model():
+    """Of probabilities that are 0 and 1, of which a loss needs the logits."""
+    steep = keras.initializers.RandomNormal(stddev=60.0, seed=3)
+    dense = keras.layers.Dense(3, "softmax", kernel_initializer=steep)
+    return keras.Sequential([keras.Input((6,)), dense])
+
+
+def mean_cross_entropy(y_true, y_pred):
+    return keras.ops.mean(keras.losses.categorical_crossentropy(y_true, y_pred))
+
+
+def sure_options(loss):
+    return lambda: {
+        "loss": loss,
+        "metrics": [mean_cross_entropy],
+        "weighted_metrics": ["categorical_crossentropy"],
+    }
+
+
 def tokens(rows):
     """`[rows, 5]` tokens, of which 0 is masked, and a class for each of them, -1 for none."""
     rng = np.random.default_rng(0)
@@ -244,6 +263,16 @@ CASES = {
     "batch_norm": {"build": convolutions(True)},
     "layer_of_a_user": {"build": with_block},
     "function_of_a_mean": {"compile_options": functions(mean_of_batch), "data": one_hot},
+    "sure": {
+        "build": sure_model,
+        "compile_options": sure_options("categorical_crossentropy"),
+        "data": one_hot,
+    },
+    "function_of_sure": {
+        "build": sure_model,
+        "compile_options": sure_options(mean_cross_entropy),
+        "data": one_hot,
+    },
     "function_of_a_sum": {"compile_options": functions(sum_of_batch), "data": one_hot},
 }
 ROWS, BATCH = 4 * 3 + 2, 4
