@@ -14,6 +14,7 @@ from keras import layers, ops
 
 import tfparallel
 from tests.helpers import assert_same_training, cpu_mesh_of, numbered
+from tests.tensor_parallel.layouts import LayoutOfImages, cpu_mesh
 
 pytestmark = pytest.mark.turns
 
@@ -68,6 +69,24 @@ def convolution():
     return keras.Model(inputs, x)
 
 
+def in_parts():
+    inputs, x = hidden()
+    return keras.Model(inputs, steep(CLASSES, "sigmoid", name="steep")(x))
+
+
+def in_an_activation_in_parts():
+    inputs, x = hidden()
+    return keras.Model(inputs, layers.Activation("sigmoid")(steep(CLASSES, name="steep")(x)))
+
+
+def image_in_parts():
+    inputs = keras.Input((4,))
+    x = layers.Reshape((4, 1, 1))(inputs)
+    kernel = keras.initializers.RandomNormal(stddev=60.0, seed=3)
+    options = {"activation": "sigmoid", "kernel_initializer": kernel}
+    return keras.Model(inputs, layers.Conv2D(1, 3, padding="same", **options)(x))
+
+
 class LossLayer(layers.Layer):
     def call(self, probabilities, y):
         self.add_loss(ops.mean(keras.losses.categorical_crossentropy(y, probabilities)))
@@ -107,6 +126,12 @@ def of_all_rows(y_true, y_pred):
     return ops.sum(values) / (1.0 + ops.sum(y_true[:, 0]))
 
 
+def by_columns():
+    layout = keras.distribution.LayoutMap(cpu_mesh(1, 2))
+    layout["steep/kernel"] = (None, "model")
+    return layout
+
+
 CROSS_ENTROPY = "categorical_crossentropy"
 PIPELINE = "pipeline"
 STRATEGIES = {
@@ -122,6 +147,8 @@ STRATEGIES = {
     "layer of its own": lambda: tfparallel.PipelineStrategy(
         CPUS, 2, partition=[["hidden"], ["softmax"], ["loss"]]
     ),
+    "columns": lambda: tfparallel.TensorParallelStrategy(by_columns()),
+    "rows of the image": lambda: tfparallel.TensorParallelStrategy(LayoutOfImages(cpu_mesh(1, 2))),
     "branches": lambda: tfparallel.TensorParallelStrategy(
         "branches", device_mesh=cpu_mesh_of(batch=1, model=2)
     ),
@@ -136,6 +163,8 @@ def trained(build, loss, strategy) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     x = 3 * rng.normal(size=(ROWS, 4)).astype("float32")
     y = np.eye(CLASSES, dtype="float32")[rng.integers(0, CLASSES, ROWS)]
+    if model.output_shape[-1] == 1:
+        y = rng.integers(0, 2, (ROWS, 4)).astype("float32")
     y = y.reshape([ROWS, *model.output_shape[1:]]) if len(model.inputs) == 1 else y
     data = {"x": x, "y": y}
     if len(model.inputs) > 1:
@@ -169,6 +198,9 @@ def trained(build, loss, strategy) -> dict[str, np.ndarray]:
         ("mirrored", softmax_of_tensorflow, of_all_rows),
         ("mirrored", convolution, "binary_crossentropy"),
         ("branches", softmax_of_tensorflow, CROSS_ENTROPY),
+        ("columns", in_parts, "binary_crossentropy"),
+        ("columns", in_an_activation_in_parts, "binary_crossentropy"),
+        ("rows of the image", image_in_parts, "binary_crossentropy"),
     ],
 )
 def test_losses_find_the_logits(strategy, build, loss):

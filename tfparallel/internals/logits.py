@@ -28,16 +28,21 @@ class Origin(NamedTuple):
 
 def origin_of(tensor: object) -> Origin | None:
     """What losses would compute from; None where that is `tensor` itself."""
-    if not isinstance(tensor, tf.Tensor):
-        return None
-    logits = getattr(tensor, _ATTRIBUTE, None)
-    if not tf.is_symbolic_tensor(tensor):
-        return None if logits is None else Origin(logits, None)
-    if logits is not None:
-        return Origin(logits, None) if logits.graph is tensor.graph else None
-    if tensor.op.type in _OPERATIONS:
+    noted = noted_origin_of(tensor)
+    if noted is not None or not isinstance(tensor, tf.Tensor):
+        return noted
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type in _OPERATIONS:
         return Origin(tensor.op.inputs[0], tensor.op.type)
     return None
+
+
+def noted_origin_of(tensor: object) -> Origin | None:
+    """As `origin_of`, where Keras's functions have made it."""
+    logits = getattr(tensor, _ATTRIBUTE, None)
+    if logits is None or not isinstance(tensor, tf.Tensor):
+        return None
+    is_elsewhere = tf.is_symbolic_tensor(tensor) and logits.graph is not tensor.graph
+    return None if is_elsewhere else Origin(logits, None)
 
 
 def with_origin(copy: tf.Tensor, origin: Origin | None, logits: tf.Tensor | None) -> tf.Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.internals.logits import noted_origin_of, with_origin
 from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows
@@ -69,7 +70,11 @@ def joined_as(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
         whole = put_together(parts, rows)
     setattr(whole, PARTS, (rows, parts))
     record.record_operation("Join", [whole], parts, lambda gradient: parts_of(gradient, rows))
-    return whole
+    origins = [noted_origin_of(part) for part in parts]
+    logits = [origin.logits for origin in origins if origin is not None]
+    if len(logits) < len(parts):
+        return whole
+    return with_origin(whole, origins[0], joined_as(logits, rows))
 
 
 def parts_of(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
@@ -107,12 +112,17 @@ def on_device(device: str, function: Callable, *inputs: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape(persistent=True) as tape:
             tape.watch([copies[i] for i in floating])
             output = function(*copies)
-        with record.stop_recording():
-            result = tf.identity(output)
 
-    def backward(gradient: tf.Tensor) -> list:
-        with tf.device(device):
-            return tape.gradient(output, [copies[i] for i in floating], gradient)
+    def told(target: tf.Tensor) -> tf.Tensor:
+        with tf.device(device), record.stop_recording():
+            result = tf.identity(target)
 
-    record.record_operation("OnDevice", [result], [inputs[i] for i in floating], backward)
-    return result
+        def backward(gradient: tf.Tensor) -> list:
+            with tf.device(device):
+                return tape.gradient(target, [copies[i] for i in floating], gradient)
+
+        record.record_operation("OnDevice", [result], [inputs[i] for i in floating], backward)
+        return result
+
+    origin = noted_origin_of(output)
+    return with_origin(told(output), origin, None if origin is None else told(origin.logits))

@@ -131,7 +131,7 @@ def function_as_loss(run: Run):
     return run.train("values", compile_options=options).results()
 
 
-@case(core=True, atol=1e-4)
+@case(atol=1e-4)
 def sure_probabilities(run: Run):
     """Keras computes a cross entropy from the logits of what softmax or sigmoid gives.
 
