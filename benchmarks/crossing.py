@@ -9,7 +9,7 @@ that device. Of one that TensorFlow inlines, both go straight to who takes it. T
 
 import collections
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -68,7 +68,7 @@ def copies_by_link(graph: Any, rows: int, home: str) -> dict[tuple[str, str], in
 
 def _sent(graph: Any, rows: int, home: str) -> dict[tuple[Made, str], int]:
     counter = _Counter(rows)
-    counter.walk(_Body(graph, {}, (), home))
+    counter.walk(_Body(graph, {}, (), home, graph.outputs))
     return counter.sent
 
 
@@ -80,6 +80,7 @@ class _Body:
         given: where its arguments are made, by the `id` of their placeholders.
         path: of the calls to it.
         home: the device of what has none.
+        outputs: that it returns.
         is_inlined: whether it becomes a part of the graph around it.
         moves: which device does what one in the graph does, where that is another.
     """
@@ -90,12 +91,13 @@ class _Body:
         given: Mapping[int, Made],
         path: tuple,
         home: str,
+        outputs: Sequence = (),
         is_inlined: bool = True,
         moves: Mapping[str, str] | None = None,
     ):
         self._moves = moves or {}
         self.graph, self.given, self.path, self.home = graph, given, path, home
-        self.is_inlined = is_inlined
+        self.outputs, self.is_inlined = outputs, is_inlined
         self._outer = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
         self._entered: dict = {}
 
@@ -105,9 +107,9 @@ class _Body:
             return self.given[id(tensor)]
         operation = tensor.op
         body = self.entered(operation)
-        if body is not None and tensor.value_index < len(body.graph.outputs):
+        if body is not None and tensor.value_index < len(body.outputs):
             if body.is_inlined:
-                return body.made(body.graph.outputs[tensor.value_index])
+                return body.made(body.outputs[tensor.value_index])
             return Made(self.path, tensor.ref(), body.home)
         if tensor.dtype == tf.resource:
             handle = self._outer.get(id(tensor), tensor)
@@ -145,13 +147,14 @@ class _Body:
         function = self.graph._get_function(operation.get_attr("f").name)
         is_inlined = not function.cached_definition.attr["_noinline"].b
         graph, moves = function.graph, getattr(function, "devices", self._moves)
+        inputs, outputs = getattr(function, "ends", (graph.inputs, graph.outputs))
         path, home = (*self.path, operation.name), self._own_device(operation)
         given = {}
-        for inner, outer in zip(graph.inputs, operation.inputs, strict=True):
+        for inner, outer in zip(inputs, operation.inputs, strict=True):
             is_where_it_was = is_inlined or inner.dtype == tf.resource
             here = Made(path, inner.ref(), home)
             given[id(inner)] = self.made(outer) if is_where_it_was else here
-        return _Body(graph, given, path, home, is_inlined, moves)
+        return _Body(graph, given, path, home, outputs, is_inlined, moves)
 
 
 class _Counter:
@@ -167,7 +170,7 @@ class _Counter:
 
     def walk(self, body: _Body, outputs: Collection | None = None) -> None:
         """Counts what the operations take that `outputs`, or all results, and effects need."""
-        outputs = body.graph.outputs if outputs is None else outputs
+        outputs = body.outputs if outputs is None else outputs
         needed = _needed(body.graph, outputs)
         for operation in needed:
             entered = body.entered(operation)
@@ -178,7 +181,7 @@ class _Counter:
                 self._count(body, operation.inputs, entered.home)
             taken = {x.value_index for op in needed for x in op.inputs if x.op is operation}
             taken |= {x.value_index for x in outputs if x.op is operation}
-            of_body = entered.graph.outputs  # where there are none, a call returns a number
+            of_body = entered.outputs  # where there are none, a call returns a number
             returned = [of_body[i] for i in taken if i < len(of_body)]
             if not entered.is_inlined:  # which computes whatever it returns, taken or not
                 returned = of_body

@@ -311,8 +311,10 @@ def bytes_along(axis: str, sizes: dict[str, int], what: str) -> int:
     if axis == "pipeline":
         return 2 * others * outputs  # forward, and gradients back
     # Two pairs of a column and a row: a sum, a gradient, and for the second the input and the sum
-    # of the input's gradient; the input of the first is rows of the batch where that is cut.
-    return (6 if len(sizes) > 1 else 7) * others * outputs
+    # of the input's gradient; the input of the first is rows of the batch where that is cut, but to
+    # a stage its first device passes it on.
+    is_cut = len(sizes) > 1 and "pipeline" not in sizes
+    return (6 if is_cut else 7) * others * outputs
 
 
 def model_on(sizes: dict[str, int], what: str = "parameters") -> tuple:

@@ -19,6 +19,7 @@ from tests.gpu.steps import GPUS, SIZES, step_graph
 from tests.helpers import open_logical_cpus
 from tests.multi_process.answering import answer_requests
 from tests.parameter_server.cluster import ServerProcesses
+from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
@@ -71,6 +72,12 @@ def _four_gpus(*axes: str) -> keras.distribution.DeviceMesh:
     return keras.distribution.DeviceMesh((2, 2), axes, [f"cpu:{i}" for i in range(1, 5)])
 
 
+def _stages_on_two() -> tf.distribute.Strategy:
+    mesh = _four_gpus("pipeline", "model")
+    options = tfparallel.PipelineOptions(num_microbatches=4, batch_norm="per_microbatch")
+    return tfparallel.HybridStrategy(mesh, layout_map=LayoutOfAnything(mesh), pipeline=options)
+
+
 MAKE = {
     "multi_worker": _WorkersOverNccl,
     "horovod": _horovod,
@@ -81,6 +88,7 @@ MAKE = {
         pipeline=tfparallel.PipelineOptions(num_microbatches=4, batch_norm="per_microbatch"),
     ),
     "hybrid_shards": lambda: tfparallel.HybridStrategy(_four_gpus("data", "shard")),
+    "hybrid_groups": _stages_on_two,
 }
 _made_for_chief: list[ServerProcesses] = []
 _made: list[tf.distribute.Strategy] = []

@@ -14,6 +14,7 @@ NUM_CPUS = {  # of each process; the host is one, and of parameter servers this 
     "parameter_server_async": 1,
     "hybrid": 5,
     "hybrid_shards": 5,
+    "hybrid_groups": 5,
 }
 _ENVIRONMENTS: dict[str, Callable[[], list[dict]]] = {
     "multi_worker": lambda: cluster_environments(2),

@@ -68,7 +68,8 @@ SIZES = {"static": ROWS, "unknown": None}
 # has all copies that one for a known size has.
 FOR_ANY_SIZE = {
     *("pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"),
-    *("hybrid", "hybrid_shards", "parameter_server_sync", "parameter_server_async"),
+    *("hybrid", "hybrid_shards", "hybrid_groups"),
+    *("parameter_server_sync", "parameter_server_async"),
 }
 EVERY = [
     (strategy, model, size)

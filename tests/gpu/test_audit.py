@@ -104,6 +104,7 @@ _CALLS = {  # of the model in a step, by replicas, devices or microbatches; else
 _METRICS = {"multi_worker": 1, "horovod": 1}  # of a step, as one tensor, for the other processes
 _ROWS_OF_A_TABLE = 8  # TensorFlow's gather between workers asks both GPUs for numbers of rows
 _TABLES = {"embedding": 1, "masking": 1, "positions": 2}
+_INDICES = {("hybrid_groups", "lstm"): 4}  # of a loop on two devices, one for each microbatch
 
 
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES, *NUM_CPUS} - _MOVED - {KERAS}))
@@ -117,7 +118,8 @@ def test_no_step_sends_the_host_more_than_plain_keras_does(strategy):
         plain = table[row_name(KERAS, model, size)]["to_host"]
         own = table[row_name(strategy, model, size)]["to_host"]
         rows = _ROWS_OF_A_TABLE * _TABLES.get(model, 0) if strategy == "multi_worker" else 0
-        assert own <= calls * plain + _METRICS.get(strategy, 0) + rows, (model, size)
+        others = _METRICS.get(strategy, 0) + _INDICES.get((strategy, model), 0)
+        assert own <= calls * plain + others + rows, (model, size)
 
 
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES, *NUM_CPUS} - FOR_ANY_SIZE - {KERAS}))

@@ -256,9 +256,14 @@ def _loops_without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterat
 
 
 def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
-    """`graph` as a function; no call of it is inlined."""
+    """`graph` as a function; no call of it is inlined.
+
+    Its `ends` are what it takes and returns: `graph` may be made another function of later.
+    """
     attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
-    return atomic_function.from_func_graph(name, graph, attributes)
+    function = atomic_function.from_func_graph(name, graph, attributes)
+    function.ends = list(graph.inputs), list(graph.outputs)
+    return function
 
 
 class MovedFunction(atomic_function.AtomicFunction):
@@ -280,7 +285,7 @@ class MovedFunction(atomic_function.AtomicFunction):
     ):
         kind, options = original.function_type, original.call_options
         super().__init__(name, context.context(), kind, list(children), options, original.graph)
-        self.devices = devices
+        self.devices, self.ends = devices, original.ends
 
 
 def on_other_devices(

@@ -14,7 +14,7 @@ Source: GPipe, Huang et al., https://arxiv.org/abs/1811.06965; PipeDream, Naraya
 https://arxiv.org/abs/2006.09503, for 1F1B.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -187,7 +187,7 @@ class Executor:
         device, name = self.device_of(action.stage), f"tfparallel_stage_{action.stage}"
         is_again = self._rematerialization.is_done(action.stage, action.microbatch)
         recomputes, places = self._recomputes(is_again), self._functions.places
-        options = name, concrete, watched, recomputes, places
+        options = name, concrete, watched, recomputes, places, self._left_on(action.stage)
         function = self._functions.once((concrete, watched, is_again), StageFunction, *options)
         outputs, stash = function.forward(device, arguments)
         stash = self._offloaded(in_pass, function, stash)
@@ -209,6 +209,15 @@ class Executor:
 
         record.record_operation("tfparallel_stage", outputs, on_tape.seen(), backward)
         return outputs
+
+    def _left_on(self, stage: int) -> Collection[str]:
+        """The devices on which functions of `stage` leave what they have made there.
+
+        None where what is kept goes to the host.
+        """
+        own = self._groups[stage][1:] if self._hosts is None else ()
+        moves = self._functions.places(self.device_of(stage))
+        return {*own, *(old for old, new in moves.items() if new in own)}
 
     def _recomputes(self, is_again: bool) -> Callable[[tf.Operation], bool]:
         """Whether the results of an operation are computed again in the backward pass.

@@ -12,7 +12,7 @@ Each is called for every microbatch and never inlined, so that TensorFlow traces
 once. The stash is all that a microbatch holds between its two passes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.replicas.repeated_rows import is_of_no_row
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, Places, depended_on
 from tfparallel.segments.kept_tensors import is_differentiable, is_weight, kept_for
+from tfparallel.segments.left_on_devices import LeftOnDevices
 from tfparallel.segments.stash import Stash
 from tfparallel.segments.wide_integers import narrowed, widened
 
@@ -37,11 +38,13 @@ class StageFunction:
             instead of kept. What has effects or draws random numbers is kept anyway, so that both
             computations give the same bits. Default: all that the gradient needs is kept.
         places: where it is computed, as `GraphFunction` has it.
+        left_on: devices in `concrete` that keep what they have made, and leave gradients where they
+            make them, for who takes them there. Default: all goes through the calls' device.
 
     Attributes:
         kept: the tensors of the computation that the forward pass keeps.
-        num_activations: how many tensors of the stash hold what this microbatch has made, the
-            others being weights.
+        num_activations: how many tensors of the stash, the first ones, hold what this microbatch
+            has made, the others being weights, and what is left on devices.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class StageFunction:
         watched: Sequence[bool],
         recomputes: Callable[[tf.Operation], bool] = lambda operation: False,
         places: Places = lambda device: {},
+        left_on: Collection[str] = (),
     ):
         graph: FuncGraph = concrete.graph
-        outputs = list(graph.outputs)
+        inputs, outputs = list(graph.inputs), list(graph.outputs)
         self._num_outputs = len(outputs)
         self._differentiable = [i for i, y in enumerate(outputs) if is_differentiable(y)]
         self._watched = [i for i, is_watched in enumerate(watched) if is_watched]
@@ -67,25 +71,32 @@ class StageFunction:
         kept = kept_for(gradients.needed, handles, recomputes)
         kept.sort(key=is_weight)
         self.kept = kept
-        activations = [x for x in kept if not is_weight(x)]
-        stashes = [Stash(activations), Stash(kept[len(activations) :])]
+        left = LeftOnDevices(kept, left_on, {id(x): y for y, x in graph.captures})
+        own = [kept[i] for i in left.others]
+        activations = [x for x in own if not is_weight(x)]
+        stashes = [Stash(activations), Stash(own[len(activations) :])]
         with graph.as_default():
             packed = stashes[0].pack(activations)
             self.num_activations = len(packed)
-            packed += stashes[1].pack(kept[len(activations) :])
-        self._forward = GraphFunction(name, graph, graph.inputs, [*outputs, *packed], places)
-        graph.outputs = outputs  # the graph is the computation's, and may be used again
+            packed += stashes[1].pack(own[len(activations) :])
+            arrays = left.placeholders()
+            packed += left.write(arrays, kept)
+        self._forward = GraphFunction(name, graph, [*inputs, *arrays], [*outputs, *packed], places)
+        # The graph is the computation's, and may be used again.
+        graph.inputs, graph.outputs = inputs, outputs
 
         self._gradients, self._stashes, self._handle_tensors = gradients, stashes, handles
-        self._name, self._graph, self._outputs, self._packed = name, graph, outputs, packed
+        self._name, self._graph, self._outputs = name, graph, outputs
+        self._packed, self._left, self._left_on = [*packed, *arrays], left, left_on
         self._num_inputs = len(graph.inputs) - len(concrete.captured_inputs)
         self._places = places
         self._passes: dict[str, Any] = {}
 
     def forward(self, device: str, arguments: Sequence) -> tuple[list, list]:
         """The outputs for `arguments`, computed on `device`, and the stash."""
-        results = self._forward(device, arguments)
-        return results[: self._num_outputs], results[self._num_outputs :]
+        arrays = self._left.new_arrays(self._places(device))
+        results = self._forward(device, [*arguments, *arrays])
+        return results[: self._num_outputs], [*results[self._num_outputs :], *arrays]
 
     def backward(
         self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
@@ -120,7 +131,7 @@ class StageFunction:
         of_weights = gradients.leaves(i for i, own in enumerate(is_input) if not own)
         left = gradients.made_on_the_way(of_inputs, of_weights)
         given, handles = self._given(stash, output_gradients), self._handles_of(arguments)
-        of_input = self._pass("backward_input", of_inputs, returns=left)
+        of_input = self._pass("backward_input", of_inputs, returns=left, is_last=not of_weights)
         first = of_input(device, given, handles, [])
         of_weight = self._pass("backward_weight", of_weights, takes=left)
         second = of_weight(device, given, handles, first.left_over)
@@ -140,13 +151,20 @@ class StageFunction:
         return gradients
 
     def _pass(
-        self, kind: str, leaves: Sequence, returns: Sequence = (), takes: Sequence = ()
+        self,
+        kind: str,
+        leaves: Sequence,
+        returns: Sequence = (),
+        takes: Sequence = (),
+        is_last: bool = True,
     ) -> "_Pass":
         if kind not in self._passes:
-            self._passes[kind] = self._defined(kind, leaves, returns, takes)
+            self._passes[kind] = self._defined(kind, leaves, returns, takes, is_last)
         return self._passes[kind]
 
-    def _defined(self, kind: str, leaves: Sequence, returns: Sequence, takes: Sequence) -> "_Pass":
+    def _defined(
+        self, kind: str, leaves: Sequence, returns: Sequence, takes: Sequence, is_last: bool
+    ) -> "_Pass":
         """A function of output gradients, stash and handles that computes `leaves`.
 
         Args:
@@ -154,6 +172,7 @@ class StageFunction:
             leaves: tensors of the gradients' graph.
             returns: tensors of it that are returned too, packed.
             takes: tensors of it that are given, packed.
+            is_last: whether nothing is computed from the stash behind it.
         """
         graph = FuncGraph(f"{self._name}_{kind}")
         with graph.as_default():
@@ -162,23 +181,38 @@ class StageFunction:
             handles = [graph.capture(handle) for handle in self._handle_tensors]
             left = Stash(takes)
             taken = [tf.compat.v1.placeholder(dtype, []) for dtype in left.packed_types]
-            unpacked = self._stashes[0].unpack(packed[: self.num_activations])
-            unpacked += self._stashes[1].unpack(packed[self.num_activations :])
-            given = dict(zip(map(id, self.kept), unpacked, strict=True))
+            given = self._unpacked(packed, is_last)
             given |= zip(map(id, self._handle_tensors), handles, strict=True)
             needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
             known = dict(zip(map(id, takes), left.unpack(taken), strict=True))
             copy = self._gradients.copy(dys, needed, known)
-            outputs = widened(copy.tensors(leaves))
+            values = copy.tensors(leaves)
+            elsewhere = LeftOnDevices(values, self._left_on, are_read_once=True)
+            outputs = widened([values[i] for i in elsewhere.others])
             outputs += Stash(returns).pack(copy.tensors(returns))
+            new = elsewhere.placeholders()
+            outputs += elsewhere.write(new, values)
             others = self._gradients.captured_elsewhere
             used = [i for i, handle in enumerate(handles) if handle.consumers()]  # most are not
             inputs = [*dys, *packed, *(handles[i] for i in used), *taken]
-            inputs += map(graph.capture, others)
+            inputs += [*map(graph.capture, others), *new]
         if not outputs:
-            return _Pass(None, [], [], others)
+            return _Pass(None, [], [], others, elsewhere, self._places)
         function = GraphFunction(graph.name, graph, inputs, outputs, self._places)
-        return _Pass(function, leaves, used, others)
+        return _Pass(function, leaves, used, others, elsewhere, self._places)
+
+    def _unpacked(self, packed: Sequence, is_last: bool) -> dict[int, tf.Tensor]:
+        """What was kept, by `id`, in the graph under construction; `is_last` as of `_defined`."""
+        count = self._left.num_arrays
+        middle, end = self.num_activations, len(packed) - 2 * count
+        values = self._stashes[0].unpack(packed[:middle])
+        values += self._stashes[1].unpack(packed[middle:end])
+        written, arrays = packed[end : end + count], packed[end + count :]
+        left = self._left.read(arrays, written)
+        if is_last:
+            tf.compat.v1.get_default_graph().control_outputs += self._left.close(arrays, left)
+        left |= zip(self._left.others, values, strict=True)
+        return {id(self.kept[i]): tensor for i, tensor in left.items()}
 
 
 class _Called(NamedTuple):
@@ -196,22 +230,43 @@ class _Called(NamedTuple):
 
 
 class _Pass:
-    """A function of a pass, of what is given, some handles, what is left over, and captures."""
+    """A function of a pass, of what is given, some handles, what is left over, and captures.
+
+    Args:
+        function: None where there is nothing to compute.
+        leaves: that it computes.
+        used: the numbers of the handles.
+        others: captures.
+        elsewhere: which leaves are left where they are made.
+        places: as of `StageFunction`.
+    """
 
     def __init__(
-        self, function: GraphFunction | None, leaves: Sequence, used: Sequence, others: Sequence
+        self,
+        function: GraphFunction | None,
+        leaves: Sequence,
+        used: Sequence,
+        others: Sequence,
+        elsewhere: LeftOnDevices,
+        places: Places,
     ):
         self._function, self._leaves, self._used, self._others = function, leaves, used, others
+        self._elsewhere, self._places = elsewhere, places
 
     def __call__(self, device: str, given: Sequence, handles: Sequence, left: Sequence) -> _Called:
         if self._function is None:
             return _Called({}, [], None)
-        used = [handles[i] for i in self._used]
-        flat = self._function(device, [*given, *used, *left, *self._others])
-        count = len(self._leaves)
-        gradients = narrowed(flat[:count], [x.dtype for x in self._leaves])
-        values = dict(zip(map(id, self._leaves), gradients, strict=True))
-        return _Called(values, flat[count:], flat[0].op)
+        moves = self._places(device)
+        used, arrays = [handles[i] for i in self._used], self._elsewhere.new_arrays(moves)
+        flat = self._function(device, [*given, *used, *left, *self._others, *arrays])
+        own = [self._leaves[i] for i in self._elsewhere.others]
+        count, end = len(own), len(flat) - len(arrays)
+        values = dict(
+            zip(map(id, own), narrowed(flat[:count], [x.dtype for x in own]), strict=True)
+        )
+        read = self._elsewhere.read(arrays, flat[end:], moves)
+        values |= {id(self._leaves[i]): gradient for i, gradient in read.items()}
+        return _Called(values, flat[count:end], flat[0].op)
 
 
 def _operations(**calls: _Called) -> dict[str, tf.Operation]:
