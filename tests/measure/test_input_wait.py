@@ -109,3 +109,9 @@ def test_the_end_has_no_rows(in_graph):
     assert wait.rows == 5
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+def test_a_pipeline_that_only_reads_ahead_is_a_prefetch():
+    wait = InputWait()
+    next(wait.around(iter(tf.data.Dataset.range(1000).prefetch(2))))
+    assert wait.slowest_stage()["kind"] == "prefetch"
