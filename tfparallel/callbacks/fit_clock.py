@@ -25,6 +25,7 @@ _TIMED = (
     "on_epoch_begin",
     "on_epoch_end",
 )
+_NO_STEP = (0, 0, None)
 _SAVES = (BackupAndRestore, keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
@@ -34,19 +35,19 @@ class Traces:
     def __init__(self, model: keras.Model):
         self._model = model
         self._by_function: weakref.WeakKeyDictionary[Any, _TracesOf] = weakref.WeakKeyDictionary()
-        self._last = _TracesOf([], [])
+        self._function: Any = None
+        self._last = _TracesOf([], [])  # of `_function`
         self._total = 0
 
     def __call__(self) -> int:
         self._total += self._last.new()  # also where it has been replaced since it ran
         function = getattr(self._model, "train_function", None)
-        if function is not None:
+        if function is not self._function and function is not None:
             known = self._by_function.get(function)
             if known is None:
                 known = self._by_function[function] = _TracesOf(*graphs_of_step(function))
-            if known is not self._last:
-                self._last = known
-                self._total += known.new()
+            self._function, self._last = function, known
+            self._total += known.new()
         return self._total
 
 
@@ -68,12 +69,12 @@ class _TracesOf:
 
     def new(self) -> int:
         """Since the last call."""
-        of_graphs, of_steps = (
-            sum(graph.experimental_get_tracing_count() for graph in graphs)
-            for graphs in (self._graphs, self._steps)
-        )
-        before, self._count = self._count, of_graphs or of_steps
+        before, self._count = self._count, _traces(self._graphs) or _traces(self._steps)
         return self._count - before
+
+
+def _traces(functions: Sequence[tf.types.experimental.PolymorphicFunction]) -> int:
+    return sum([each.experimental_get_tracing_count() for each in functions])
 
 
 class FitClock:
@@ -150,22 +151,23 @@ class FitClock:
 
     def _around_steps(self, steps: Iterator[tuple]) -> Iterator[tuple]:
         """The steps of one epoch, each measured."""
-        clock = self.clock
-        count = 0
+        clock, count = self.clock, 0
+        known = measured = None  # what steps of an epoch have in common, as a rule
         while True:
-            with clock.making_iterators():
-                step = next(steps, None)
-                if step is None:
-                    return
-                first, last, batches = step
-                batches = self._measured(batches)
+            began_s = clock.now()
+            first, last, batches = next(steps, _NO_STEP)
+            if batches is not known:
+                known, measured = batches, self._measured(batches)
+            clock.epoch.spent.iterators_s += clock.now() - began_s
+            if batches is None:
+                return
             if self.step < 0:  # what a backup restores is there
                 self.step = self._iterations()
                 self._before_first_step()
             clock.begin_step()
             self._has_run = False
             try:
-                yield first, last, batches
+                yield first, last, measured
             except GeneratorExit:  # the data have ended, or a callback has ended the epoch
                 clock.forget_step()
                 raise
@@ -183,7 +185,7 @@ class FitClock:
         iterations = getattr(self._model.optimizer, "iterations", None)
         return 0 if iterations is None else int(iterations.numpy())
 
-    def _measured(self, batches: Iterator) -> Iterator:
+    def _measured(self, batches: Iterator | None) -> Iterator | None:
         """The iterator of a step with a clock at it; one of another kind as it is.
 
         So is one in whose graph a clock is refused.
@@ -199,13 +201,15 @@ class FitClock:
 
     def _timed_batches(self, batches: Iterator) -> Iterator:
         """Batches that Python gives to one execution, one after the other."""
-        batches = iter(batches)
+        clock, batches = self.clock, iter(batches)
         while True:
+            began_s = clock.now()
             try:
-                with self.clock.waiting_for_input():
-                    batch = next(batches)
+                batch = next(batches)
             except StopIteration:
                 return
+            finally:
+                clock.epoch.spent.input_s += clock.now() - began_s
             yield batch
 
     # ---- callbacks -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tfparallel.callbacks.fit_clock import FitClock
 from tfparallel.callbacks.model_use import ModelUse, Peak
 from tfparallel.callbacks.noise_watch import NoiseWatch
 from tfparallel.callbacks.reporter import Reporter
-from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.link_times import NO_LINKS
 from tfparallel.internals.keras_trainer import Fit, fit_that_tells, strategy_of
 from tfparallel.measure.job_ledger import JobLedger
 from tfparallel.measure.record import Record, whole_training
@@ -113,7 +113,7 @@ class Measure(keras.callbacks.Callback):
             devices = self._reporter.compute_devices()
             self._use = ModelUse(self.model, fit, self._peak, devices, agreement)
         self._ledger = None if folder is None or not workers.is_chief else JobLedger(folder)
-        links = LinkTimes if extended is None else extended._link_times
+        links = (lambda: NO_LINKS) if extended is None else extended._link_times
         self._timed = FitClock(
             self.model, fit, links, self, self._begin_job, self._write_ledger_if_due
         )

@@ -139,6 +139,7 @@ _KINDS = (  # of tf.data's nodes, by the beginning of a name
     ("ParallelBatch", "batch"),
     ("Filter", "filter"),
     ("Cache", "cache"),
+    ("Prefetch", "prefetch"),
 )
 
 

@@ -25,7 +25,7 @@ class InputWait:
         with tf.init_scope(), tf.device("CPU:0"):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._waited_s = ResourceVariable(tf.constant(0.0, tf.float64), trainable=False)
-            self._rows = ResourceVariable(tf.constant(0, tf.int64), trainable=False)
+        self._shapes: list[ResourceVariable] = []  # of batches, summed: the first number is rows
         self._functions: dict[Any, Any] = {}
         self._known: tuple[Any, Any] = (None, None)
 
@@ -37,7 +37,7 @@ class InputWait:
     @property
     def rows(self) -> int:
         """Rows so far, of the first tensor of each batch."""
-        return int(self._rows.numpy())
+        return sum(int(each.numpy()[0]) for each in self._shapes)
 
     def around(self, iterator: object) -> tf.data.Iterator:
         """The measured iterator over `iterator`; the same one, as long as that is the same."""
@@ -61,6 +61,12 @@ class InputWait:
         with tf.device("CPU:0"):
             return iterator_over(iterator, self._function(iterator), _ENDLESS)
 
+    def _sum_of(self, shape: tf.TensorShape) -> ResourceVariable:
+        """A variable, for another function."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._shapes.append(ResourceVariable(tf.zeros(shape, tf.int64), trainable=False))
+        return self._shapes[-1]
+
     def _function(self, iterator: tf.data.Iterator) -> object:
         key = str(iterator.element_spec)
         if key not in self._functions:
@@ -74,10 +80,10 @@ class InputWait:
                         iterator=resource, output_types=types, output_shapes=shapes
                     )
                 with tf.control_dependencies(batch):
-                    waited = self._waited_s.assign_add(tf.timestamp() - asked)
-                    counted = self._rows.assign_add(_rows_of(batch))
-                with tf.control_dependencies([waited, counted]):
-                    return [tf.identity(each) for each in batch]
+                    self._waited_s.assign_add(tf.timestamp() - asked)
+                    counted = _shape_of(batch)
+                    self._sum_of(counted.shape).assign_add(counted)
+                return batch
 
             signature = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.resource)]
             self._functions[key] = tf.function(
@@ -86,6 +92,10 @@ class InputWait:
         return self._functions[key]
 
 
-def _rows_of(batch: list[tf.Tensor]) -> tf.Tensor:
+def _shape_of(batch: list[tf.Tensor]) -> tf.Tensor:
+    """`[rows, ...]`, which takes an operation fewer than the rows alone."""
     dense = [each for each in batch if each.dtype != tf.variant and each.shape.rank != 0]
-    return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(0, tf.int64)
+    if not dense:
+        return tf.zeros([1], tf.int64)
+    shape = tf.shape(dense[0], tf.int64)
+    return shape if dense[0].shape.rank else shape[0][tf.newaxis]

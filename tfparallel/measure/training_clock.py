@@ -6,6 +6,7 @@ knows neither Keras nor TensorFlow; what it reads besides the time is passed in.
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import threading
 import time
@@ -16,6 +17,7 @@ from tfparallel.communication.link_times import NO_LINKS, LinkTimes
 from tfparallel.measure.record import StepTimes, step_times
 from tfparallel.measure.shares import Spent
 
+_SHORT_S = 1e-4  # what passes between two steps is Python, then: no system call is made for it
 _UNUSUAL = 2.0  # times the median: then it is looked up what a step has waited for
 
 
@@ -108,6 +110,10 @@ class TrainingClock:
         sources: what is read besides the time.
         now: seconds by a clock that never goes back.
         python_now: seconds that this thread has computed.
+
+    Attributes:
+        epoch: that goes on.
+        now: as told.
     """
 
     def __init__(
@@ -116,9 +122,10 @@ class TrainingClock:
         now: Callable[[], float] = time.perf_counter,
         python_now: Callable[[], float] = time.thread_time,
     ):
-        self._sources, self._now, self._python_now = sources, now, python_now
+        self._sources, self.now, self._python_now = sources, now, python_now
         self._thread = threading.get_ident()
         self._step: _Step | None = None
+        self._ended_s, self._ended_python_s = -math.inf, 0.0  # the last step
         self._depth = 0  # of callbacks: one that calls another is counted once
         self._validating_s: float | None = None
         self._usual_s = 0.0
@@ -127,7 +134,7 @@ class TrainingClock:
 
     def end_epoch(self) -> Epoch:
         """What was measured since the last call, or since the training began."""
-        now, ended = self._now(), self.epoch
+        now, ended = self.now(), self.epoch
         waited_s = self._sources.waited_s()
         ended.spent.wall_s = now - ended.started_s
         ended.spent.tracing_s = ended.tracing_s()
@@ -144,7 +151,7 @@ class TrainingClock:
         waited_s = self._sources.waited_s() - epoch.waited_s
         return dataclasses.replace(
             epoch.spent,
-            wall_s=self._now() - epoch.started_s,
+            wall_s=self.now() - epoch.started_s,
             input_s=epoch.spent.input_s + waited_s,
             tracing_s=epoch.tracing_s(),
         )
@@ -157,46 +164,52 @@ class TrainingClock:
 
     def begin_step(self) -> None:
         """Keras has its batches, or will ask for them now."""
-        self._step = _Step(self._now(), self._python_now(), self._sources.links())
+        now = self.now()
+        between_s = now - self._ended_s
+        is_next = between_s < _SHORT_S
+        python_s = self._ended_python_s + between_s if is_next else self._python_now()
+        self._step = _Step(now, python_s, self._sources.links())
 
     def end_step(self) -> None:
         """Keras asks for the next step."""
-        step, spent = self._step, self.epoch.spent
+        step, epoch, spent = self._step, self.epoch, self.epoch.spent
         assert step is not None
         self._step = None
-        took_s = self._now() - step.started_s
-        python_s = max(0.0, self._python_now() - step.python_s - step.callbacks_python_s)
+        self._ended_s, self._ended_python_s = self.now(), self._python_now()
+        took_s = self._ended_s - step.started_s
+        python_s = max(0.0, self._ended_python_s - step.python_s - step.callbacks_python_s)
         now = self._sources.links()
         links = NO_LINKS if now == step.links else now.since(step.links)
-        own_s = took_s - step.callbacks_s - links.stalled_s
+        own_s = took_s - step.callbacks_s
         self._steps_since_asked += 1
         traces_before, self._num_traces = self._num_traces, self._sources.traces()
         traces = self._num_traces - traces_before
         spent.steps_s += took_s
         if links is not NO_LINKS:
+            own_s -= links.stalled_s
             spent.linked_s += links.stalled_s
             spent.waited_s += links.waited_s
-            self.epoch.links = self.epoch.links.plus(links)
+            epoch.links = epoch.links.plus(links)
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
-            self.epoch.traces += max(1, traces)
-            self.epoch.traced_s.append(took_s)
+            epoch.traces += max(1, traces)
+            epoch.traced_s.append(took_s)
             waited_s, num_steps = self._waited_since_last_asked()
-            self.epoch.traced.append((own_s - waited_s / num_steps, python_s))
+            epoch.traced.append((own_s - waited_s / num_steps, python_s))
             self._usual_s = self._usual_s or took_s
             return
-        self.epoch.times_s.append(took_s)
-        self.epoch.own_s.append(own_s)
+        epoch.times_s.append(took_s)
+        epoch.own_s.append(own_s)
         if self._sources.splits_python:
             spent.python_s += python_s
-        self._look_up(step, took_s, python_s, links)
+        if len(epoch.times_s) % 64 == 1:
+            self._usual_s = statistics.median(epoch.times_s[-256:])
+        if took_s >= epoch.longest_s:
+            epoch.longest_s = took_s
+            self._look_up(step, took_s, python_s, links)
 
     def _look_up(self, step: _Step, took_s: float, python_s: float, links: LinkTimes) -> None:
-        """Why a step took long, if it took longer than any before."""
-        times = self.epoch.times_s
-        if len(times) % 64 == 1:
-            self._usual_s = statistics.median(times[-256:])
-        longest_s, self.epoch.longest_s = self.epoch.longest_s, max(took_s, self.epoch.longest_s)
-        if took_s < longest_s or took_s < _UNUSUAL * self._usual_s:
+        """Why a step took longer than any before, if it did so by far."""
+        if took_s < _UNUSUAL * self._usual_s:
             return
         causes = {
             "input": self._waited_since_last_asked()[0],
@@ -220,24 +233,6 @@ class TrainingClock:
 
     # ---- beside the steps ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def making_iterators(self) -> Iterator[None]:
-        """Within it, Keras makes the iterator of the next step."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.epoch.spent.iterators_s += self._now() - began
-
-    @contextlib.contextmanager
-    def waiting_for_input(self) -> Iterator[None]:
-        """Within it, a step waits for a batch that Python gives."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.epoch.spent.input_s += self._now() - began
-
     def restart_counting(self) -> None:
         """The counters of rows and waiting are there, and stand at zero."""
         self.epoch.waited_s, self.epoch.first_row = self._sources.waited_s(), self._sources.rows()
@@ -249,13 +244,13 @@ class TrainingClock:
         if threading.get_ident() != self._thread or self._validating_s is not None or self._depth:
             yield
             return
-        began, python_s = self._now(), self._python_now()
+        began, python_s = self.now(), self._python_now()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            took_s, step = self._now() - began, self._step
+            took_s, step = self.now() - began, self._step
             spent = self.epoch.spent
             seconds = spent.outside_s if step is None else spent.callbacks_s
             seconds[name] = seconds.get(name, 0.0) + took_s
@@ -265,10 +260,10 @@ class TrainingClock:
 
     def begin_validation(self) -> None:
         """Until `end_validation`, time goes there."""
-        self._validating_s = self._now()
+        self._validating_s = self.now()
 
     def end_validation(self) -> None:
         """Of an epoch's end, within `fit`."""
         if self._validating_s is not None:
-            self.epoch.spent.validation_s += self._now() - self._validating_s
+            self.epoch.spent.validation_s += self.now() - self._validating_s
         self._validating_s = None

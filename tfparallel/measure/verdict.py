@@ -124,6 +124,11 @@ _INPUT_CURES = {
     "batch": ("batch", "batch(num_parallel_calls=tf.data.AUTOTUNE) copies rows in parallel."),
     "filter": ("filter", "Filter beforehand, or cache() what is left."),
     "cache": ("cache", "A cache that fits into memory is read faster than a file."),
+    "prefetch": (
+        "processors",
+        "Batches are read ahead already, and no stage computes longer: their threads wait for "
+        "processors, which steps or other programs take.",
+    ),
     "python": ("generator", "tf.data of arrays or files makes batches beside the step."),
 }
 

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.link_journal import LinkJournal
-from tfparallel.communication.link_times import LinkTimes
+from tfparallel.communication.link_times import NO_LINKS, LinkTimes
 from tfparallel.measure.shares import NO_PLAN, Plan
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses
 from tfparallel.replicas.noise_probe import NoiseProbe
@@ -19,7 +19,7 @@ class MeasuredReplicas(tf.distribute.StrategyExtended):
 
     def _link_times(self) -> LinkTimes:
         """What collectives of this process have taken so far, where the transport is our own."""
-        return LinkTimes() if self._workers is None else self._workers._link_times()
+        return NO_LINKS if self._workers is None else self._workers._link_times()
 
     def _link_journal(self) -> contextlib.AbstractContextManager[LinkJournal]:
         """Within it, what that transport sends and receives is noted."""
