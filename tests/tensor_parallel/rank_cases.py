@@ -135,8 +135,11 @@ def _without_dropout() -> keras.Model:
 
 @_case
 def what_a_step_exchanges() -> dict:
-    """A pair behind a whole layer: one sum forward and one backward; and `predict`."""
-    strategy = _strategy({**PAIR, ".*up/bias": ("model",)})
+    """A pair behind a whole layer: one sum forward and one backward; and `predict`.
+
+    Weights are compared in steps that are not counted.
+    """
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
     ring, counts = strategy.extended.ranks._reduction._ring, {"sums": 0, "gathers": 0}
     for kind, name in (("sums", "all_reduce"), ("gathers", "all_gather")):
         setattr(ring, name, _counting(getattr(ring, name), counts, kind))
@@ -344,6 +347,7 @@ def refusals() -> dict:
         "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
         "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
         "branches": lambda: _strategy("branches"),
+        "steps": lambda: _strategy(check_weights_every=0),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
         "mesh": lambda: _strategy(PAIR, replicas=2),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
@@ -387,6 +391,36 @@ class AssignsInAFunction(UpdatesInAFunction):
 
 def _summed() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), Summed(), layers.Dense(3)])
+
+
+@_case
+def a_weight_goes_wrong(wrong: int, what: str, replicas: int = 1, eagerly: bool = False) -> dict:
+    """In the memory of one rank, after the third step: gives what the training says, and when."""
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, replicas, check_weights_every=2)
+    done = []
+
+    def end(batch, logs=None):
+        done.append(batch + 1)
+        if batch == 2 and _rank() == wrong:
+            variable = model.get_layer("up" if what == "part" else "first").kernel.value
+            copy = variable.own_parts()[0] if what == "part" else variable.values[0]
+            value = copy.numpy()
+            value.view(np.uint32)[2, 1] ^= 1  # the last of the mantissa
+            with tf.init_scope():
+                copy.assign(value)
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = _pair()
+        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=eagerly)
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    told = ""
+    try:
+        fails = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+        model.fit(x, x[:, :3], batch_size=5, shuffle=False, verbose=0, callbacks=[fails])
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "done": done}
 
 
 @_case

@@ -96,9 +96,33 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
         assert "jit_compile=False" in said["jit"]
         assert "scale' that another rank stores" in said["rule"], said["rule"]
         assert "layout='branches'" in said["branches"]
+        assert "check_weights_every is a number of steps. Received: 0" in said["steps"]
         assert "Received: memory, layout='auto'" in said["memory"]
         assert "a mesh of shape (1, 2), or of several replicas of two or more" in said["mesh"]
         assert "must be 'ring' or None. Received: 'pigeons'" in said["transport"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"what": "whole"}, "different weights in ranks [0] and ranks [1] from one another"),
+        ({"what": "whole", "eagerly": True}, "ranks [0] and ranks [1] from one another"),
+        ({"what": "whole", "replicas": 2}, "other weights in rank 1, in step 4"),
+        ({"what": "part", "replicas": 2}, "different weights in ranks [1] and ranks [3] from one"),
+    ],
+    ids=str,
+)
+def test_a_rank_whose_weight_goes_wrong_is_named_by_all(ask, options, named):
+    """After step 3, where every second is compared; a part has a copy in another replica only."""
+    for reply in ask("a_weight_goes_wrong", 2 * options.get("replicas", 1), wrong=1, **options):
+        assert "WeightsDifferError: Expected all ranks to hold the same weights" in reply["told"]
+        assert named in reply["told"]
+        assert reply["done"] == [1, 2, 3]
+
+
+def test_a_part_that_only_one_rank_holds_has_nothing_to_be_compared_with(ask):
+    for reply in ask("a_weight_goes_wrong", wrong=1, what="part"):
+        assert reply == {"told": "", "done": list(range(1, 9))}
 
 
 def test_ranks_of_different_layouts_are_told_so(ask):

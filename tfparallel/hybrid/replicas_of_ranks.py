@@ -118,6 +118,8 @@ class ReplicasOfRanks(SumsOfProcesses):
 class _CollectivesInStep(RingCollectives):
     """Those of a ring, in the order of what the ranks of a replica exchange.
 
+    Ranks of a replica tell one another what they exchange, without shapes: parts may be uneven.
+
     Args:
         ranks: of this one's replica.
         reduction, device, size, index: as of `RingCollectives`.
@@ -130,14 +132,14 @@ class _CollectivesInStep(RingCollectives):
         self._ranks = ranks
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        what = f"sum {tensor.dtype.name}{tensor.shape} over replicas"
+        what = f"sum {tensor.dtype.name} over replicas"
         return self._ranks.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         return self.all_reduce(rows)[self.index]
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        what = f"gather {rows.dtype.name}{rows.shape} of replicas"
+        what = f"gather {rows.dtype.name} of replicas"
         return self._ranks.meet(self._reduction.gather_rows, tf.convert_to_tensor(rows), what)
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:

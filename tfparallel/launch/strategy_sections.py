@@ -131,13 +131,15 @@ class TensorParallel(WithMemory):
     layout: Literal["auto"] | dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
     sequence_parallel: bool = False
     transport: Literal["ring"] | None = None
+    check_weights_every: int | None = Field(default=None, ge=1)  # with `transport`
     timeouts: WaitLimits | None = None  # with `transport`
 
     @model_validator(mode="after")
     def _suits_its_processes(self) -> TensorParallel:
         given = self.model_dump(exclude_defaults=True)
-        if self.transport is None and self.timeouts is not None:
-            raise ValueError("timeouts are of processes. Received: no transport")
+        between = [key for key in ("timeouts", "check_weights_every") if key in given]
+        if self.transport is None and between:
+            raise ValueError(f"{', '.join(between)}: of processes. Received: no transport")
         alone = [key for key in ("devices", "memory") if key in given]
         if self.transport is not None and alone:
             raise ValueError(
@@ -160,6 +162,7 @@ class TensorParallel(WithMemory):
         arguments: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
         if self.transport is not None:
             arguments |= {"transport": self.transport, "timeouts": worker_timeouts(self.timeouts)}
+            arguments["check_weights_every"] = self.check_weights_every
         if isinstance(self.layout, str):
             return {**arguments, "layout": self.layout, "device_mesh": mesh}
         layout = keras.distribution.LayoutMap(mesh)

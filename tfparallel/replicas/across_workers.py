@@ -197,7 +197,7 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
             return self._sum_list_across_workers(tensors)
         self._weights_to_check = None
         first = [self._local_results(weight)[0] for weight in weights]
-        slots = check.slots([tf.convert_to_tensor(weight) for weight in first], tensors)
+        slots = check.slots([[tf.convert_to_tensor(weight) for weight in first]], tensors)
         *sums, slots = self._sum_list_across_workers([*tensors, slots])
         with tf.control_dependencies([check.verify(slots)]):
             return [tf.identity(total) for total in sums]

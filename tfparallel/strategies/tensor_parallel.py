@@ -67,6 +67,9 @@ class TensorParallelStrategy(KerasStrategy):
             that are a replica of the mesh take their rows. Whoever reads a whole weight outside of
             a step (`get_weights`, `save`) gathers it, on all of them. None:
             there is one process, or one that controls those of `cluster_resolver`.
+        check_weights_every: with a `transport`, after so many steps ranks compare a hash of what
+            several of them hold: weights that are not in parts, and parts, where there are several
+            replicas. All end with a `WeightsDifferError` that names who differs. None: never.
         insecure_network: says that strangers cannot reach the network between the processes. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
         timeouts: how long processes wait for one another: `WorkerTimeouts` with a `transport`.
@@ -94,6 +97,7 @@ class TensorParallelStrategy(KerasStrategy):
         memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         transport: str | None = None,
+        check_weights_every: int | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | WorkerTimeouts | None = None,
     ):
@@ -102,8 +106,14 @@ class TensorParallelStrategy(KerasStrategy):
             job = job_of_ranks(self, transport, layout, given, timeouts)
             assert not isinstance(timeouts, Timeouts)  # which is refused
             mesh = (layout, batch_dim_name, device_mesh)
-            self._begin_as_rank(job, *mesh, sequence_parallel, timeouts)
+            self._begin_as_rank(job, *mesh, sequence_parallel, timeouts, check_weights_every)
             return
+        if check_weights_every is not None:
+            raise ValueError(
+                "Where one process controls all devices it computes with one value of each weight. "
+                f"Received: check_weights_every={check_weights_every} without a `transport`. Leave "
+                "it out."
+            )
         if isinstance(timeouts, WorkerTimeouts):
             raise TypeError(f"Without a `transport` expected Timeouts. Received: {timeouts}.")
         cluster, of_cluster = None, None
@@ -133,6 +143,7 @@ class TensorParallelStrategy(KerasStrategy):
         device_mesh: keras.distribution.DeviceMesh | None,
         sequence_parallel: bool,
         timeouts: WorkerTimeouts | None,
+        check_weights_every: int | None,
     ) -> None:
         of_rank = job.worker_devices[0].rpartition("/")[2]
         devices = [f"{name}/{of_rank}" for name in job._task_names]
@@ -146,6 +157,9 @@ class TensorParallelStrategy(KerasStrategy):
         layouts.cuts_sequences = sequence_parallel
         ranks, replicas = ranks_of(job, layouts.groups.parts, timeouts)
         extended = TensorParallelOverRanks(self, layouts, job, ranks, replicas)
+        if check_weights_every is not None:
+            assert job._ring_all_reduce is not None  # which is made or refused
+            extended._check_weights(check_weights_every, job._ring_all_reduce)
         super().__init__(extended, MemoryPolicy().of_groups(extended.own_group))
 
     extended: TensorParallelExtended
