@@ -308,8 +308,6 @@ _OF_ALL_ROWS = {
 _OF_ONE_GROUP = {**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA}
 _OF_RANKS = {
     **_OF_ONE_GROUP,
-    "custom_training.optimizer_in_a_branch": "refused: a whole gradient that a branch takes "
-    "is said to need the parts of other ranks",
     **dict.fromkeys(
         (
             "dropout.masks",

@@ -9,6 +9,7 @@ from keras import layers
 
 import tfparallel
 from tests import helpers
+from tests.conformance.cases.custom_training import StopsAfterThreeSteps
 from tests.multi_process.answering import answer_requests
 from tests.tensor_parallel.layouts import LayoutOfAnything, layout_map
 from tests.tensor_parallel.test_training import TRANSFORMER, _adamw, _tokens, _transformer
@@ -237,6 +238,26 @@ def a_norm_in_a_branch(clips: str) -> dict:
     return {"finite": all(np.isfinite(x).all() for x in trained.model.get_weights())}
 
 
+@_case
+def an_optimizer_in_a_branch(name: str) -> dict:
+    """Of the step: it takes all parts of the gradients, and a rank has its own ones."""
+    makes = {
+        "clips": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+        "whole": lambda: keras.optimizers.Adafactor(0.01),
+    }
+    layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
+    strategy = tfparallel.TensorParallelStrategy(layout, transport="ring")
+    loss = helpers.tiny_compile_options()["loss"]
+    with helpers.in_float64():
+        _compared(
+            strategy,
+            build=lambda: StopsAfterThreeSteps(helpers.tiny_model().layers),
+            optimizer=makes[name],
+            compile_options=lambda: {"loss": loss},
+        )
+    return {}
+
+
 def _one_infinite(rows: int) -> tuple:
     x, y = helpers.tiny_data(rows)
     x[helpers.BATCH + 1, 0] = np.inf
@@ -329,23 +350,42 @@ class Summed(keras.layers.Layer):
         return inputs * tf.reduce_sum(self.scale)
 
 
+class SummedInABranch(Summed):
+    """The same, in a branch."""
+
+
 def _past_the_group(group, layer, original, inputs):
     if group.rows(layer.scale) is None:
         return NotImplemented
-    return inputs * tf.add_n([tf.reduce_sum(part) for part in group.read(layer.scale)])
+    parts = group.read(layer.scale)
+    return inputs * tf.add_n([tf.reduce_sum(part) for part in parts])
+
+
+def _past_the_group_in_a_branch(group, layer, original, inputs):
+    if group.rows(layer.scale) is None:
+        return NotImplemented
+    parts = group.read(layer.scale)
+    add_up = lambda: tf.add_n([tf.reduce_sum(part) for part in parts])  # noqa: E731
+    return inputs * tf.cond(tf.reduce_sum(inputs) > 0, add_up, lambda: tf.ones([]))
 
 
 @_case
 def refusals() -> dict:
     """What each says that cannot be done, on this rank."""
     tfparallel.tensor_parallel.layer_rule(Summed)(_past_the_group)
+    tfparallel.tensor_parallel.layer_rule(SummedInABranch)(_past_the_group_in_a_branch)
     in_function = {"build": lambda: UpdatesInAFunction(_pair()), "optimizer": _adam}
     compiles = {**helpers.tiny_compile_options(), "jit_compile": True}
     tries = {
         "function": lambda: helpers.train(_strategy(), **in_function),
         "assigns": lambda: helpers.train(_strategy(), build=lambda: AssignsInAFunction(_pair())),
         "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
-        "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
+        "rule": lambda: helpers.train(
+            _strategy({".*scale": ("model",)}), build=lambda: _summed(Summed)
+        ),
+        "rule in a branch": lambda: helpers.train(
+            _strategy({".*scale": ("model",)}), build=lambda: _summed(SummedInABranch)
+        ),
         "branches": lambda: _strategy("branches"),
         "steps": lambda: _strategy(check_weights_every=0),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
@@ -389,8 +429,8 @@ class AssignsInAFunction(UpdatesInAFunction):
         return {"loss": tf.reduce_sum(kernel)}
 
 
-def _summed() -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), Summed(), layers.Dense(3)])
+def _summed(layer: type) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layer(), layers.Dense(3)])
 
 
 @_case

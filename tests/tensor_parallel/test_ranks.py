@@ -84,6 +84,11 @@ def test_a_norm_clips_in_a_branch_as_on_one_device(ask, clips):
     assert ask("a_norm_in_a_branch", clips=clips) == [{"finite": True}] * 2
 
 
+@pytest.mark.parametrize("name", ["clips", pytest.param("whole", marks=pytest.mark.long)])
+def test_an_optimizer_in_a_branch_of_a_train_step_updates_as_on_one_device(ask, name):
+    assert ask("an_optimizer_in_a_branch", name=name) == [{}] * 2
+
+
 def test_a_training_goes_on_from_a_backup(ask):
     assert [reply["begun"] for reply in ask("goes_on_from_a_backup")] == [[0, 1, 1]] * 2
 
@@ -94,7 +99,8 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
         assert "in a loop, in a tf.function, or" in said["function"]
         assert "read a variable in parts as it is before. Received: assign" in said["assigns"]
         assert "jit_compile=False" in said["jit"]
-        assert "scale' that another rank stores" in said["rule"], said["rule"]
+        for rule in ("rule", "rule in a branch"):
+            assert "scale' that another rank stores" in said[rule], said[rule]
         assert "layout='branches'" in said["branches"]
         assert "check_weights_every is a number of steps. Received: 0" in said["steps"]
         assert "Received: memory, layout='auto'" in said["memory"]

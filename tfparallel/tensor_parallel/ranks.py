@@ -30,7 +30,7 @@ import tensorflow as tf
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement, DisagreementError
 from tfparallel.internals import record
-from tfparallel.internals.graphs import is_branch, is_stateful, run_after
+from tfparallel.internals.graphs import branches_of, is_branch, is_stateful, run_after
 from tfparallel.tensor_parallel.rows import Rows
 
 _thread = threading.local()
@@ -234,9 +234,9 @@ class _TracedStep:
             DisagreementError: naming the ranks whose step is another one.
             NotImplementedError: if a rank would need what another one stores.
         """
-        live = self._live(result)
+        live = self._live(result, _taken_by)
         calls = [call for call in self.calls if call.operation in live]
-        refused = self._refused(live)
+        refused = self._refused(self._live(result, _read_by))
         told = self._agreement.exchange("trace a step", [refused, [call.what for call in calls]])
         refusals = [text for text, _ in told if text]
         if refusals:
@@ -251,12 +251,12 @@ class _TracedStep:
         with tf.control_dependencies(ordered[-1:]):
             self._order.assign_add(1.0, read_value=False)
 
-    def _live(self, result: object) -> set[tf.Operation]:
+    def _live(self, result: object, inputs_of: Callable) -> set[tf.Operation]:
         """What runs, in the step and in those of its branches that exchange or have stand-ins."""
-        live = _ancestors(self.graph, result)
+        live = _ancestors(self.graph, result, inputs_of)
         made = [*(call.operation for call in self.calls), *self.stand_ins]
         for graph in {operation.graph for operation in made} - {self.graph}:
-            live |= _ancestors(graph, graph.outputs)
+            live |= _ancestors(graph, graph.outputs, inputs_of)
         return live
 
     def _in_order(self, calls: set[tf.Operation]) -> list[tf.Operation]:
@@ -273,7 +273,7 @@ class _TracedStep:
     def _refused(self, live: set[tf.Operation]) -> str:
         """What reads a stand-in; "" for nothing."""
         for operation in live:
-            for tensor in operation.inputs:
+            for tensor in _read_by(operation):
                 if tensor.op in self.stand_ins:
                     return (
                         "Ranks that each trace their own part compute a layer in parts if its rule "
@@ -303,8 +303,32 @@ def _functions_named_by(operation: tf.Operation) -> set[str]:
     return {function.name for x in attributes for function in (x.func, *x.list.func)}
 
 
-def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:
-    """What runs in `graph` for `result`, and for what changes state."""
+def _taken_by(operation: tf.Operation) -> list[tf.Tensor]:
+    return list(operation.inputs)
+
+
+def _read_by(operation: tf.Operation) -> list[tf.Tensor]:
+    """What `operation` takes, but for what none of the branches of a `tf.cond` reads.
+
+    An update in a branch takes all parts of a gradient into it, and reads its rank's own.
+    """
+    branches = branches_of(operation)
+    if not branches:
+        return _taken_by(operation)
+    condition, *taken = operation.inputs
+    read: set[int] = set()
+    for branch in branches:
+        live = _ancestors(branch, branch.outputs, _read_by)
+        read |= {i for i, tensor in enumerate(branch.inputs) if tensor.op in live}
+    return [condition, *(tensor for i, tensor in enumerate(taken) if i in read)]
+
+
+def _ancestors(graph: tf.Graph, result: object, inputs_of: Callable) -> set[tf.Operation]:
+    """What runs in `graph` for `result`, and for what changes state.
+
+    Args:
+        inputs_of: gives what an operation needs.
+    """
     results = tf.nest.flatten(result, expand_composites=True)
     waiting = [x.op for x in results if tf.is_tensor(x) and getattr(x, "graph", None) is graph]
     waiting += [op for op in graph.get_operations() if is_stateful(op)]
@@ -313,6 +337,6 @@ def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:
         operation = waiting.pop()
         if operation not in live:
             live.add(operation)
-            waiting += [x.op for x in operation.inputs]
+            waiting += [x.op for x in inputs_of(operation)]
             waiting += operation.control_inputs
     return live
