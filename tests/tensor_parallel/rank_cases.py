@@ -135,6 +135,68 @@ def _without_dropout() -> keras.Model:
 
 
 @_case
+def gathers_of_replicas() -> dict:
+    """What TensorFlow's `strategy_gather_test` asks: of one to three dims, along each of them."""
+    strategy, refused = _strategy(replicas=2), {}
+    for shape, axis in (((3,), 0), ((2, 3), 0), ((2, 3), 1), *(((2, 1, 3), i) for i in range(3))):
+        values = _of_shapes(strategy, lambda number, s=shape, i=axis: _longer(s, i, number))
+        expected = np.concatenate([_numbers(_longer(shape, axis, r), r) for r in range(2)], axis)
+        for gather in (strategy.gather, tf.function(strategy.gather)):
+            np.testing.assert_array_equal(gather(values, axis=axis), expected)
+        for run in (strategy.run, tf.function(strategy.run)):
+            of_replica = run(lambda x, i=axis: _context().all_gather([x, 2 * x], i), (values,))
+            own = [strategy.experimental_local_results(each)[0] for each in of_replica]
+            np.testing.assert_array_equal(own, [expected, 2 * expected])
+    for name, shapes in {"shape": [(2, 3), (2, 4)], "rank": [(2, 3), (2, 3, 1)]}.items():
+        values = _of_shapes(strategy, shapes.__getitem__)
+        for gather in (strategy.gather, tf.function(strategy.gather)):
+            try:
+                gather(values, axis=0)
+            except (tf.errors.InvalidArgumentError, ValueError) as error:
+                refused.setdefault(name, []).append(str(error))
+    return {"refused": refused, "gradient": _gradient_of_gathered(strategy)}
+
+
+def _context() -> tf.distribute.ReplicaContext:
+    return tf.distribute.get_replica_context()
+
+
+def _longer(shape: tuple[int, ...], axis: int, replica: int) -> tuple[int, ...]:
+    """Each replica has more along `axis` than the one before."""
+    return (*shape[:axis], shape[axis] + replica, *shape[axis + 1 :])
+
+
+def _numbers(shape: tuple[int, ...], replica: int) -> np.ndarray:
+    return 100 * replica + np.arange(np.prod(shape)).reshape(shape)
+
+
+def _of_shapes(strategy, shape_of):
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: tf.constant(
+            _numbers(shape_of(c.replica_id_in_sync_group), c.replica_id_in_sync_group)
+        )
+    )
+
+
+def _gradient_of_gathered(strategy) -> list:
+    """Of the sum over replicas of the gathered numbers, weighed: d loss / d own numbers."""
+
+    def replica_step():
+        number = tf.cast(_context().replica_id_in_sync_group, tf.float32)
+        x = tf.ones([2])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            gathered = _context().all_gather(x, 0)
+            loss = (1 + number) * tf.reduce_sum(gathered * tf.range(4.0))
+        return tape.gradient(loss, x)
+
+    return [
+        strategy.experimental_local_results(run(replica_step))[0].numpy().tolist()
+        for run in (strategy.run, tf.function(strategy.run))
+    ]
+
+
+@_case
 def what_a_step_exchanges() -> dict:
     """A pair behind a whole layer: one sum forward and one backward; and `predict`.
 

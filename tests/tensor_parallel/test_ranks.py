@@ -58,6 +58,16 @@ def test_replicas_of_two_ranks_train_as_one_device(ask):
     assert "rank=3 of 4" in replies[3]["shown"] and "num_replicas=2" in replies[3]["shown"]
 
 
+def test_a_loop_gathers_what_replicas_of_two_ranks_have(ask):
+    """Eagerly and in a `tf.function`, outside of replicas and among them; also differentiated."""
+    for rank, reply in enumerate(ask("gathers_of_replicas", ranks=4)):
+        for said in (*reply["refused"]["shape"], *reply["refused"]["rank"]):
+            assert "must have the same rank on all replicas, and the same shape but for" in said
+        assert [len(said) for said in reply["refused"].values()] == [2, 2]
+        # Of the losses of both replicas, of which the second counts twice.
+        assert reply["gradient"] == 2 * [[0.0, 3.0] if rank < 2 else [6.0, 9.0]]
+
+
 def test_a_pair_of_layers_exchanges_one_sum_forward_and_one_backward(ask):
     """Its wholes are traced, and nobody gathers what nobody reads."""
     for reply in ask("what_a_step_exchanges"):

@@ -21,6 +21,7 @@ from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
 from tfparallel.internals import BaseOptimizer, TrainerCall
+from tfparallel.replicas.across_workers import assert_equal_shapes, shape_beside
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.sums_of_processes import SumsOfProcesses
@@ -106,13 +107,21 @@ class ReplicasOfRanks(SumsOfProcesses):
         return tf.IndexedSlices(*gathered, slices.dense_shape)
 
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        raise NotImplementedError(
-            "Replicas of several ranks train by fit, evaluate and predict. Received: a call of "
-            f"strategy.gather, of {tensor.shape} along {axis}. Let each replica sum what it has."
-        )
+        shapes = self._gather_rows(shape_beside(tensor, axis)[tf.newaxis])
+        with tf.control_dependencies([assert_equal_shapes(shapes, axis)]):
+            rows = self._gather_rows(_with_axis_first(tensor, axis))
+        return _with_axis_back(rows, axis)
 
     def _sum_and_check_weights(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._sum_list_across_workers(tensors)
+
+
+def _with_axis_first(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    return tf.transpose(tensor, [axis, *(i for i in range(len(tensor.shape)) if i != axis)])
+
+
+def _with_axis_back(rows: tf.Tensor, axis: int) -> tf.Tensor:
+    return tf.transpose(rows, [*range(1, axis + 1), 0, *range(axis + 1, len(rows.shape))])
 
 
 class _CollectivesInStep(RingCollectives):

@@ -16,7 +16,7 @@ from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.internals import TrainerCall, numpy_dataset
+from tfparallel.internals import CollectiveAllReduceExtended, TrainerCall, numpy_dataset
 from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
 from tfparallel.replicas.weights_check import WeightsCheck
@@ -85,6 +85,19 @@ class TensorParallelOverRanks(TensorParallelExtended):
             return kwargs
         self._agreed_value = value_of_rank_zero(self._job, kwargs)
         return {**kwargs, "initial_value": self._agreed_value}
+
+    # ---- what a custom loop reads ----------------------------------------------------------------
+
+    _make_input_context = CollectiveAllReduceExtended._make_input_context
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: object) -> object:
+        """Of each batch a replica's rows, which are those of all of its ranks."""
+        return CollectiveAllReduceExtended._experimental_distribute_dataset(self, dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: object, options: object) -> object:
+        return CollectiveAllReduceExtended._distribute_datasets_from_function(
+            self, dataset_fn, options
+        )
 
     # ---- whether copies are alike ----------------------------------------------------------------
 
