@@ -122,7 +122,7 @@ class ModelRanks:
             tensor: this rank's.
             what: tells the other ranks what it is.
         """
-        step = self._step
+        step = None if tf.executing_eagerly() else self._step
         number = None if step is None else step.number_of_caller(what)
         with tf.device(self._device), record.stop_recording():
             result = collective(tensor, unordered=number)
@@ -163,11 +163,12 @@ def where_ranks_exchange() -> Iterator[None]:
 def exchange_here() -> bool:
     """Whether ranks can exchange where the caller is, not only before it."""
     step = _step()
-    return step is None or tf.executing_eagerly() or step.exchanges_here()
+    return step is None or step.exchanges_here()
 
 
 def _step() -> "_TracedStep | None":
-    return getattr(_thread, "step", None)
+    """The step that the caller traces; None eagerly, also where a layer is tried meanwhile."""
+    return None if tf.executing_eagerly() else getattr(_thread, "step", None)
 
 
 def _with(tensor: tf.Tensor, dim: int, size: int) -> list[int | None]:
