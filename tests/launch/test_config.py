@@ -370,6 +370,17 @@ def test_ranks_of_a_model_are_the_workers_of_tf_config(write, monkeypatch):
     assert (arguments["layout"], arguments["device_mesh"].shape) == ("auto", (2, 3))
 
 
+def test_ranks_of_a_model_may_be_those_of_horovod(write, monkeypatch):
+    pytest.importorskip("horovod.tensorflow")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+    keys = "transport: horovod, replicas: 2, layout: auto"
+    arguments = load_config(
+        write(f"strategy: {{name: tensor_parallel, {keys}}}")
+    ).strategy.arguments()
+    assert (arguments["transport"], arguments["device_mesh"].shape) == ("horovod", (2, 2))
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [

@@ -1,6 +1,8 @@
 """The program of a rank: what a case returns goes to the test; an error is the reply, by rank."""
 
 import os
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -24,18 +26,30 @@ def _case(function):
     return function
 
 
+TRANSPORT = "horovod" if "HOROVOD_RANK" in os.environ else "ring"
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a case begin one
+
+
 def _rank() -> int:
+    if TRANSPORT == "horovod":
+        return int(os.environ["HOROVOD_RANK"])
     return int(os.environ["TF_CONFIG"].rpartition('"index": ')[2].rstrip("}"))
 
 
 def _num_ranks() -> int:
+    if TRANSPORT == "horovod":
+        return int(os.environ["HOROVOD_SIZE"])
     return os.environ["TF_CONFIG"].count("127.0.0.1:")
 
 
 def _strategy(layouts=None, replicas=1, **options) -> tfparallel.TensorParallelStrategy:
     parts = _num_ranks() // replicas
     layout = layouts if isinstance(layouts, str) else layout_map(replicas, parts, layouts or PAIR)
-    return tfparallel.TensorParallelStrategy(layout, transport="ring", **options)
+    return _strategy_of(layout, **options)
+
+
+def _strategy_of(layout, **options) -> tfparallel.TensorParallelStrategy:
+    return tfparallel.TensorParallelStrategy(layout, transport=TRANSPORT, **options)
 
 
 def _pair() -> keras.Model:
@@ -203,7 +217,7 @@ def what_a_step_exchanges() -> dict:
     Weights are compared in steps that are not counted.
     """
     strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
-    ring, counts = strategy.extended.ranks._reduction._ring, {"sums": 0, "gathers": 0}
+    ring, counts = strategy.extended.ranks._collectives._ring, {"sums": 0, "gathers": 0}
     for kind, name in (("sums", "all_reduce"), ("gathers", "all_gather")):
         setattr(ring, name, _counting(getattr(ring, name), counts, kind))
     with strategy.scope():
@@ -222,6 +236,28 @@ def what_a_step_exchanges() -> dict:
     return seen
 
 
+@_case
+def what_horovod_exchanges_in_a_step() -> dict:
+    """The same, by Horovod's own timeline, which the first rank writes."""
+    from tfparallel.communication.horovod_collectives import hvd
+
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
+    with strategy.scope():
+        model = _pair()
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 6), "float32"), np.ones((4, 3), "float32")
+    model.train_on_batch(x, y)
+    file = f"{os.environ['CASE_FOLDER']}/timeline.json"
+    hvd.start_timeline(file)
+    model.train_on_batch(x, y)
+    hvd.stop_timeline()
+    text, deadline = "", time.monotonic() + 20
+    while _rank() == 0 and not text.endswith("]"):  # a thread of Horovod's writes it
+        assert time.monotonic() < deadline, text
+        text = Path(file).read_text()
+    return {kind: text.count(f'"ph": "B", "name": "{kind}"') for kind in ("ALLREDUCE", "ALLGATHER")}
+
+
 def _counting(function, counts, kind):
     def counted(array):
         counts[kind] += 1
@@ -233,9 +269,7 @@ def _counting(function, counts, kind):
 @_case
 def layers_and_optimizers() -> dict:
     """What computes in parts, reads wholes, or exchanges beside layers."""
-    strategy = tfparallel.TensorParallelStrategy(
-        LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh), transport="ring"
-    )
+    strategy = _strategy_of(LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh))
     compiled = helpers.tiny_compile_options
     with helpers.in_float64():
         for options in (
@@ -287,7 +321,7 @@ def a_norm_in_a_branch(clips: str) -> dict:
     """A norm that clips in the branch that ends an accumulation, or where a loss scale finds all
     gradients finite; a batch of which that is not so is left out."""
     layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
-    strategy = tfparallel.TensorParallelStrategy(layout, transport="ring")
+    strategy = _strategy_of(layout)
     has_scale = "finite" in clips or clips == "both"
     given = {
         "build": _embedded,
@@ -308,7 +342,7 @@ def an_optimizer_in_a_branch(name: str) -> dict:
         "whole": lambda: keras.optimizers.Adafactor(0.01),
     }
     layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
-    strategy = tfparallel.TensorParallelStrategy(layout, transport="ring")
+    strategy = _strategy_of(layout)
     loss = helpers.tiny_compile_options()["loss"]
     with helpers.in_float64():
         _compared(
@@ -448,10 +482,11 @@ def refusals() -> dict:
         "rule in a branch": lambda: helpers.train(
             _strategy({".*scale": ("model",)}), build=lambda: _summed(SummedInABranch)
         ),
-        "branches": lambda: _strategy("branches"),
+        "branches": lambda: _strategy_of("branches"),
         "steps": lambda: _strategy(check_weights_every=0),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
         "mesh": lambda: _strategy(PAIR, replicas=2),
+        "dict": lambda: _strategy_of({".*up": 0, ".*down": 1}),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
     }
     said = {}

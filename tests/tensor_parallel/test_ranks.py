@@ -5,21 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi_process.pool import WorkerFailure, WorkerPool, cluster_environments
+from tests.multi_process.pool import (
+    WorkerFailure,
+    WorkerPool,
+    cluster_environments,
+    horovod_environments,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.turns]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """Ranks that stay up, by how many there are."""
-    made: dict[int, WorkerPool] = {}
+def pools() -> Iterator[Callable[[int, Callable], WorkerPool]]:
+    """Ranks that stay up, by how many there are, and who has started them."""
+    made: dict[tuple[int, Callable], WorkerPool] = {}
 
-    def pool_of(count: int) -> WorkerPool:
-        if count not in made:
+    def pool_of(count: int, of: Callable) -> WorkerPool:
+        if (count, of) not in made:
             program = ["-m", "tests.tensor_parallel.rank_cases"]
-            made[count] = WorkerPool(program, lambda: cluster_environments(count))
-        return made[count]
+            made[count, of] = WorkerPool(program, lambda: of(count))
+        return made[count, of]
 
     yield pool_of
     for pool in made.values():
@@ -27,12 +32,14 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
 
 
 @pytest.fixture
-def ask(pools: Callable[[int], WorkerPool], tmp_path: Path) -> Callable[..., list[dict]]:
+def ask(pools: Callable[[int, Callable], WorkerPool], tmp_path: Path) -> Callable[..., list[dict]]:
     """Has all ranks run a case; gives what each replied."""
 
-    def ask(case: str, ranks: int = 2, **options: object) -> list[dict]:
+    def ask(
+        case: str, ranks: int = 2, of: Callable = cluster_environments, **options: object
+    ) -> list[dict]:
         request = {"case": case, "folder": str(tmp_path), "options": options}
-        return pools(ranks).ask(request, timeout_s=300)
+        return pools(ranks, of).ask(request, timeout_s=300)
 
     return ask
 
@@ -75,6 +82,33 @@ def test_a_pair_of_layers_exchanges_one_sum_forward_and_one_backward(ask):
         assert reply["predict"] == {"sums": 1, "gathers": 0}
 
 
+@pytest.mark.parametrize(
+    ("case", "ranks", "options"),
+    [
+        ("a_transformer", 2, {}),
+        ("a_norm_in_a_branch", 2, {"clips": "both"}),
+        ("replicas_of_ranks", 4, {}),
+        ("gathers_of_replicas", 4, {}),
+    ],
+)
+@pytest.mark.long
+def test_ranks_of_horovod_train_as_one_device(ask, case, ranks, options):
+    pytest.importorskip("horovod.tensorflow")
+    ask(case, ranks, horovod_environments, **options)
+
+
+def test_horovod_exchanges_what_something_reads(ask):
+    pytest.importorskip("horovod.tensorflow")
+    first, _ = ask("what_horovod_exchanges_in_a_step", of=horovod_environments)
+    assert first == {"ALLREDUCE": 2, "ALLGATHER": 0}
+
+
+def test_a_rank_of_horovod_whose_weight_goes_wrong_is_named(ask):
+    pytest.importorskip("horovod.tensorflow")
+    for reply in ask("a_weight_goes_wrong", of=horovod_environments, wrong=1, what="whole"):
+        assert "different weights in ranks [0] and ranks [1] from one another" in reply["told"]
+
+
 @pytest.mark.long
 def test_other_layers_and_optimizers_train_as_one_device(ask):
     ask("layers_and_optimizers")
@@ -113,9 +147,12 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(ask):
             assert "scale' that another rank stores" in said[rule], said[rule]
         assert "layout='branches'" in said["branches"]
         assert "check_weights_every is a number of steps. Received: 0" in said["steps"]
+        assert "Received: layout={'.*up': 0, '.*down': 1}" in said["dict"]
         assert "Received: memory, layout='auto'" in said["memory"]
         assert "a mesh of shape (1, 2), or of several replicas of two or more" in said["mesh"]
-        assert "must be 'ring' or None. Received: 'pigeons'" in said["transport"]
+        assert (
+            "must be one of ('ring', 'horovod'), or None. Received: 'pigeons'" in said["transport"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.communication.ring_all_reduce import RingAllReduce
-from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
 from tfparallel.internals import BaseOptimizer, TrainerCall
 from tfparallel.replicas.across_workers import assert_equal_shapes, shape_beside
@@ -34,7 +33,7 @@ class ReplicasOfRanks(SumsOfProcesses):
     Args:
         job: all processes.
         ranks: of this one's replica.
-        reduction: through the ring of `alike`.
+        collectives: between `alike`.
         alike: the ranks that have this one's part.
     """
 
@@ -45,7 +44,7 @@ class ReplicasOfRanks(SumsOfProcesses):
         self,
         job: AxisOfProcesses,
         ranks: ModelRanks,
-        reduction: RingAllReduce,
+        collectives: LeftOutIfUnread,
         alike: WorkerGroup,
     ):
         self._job, self._agreement = job, job._agreement
@@ -53,7 +52,7 @@ class ReplicasOfRanks(SumsOfProcesses):
         self._num_workers = len(alike.ranks)
         self._id_in_cluster = alike.ranks.index(job._id_in_cluster)
         self._collectives = _CollectivesInStep(
-            ranks, reduction, job._host_device, self._num_workers, self._id_in_cluster
+            ranks, collectives, self._num_workers, self._id_in_cluster
         )
 
     # ---- as all processes do ---------------------------------------------------------------------
@@ -124,35 +123,47 @@ def _with_axis_back(rows: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.transpose(rows, [*range(1, axis + 1), 0, *range(axis + 1, len(rows.shape))])
 
 
-class _CollectivesInStep(RingCollectives):
-    """Those of a ring, in the order of what the ranks of a replica exchange.
+class _CollectivesInStep:
+    """`Collectives` in the order of what the ranks of a replica exchange.
 
     Ranks of a replica tell one another what they exchange, without shapes: parts may be uneven.
 
     Args:
         ranks: of this one's replica.
-        reduction, device, size, index: as of `RingCollectives`.
+        between: those of all replicas that have the same part.
+        size: how many these are.
+        index: which of them this is.
     """
 
-    def __init__(
-        self, ranks: ModelRanks, reduction: RingAllReduce, device: str, size: int, index: int
-    ):
-        super().__init__(reduction, device, size, index)
-        self._ranks = ranks
+    def __init__(self, ranks: ModelRanks, between: LeftOutIfUnread, size: int, index: int):
+        self._ranks, self._between = ranks, between
+        self.size, self.index = size, index
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_reduce`."""
         what = f"sum {tensor.dtype.name} over replicas"
-        return self._ranks.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        return self._ranks.meet(self._between.sum_of, tf.convert_to_tensor(tensor), what)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.reduce_scatter`; twice what would have to be sent."""
         return self.all_reduce(rows)[self.index]
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_gather`."""
         what = f"gather {rows.dtype.name} of replicas"
-        return self._ranks.meet(self._reduction.gather_rows, tf.convert_to_tensor(rows), what)
+        return self._ranks.meet(self._between.gather_rows, tf.convert_to_tensor(rows), what)
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As `Collectives.all_gather_each`."""
         wholes = [self.all_gather(part) for part in parts]
         for whole, part in zip(wholes, parts, strict=True):
             whole.set_shape([part.shape[0] * self.size])
         return wholes
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_to_all`; all rows go around, `size` times what would have to."""
+        return self.all_gather(rows[tf.newaxis])[:, self.index]
+
+    def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.broadcast`."""
+        return self.all_gather(tensor[tf.newaxis][: 1 if self.index == 0 else 0])[0]

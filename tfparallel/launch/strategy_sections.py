@@ -121,7 +121,7 @@ class TensorParallel(WithMemory):
 
     `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
     the axis "batch", the rest of each replica on "model". With `transport` these are the processes
-    of `TF_CONFIG`.
+    of `TF_CONFIG`, or Horovod's ranks.
     """
 
     class_name = "TensorParallelStrategy"
@@ -130,7 +130,7 @@ class TensorParallel(WithMemory):
     replicas: int = Field(default=1, ge=1)
     layout: Literal["auto"] | dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
     sequence_parallel: bool = False
-    transport: Literal["ring"] | None = None
+    transport: Literal["ring", "horovod"] | None = None
     check_weights_every: int | None = Field(default=None, ge=1)  # with `transport`
     timeouts: WaitLimits | None = None  # with `transport`
 
@@ -143,8 +143,8 @@ class TensorParallel(WithMemory):
         alone = [key for key in ("devices", "memory") if key in given]
         if self.transport is not None and alone:
             raise ValueError(
-                f"transport={self.transport} is between the processes of TF_CONFIG, which keep all "
-                f"activations. Received: also {', '.join(alone)}"
+                f"transport={self.transport} is between processes, which keep all activations. "
+                f"Received: also {', '.join(alone)}"
             )
         return self
 
@@ -172,6 +172,11 @@ class TensorParallel(WithMemory):
 
     def _devices(self) -> list[str]:
         """As a mesh calls them; of processes by their numbers, as TensorFlow has not started."""
+        if self.transport == "horovod":
+            from tfparallel.communication.horovod_collectives import num_ranks
+
+            told = num_ranks()
+            return [f"cpu:{i}" for i in range(1 if told is None else told[0])]
         if self.transport is not None:
             from tfparallel.coordination.cluster import read_tf_config
 

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.internals import CollectiveAllReduceExtended, TrainerCall, numpy_dataset
 from tfparallel.internals.keras_layers import behind
@@ -101,21 +101,21 @@ class TensorParallelOverRanks(TensorParallelExtended):
 
     # ---- whether copies are alike ----------------------------------------------------------------
 
-    def _check_weights(self, every_steps: int, ring: RingAllReduce) -> None:
+    def _check_weights(self, every_steps: int, collectives: LeftOutIfUnread) -> None:
         """Compares copies of weights from now on; called when the strategy is built.
 
         What is whole all ranks hold, and a part those that have it of other replicas.
 
         Args:
             every_steps: how often.
-            ring: of all ranks.
+            collectives: between all ranks.
         """
         count, parts = self._job._num_workers, self.ranks.size
         holders = [[range(count)]]
         if count > parts:
             holders.append([range(part, count, parts) for part in range(parts)])
         check = WeightsCheck(self._job._id_in_cluster, count, every_steps, holders)
-        add_up = functools.partial(self.ranks.meet, ring.sum_of, what="compare weights")
+        add_up = functools.partial(self.ranks.meet, collectives.sum_of, what="compare weights")
 
         def compare(model: keras.Model) -> None:
             groups: list[list[tf.Tensor]] = [[], []]

@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.coordination.agreement import Agreement, DisagreementError
-from tfparallel.internals import record
+from tfparallel.internals import ResourceVariable, record
 from tfparallel.internals.graphs import branches_of, is_branch, is_stateful, run_after
 from tfparallel.tensor_parallel.rows import Rows
 
@@ -45,17 +45,17 @@ class ModelRanks:
     """Ranks of a job, which have a part of each split tensor each, in the order of ranks.
 
     Args:
-        reduction: through their ring.
+        collectives: between them.
         agreement: of these ranks.
-        device: of this rank, where the ring is called.
+        device: of this rank, where collectives are called.
 
     Attributes:
         index: the place of this rank among them, and of its parts.
         size: how many ranks there are.
     """
 
-    def __init__(self, reduction: RingAllReduce, agreement: Agreement, device: str):
-        self._reduction, self._agreement, self._device = reduction, agreement, device
+    def __init__(self, collectives: LeftOutIfUnread, agreement: Agreement, device: str):
+        self._collectives, self._agreement, self._device = collectives, agreement, device
         self.index, self.size = agreement.ranks.index(agreement.rank), len(agreement.ranks)
         self._step: _TracedStep | None = None
 
@@ -78,7 +78,7 @@ class ModelRanks:
                 if tf.executing_eagerly():
                     return function(*args, **kwargs)
                 before = _step()
-                self._step = _thread.step = _TracedStep(self._reduction, self._agreement)
+                self._step = _thread.step = _TracedStep(self._collectives.order, self._agreement)
                 try:
                     result = function(*args, **kwargs)
                     _thread.step.finish(result)
@@ -91,7 +91,7 @@ class ModelRanks:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors of one shape; unknown to gradient tapes."""
         what = f"sum {tensor.dtype.name}{tensor.shape}"
-        return self.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        return self.meet(self._collectives.sum_of, tf.convert_to_tensor(tensor), what)
 
     def whole(self, parts: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
         """All parts of a tensor.
@@ -102,7 +102,7 @@ class ModelRanks:
         """
         own = parts[0] if len(parts) == 1 else parts[self.index]
         what = f"gather {own.dtype.name}{rows.whole_shape(own.shape)} of {rows}"
-        flat = self.meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
+        flat = self.meet(self._collectives.gather_rows, tf.reshape(own, [-1]), what)
         dynamic = tf.shape(own)
         shapes = [
             [n if n is not None else dynamic[i] for i, n in enumerate(_with(own, rows.dim, size))]
@@ -118,7 +118,7 @@ class ModelRanks:
         Called by the replica, or where replicas meet, which is another thread.
 
         Args:
-            collective: of a `RingAllReduce` with the same order of calls, which takes `unordered`.
+            collective: of a `LeftOutIfUnread` with the same order of calls.
             tensor: this rank's.
             what: tells the other ranks what it is.
         """
@@ -188,14 +188,15 @@ class _TracedStep:
         calls: collectives, in the order of the program.
         stand_ins: with the names of their variables.
         number: that TensorFlow does not know before the step runs, so that it folds no collective.
+            It counts on before the first of them, and after the last.
     """
 
-    def __init__(self, reduction: RingAllReduce, agreement: Agreement):
-        self._order, self._agreement = reduction.order, agreement
+    def __init__(self, order: ResourceVariable, agreement: Agreement):
+        self._order, self._agreement = order, agreement
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: list[_Call] = []
         self.stand_ins: dict[tf.Operation, str] = {}
-        self.number = self._order.read_value()
+        self.number = self._order.assign_add(1.0, read_value=True)
 
     def exchanges_here(self) -> bool:
         """Whether the caller traces the step itself, or a branch of it that no gradient passes."""
@@ -244,8 +245,6 @@ class _TracedStep:
             raise NotImplementedError(refusals[0])
         for rank, (_, others) in zip(self._agreement.ranks, told, strict=True):
             _check_alike(self._agreement.rank, rank, [call.what for call in calls], others)
-        if not calls:
-            return
         ordered = self._in_order({call.operation for call in calls})
         for before, after in itertools.pairwise(ordered):
             run_after(after, before)
