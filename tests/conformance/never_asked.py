@@ -27,7 +27,7 @@ NEVER_ASKED: dict[str, tuple[str, ...]] = {
         "models.nested_with_state",
     ),
     "workers over the ring": (),
-    "ranks of Horovod": ("custom_training.loop_without_run",),
+    "ranks of Horovod": (),
     "synchronous parameter servers": (),
     "asynchronous parameter servers": (
         "batch_norm.synchronized_far_from_zero",

@@ -90,6 +90,7 @@ class Row:
         every_case: asked every case, of which those marked `core` at each commit, or (False) only
             the latter, unless pytest is called with `--everything`.
         few: if given, the names of all it is asked unless pytest is called with `--everything`.
+        ranks_of_a_replica: how many processes, one behind the other, compute a replica together.
         exempt: beginnings of the names of cases that this strategy answers otherwise by design,
             each with the reason.
     """
@@ -102,6 +103,7 @@ class Row:
     environments: Callable[[int], list[dict[str, str]]] = cluster_environments
     every_case: bool = True
     few: tuple[str, ...] = ()
+    ranks_of_a_replica: int = 1
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def reason_for_not_asking(self, case: Any) -> str:
@@ -306,20 +308,6 @@ _OF_ALL_ROWS = {
     "tests/tensor_parallel/test_training.py",
 }
 _OF_ONE_GROUP = {**_OF_A_GROUP, **_OF_ALL_ROWS, **_ONE_REPLICA}
-_OF_RANKS = {
-    **_OF_ONE_GROUP,
-    "custom_training.optimizer_in_a_branch": "refused: a whole gradient that a branch takes "
-    "is said to need the parts of other ranks",
-    **dict.fromkeys(
-        (
-            "dropout.masks",
-            "misuse.gradients_outside_of_run_are_refused_where_other_workers_have_rows",
-        ),
-        "by design: each rank has all rows, and draws what one device draws: "
-        "tests/tensor_parallel/test_ranks.py",
-    ),
-}
-
 
 _OF_WHOLE_WEIGHTS = dict.fromkeys(
     (
@@ -426,7 +414,35 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=1,
         every_case=False,
-        exempt=_OF_RANKS,
+        exempt=_OF_ONE_GROUP,
+        ranks_of_a_replica=2,
+    ),
+    Row(
+        "tensor_ranks_2x2",
+        lambda: _tensor_parallel(2, 2, transport="ring"),
+        num_replicas=2,
+        num_workers=4,
+        devices_per_worker=1,
+        few=(
+            "coupled_losses.sums_that_a_model_adds",  # tried on weights in parts
+            "custom_training.loop",
+            "inputs.last_batch_of_one_row",
+            "optimizers.global_clipnorm",
+            "saving.checkpoint",
+        ),
+        exempt={**_OF_A_GROUP, **_ONE_PROCESS},
+        ranks_of_a_replica=2,
+    ),
+    Row(
+        "tensor_ranks_of_horovod_2",
+        lambda: _tensor_parallel(1, 2, transport="horovod"),
+        num_replicas=1,
+        num_workers=2,
+        devices_per_worker=1,
+        environments=horovod_environments,
+        few=OF_A_VARIANT,
+        exempt=_OF_ONE_GROUP,
+        ranks_of_a_replica=2,
     ),
     Row(
         "tensor_branches_2",
@@ -983,6 +999,8 @@ ROWS_OF = {
         "tensor_1x4",
         "tensor_auto_1x2",
         "tensor_ranks_2",
+        "tensor_ranks_2x2",
+        "tensor_ranks_of_horovod_2",
         "tensor_branches_2",
         "tensor_image_rows_1x2",
         "tensor_sequences_1x2",

@@ -125,10 +125,11 @@ def test_methods_that_are_hooked_are_checked_when_a_strategy_is_imported():
 
 
 def test_what_internals_import_and_use_is_checked_when_a_strategy_is_imported():
-    from tfparallel.internals.supported import MODULES
+    from tfparallel.internals.supported import MODULES, NAMED_IN
 
     modules = set(MODULES)
-    attributes = {name for names in (*ATTRIBUTES.values(), *MODULES.values()) for name in names}
+    known = (ATTRIBUTES, MODULES, NAMED_IN)
+    attributes = {name for each in known for names in each.values() for name in names}
     for path in INTERNALS.glob("*.py"):
         tree = ast.parse(path.read_text())
         ours = set(_defined(tree)) | PUBLIC | {"_getframe", "_tfparallel_device_names"}

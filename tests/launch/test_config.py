@@ -353,11 +353,16 @@ def test_ranks_of_a_model_are_the_workers_of_tf_config(write, monkeypatch):
     config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     keys = "transport: ring, sequence_parallel: true, replicas: 2, timeouts: {silent_s: 5}"
+    keys += ", check_weights_every: 9"
     text = f"strategy: {{name: tensor_parallel, {keys}, layout: {{kernel: [null, model]}}}}"
     arguments = load_config(write(text)).strategy.arguments()
     layout = arguments.pop("layout")
-    timeouts = WorkerTimeouts(silent_s=5)
-    assert arguments == {"transport": "ring", "sequence_parallel": True, "timeouts": timeouts}
+    assert arguments == {
+        "transport": "ring",
+        "sequence_parallel": True,
+        "timeouts": WorkerTimeouts(silent_s=5),
+        "check_weights_every": 9,
+    }
     assert layout["kernel"].axes == (None, "model")
     assert layout.device_mesh.shape == (2, 3)
     found = load_config(write(f"strategy: {{name: tensor_parallel, layout: auto, {keys}}}"))
@@ -365,11 +370,23 @@ def test_ranks_of_a_model_are_the_workers_of_tf_config(write, monkeypatch):
     assert (arguments["layout"], arguments["device_mesh"].shape) == ("auto", (2, 3))
 
 
+def test_ranks_of_a_model_may_be_those_of_horovod(write, monkeypatch):
+    pytest.importorskip("horovod.tensorflow")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+    keys = "transport: horovod, replicas: 2, layout: auto"
+    arguments = load_config(
+        write(f"strategy: {{name: tensor_parallel, {keys}}}")
+    ).strategy.arguments()
+    assert (arguments["transport"], arguments["device_mesh"].shape) == ("horovod", (2, 2))
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
         ("transport: ring, devices: [a], memory: {}", "Received: also devices, memory"),
-        ("timeouts: {silent_s: 5}", "timeouts are of processes. Received: no transport"),
+        ("timeouts: {silent_s: 5}", "timeouts: of processes. Received: no transport"),
+        ("check_weights_every: 9", "check_weights_every: of processes. Received: no transport"),
         ("layout: autp", "layout"),
     ],
 )

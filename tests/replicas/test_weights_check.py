@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.replicas.weights_check import WeightsCheck, _pieces, describe
+from tfparallel.replicas.weights_check import WeightsCheck, WeightsDifferError, _pieces, describe
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "uint8", "bfloat16"])
@@ -45,13 +45,33 @@ def test_variables_that_swap_their_values_change_the_hash():
 
 
 def test_the_rank_that_differs_from_the_others_is_named():
-    assert "other weights in rank 2, in step 8" in describe([(1,), (1,), (3,)], 8, rank=0)
+    assert "other weights in rank 2, in step 8" in describe({0: (1,), 1: (1,), 2: (3,)}, 8, rank=0)
 
 
 def test_of_two_ranks_neither_is_said_to_be_wrong():
-    assert "different weights in ranks [0] and ranks [1] from" in describe([(1,), (2,)], 8, rank=0)
+    assert "different weights in ranks [0] and ranks [1] from" in describe(
+        {0: (1,), 1: (2,)}, 8, rank=0
+    )
 
 
 def test_refuses_to_check_every_0_steps():
     with pytest.raises(ValueError, match="number of steps. Received: 0"):
         WeightsCheck(0, 2, 0)
+
+
+def test_copies_of_parts_are_compared_among_those_that_hold_them():
+    """Ranks 0 and 2 hold one part, ranks 1 and 3 the other."""
+    holders = [[range(4)], [[0, 2], [1, 3]]]
+    checks = [WeightsCheck(rank, 4, 1, holders) for rank in range(4)]
+
+    def compare(parts: list[float]) -> None:
+        groups = [([tf.ones(2)], [tf.fill([3], part)]) for part in parts]
+        slots = tf.add_n([c.slots(own, []) for c, own in zip(checks, groups, strict=True)])
+        for check in checks:
+            check.verify(slots)
+
+    compare([1.0, 5.0, 1.0, 5.0])
+    with pytest.raises(
+        WeightsDifferError, match=r"different weights in ranks \[1\] and ranks \[3\]"
+    ):
+        compare([1.0, 5.0, 1.0, 6.0])

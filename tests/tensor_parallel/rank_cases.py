@@ -1,6 +1,8 @@
 """The program of a rank: what a case returns goes to the test; an error is the reply, by rank."""
 
 import os
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ from keras import layers
 
 import tfparallel
 from tests import helpers
+from tests.conformance.cases.custom_training import StopsAfterThreeSteps
 from tests.multi_process.answering import answer_requests
 from tests.tensor_parallel.layouts import LayoutOfAnything, layout_map
 from tests.tensor_parallel.test_training import TRANSFORMER, _adamw, _tokens, _transformer
@@ -23,18 +26,30 @@ def _case(function):
     return function
 
 
+TRANSPORT = "horovod" if "HOROVOD_RANK" in os.environ else "ring"
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a case begin one
+
+
 def _rank() -> int:
+    if TRANSPORT == "horovod":
+        return int(os.environ["HOROVOD_RANK"])
     return int(os.environ["TF_CONFIG"].rpartition('"index": ')[2].rstrip("}"))
 
 
 def _num_ranks() -> int:
+    if TRANSPORT == "horovod":
+        return int(os.environ["HOROVOD_SIZE"])
     return os.environ["TF_CONFIG"].count("127.0.0.1:")
 
 
 def _strategy(layouts=None, replicas=1, **options) -> tfparallel.TensorParallelStrategy:
     parts = _num_ranks() // replicas
     layout = layouts if isinstance(layouts, str) else layout_map(replicas, parts, layouts or PAIR)
-    return tfparallel.TensorParallelStrategy(layout, transport="ring", **options)
+    return _strategy_of(layout, **options)
+
+
+def _strategy_of(layout, **options) -> tfparallel.TensorParallelStrategy:
+    return tfparallel.TensorParallelStrategy(layout, transport=TRANSPORT, **options)
 
 
 def _pair() -> keras.Model:
@@ -134,10 +149,75 @@ def _without_dropout() -> keras.Model:
 
 
 @_case
+def gathers_of_replicas() -> dict:
+    """What TensorFlow's `strategy_gather_test` asks: of one to three dims, along each of them."""
+    strategy, refused = _strategy(replicas=2), {}
+    for shape, axis in (((3,), 0), ((2, 3), 0), ((2, 3), 1), *(((2, 1, 3), i) for i in range(3))):
+        values = _of_shapes(strategy, lambda number, s=shape, i=axis: _longer(s, i, number))
+        expected = np.concatenate([_numbers(_longer(shape, axis, r), r) for r in range(2)], axis)
+        for gather in (strategy.gather, tf.function(strategy.gather)):
+            np.testing.assert_array_equal(gather(values, axis=axis), expected)
+        for run in (strategy.run, tf.function(strategy.run)):
+            of_replica = run(lambda x, i=axis: _context().all_gather([x, 2 * x], i), (values,))
+            own = [strategy.experimental_local_results(each)[0] for each in of_replica]
+            np.testing.assert_array_equal(own, [expected, 2 * expected])
+    for name, shapes in {"shape": [(2, 3), (2, 4)], "rank": [(2, 3), (2, 3, 1)]}.items():
+        values = _of_shapes(strategy, shapes.__getitem__)
+        for gather in (strategy.gather, tf.function(strategy.gather)):
+            try:
+                gather(values, axis=0)
+            except (tf.errors.InvalidArgumentError, ValueError) as error:
+                refused.setdefault(name, []).append(str(error))
+    return {"refused": refused, "gradient": _gradient_of_gathered(strategy)}
+
+
+def _context() -> tf.distribute.ReplicaContext:
+    return tf.distribute.get_replica_context()
+
+
+def _longer(shape: tuple[int, ...], axis: int, replica: int) -> tuple[int, ...]:
+    """Each replica has more along `axis` than the one before."""
+    return (*shape[:axis], shape[axis] + replica, *shape[axis + 1 :])
+
+
+def _numbers(shape: tuple[int, ...], replica: int) -> np.ndarray:
+    return 100 * replica + np.arange(np.prod(shape)).reshape(shape)
+
+
+def _of_shapes(strategy, shape_of):
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: tf.constant(
+            _numbers(shape_of(c.replica_id_in_sync_group), c.replica_id_in_sync_group)
+        )
+    )
+
+
+def _gradient_of_gathered(strategy) -> list:
+    """Of the sum over replicas of the gathered numbers, weighed: d loss / d own numbers."""
+
+    def replica_step():
+        number = tf.cast(_context().replica_id_in_sync_group, tf.float32)
+        x = tf.ones([2])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            gathered = _context().all_gather(x, 0)
+            loss = (1 + number) * tf.reduce_sum(gathered * tf.range(4.0))
+        return tape.gradient(loss, x)
+
+    return [
+        strategy.experimental_local_results(run(replica_step))[0].numpy().tolist()
+        for run in (strategy.run, tf.function(strategy.run))
+    ]
+
+
+@_case
 def what_a_step_exchanges() -> dict:
-    """A pair behind a whole layer: one sum forward and one backward; and `predict`."""
-    strategy = _strategy({**PAIR, ".*up/bias": ("model",)})
-    ring, counts = strategy.extended.ranks._reduction._ring, {"sums": 0, "gathers": 0}
+    """A pair behind a whole layer: one sum forward and one backward; and `predict`.
+
+    Weights are compared in steps that are not counted.
+    """
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
+    ring, counts = strategy.extended.ranks._collectives._ring, {"sums": 0, "gathers": 0}
     for kind, name in (("sums", "all_reduce"), ("gathers", "all_gather")):
         setattr(ring, name, _counting(getattr(ring, name), counts, kind))
     with strategy.scope():
@@ -156,6 +236,28 @@ def what_a_step_exchanges() -> dict:
     return seen
 
 
+@_case
+def what_horovod_exchanges_in_a_step() -> dict:
+    """The same, by Horovod's own timeline, which the first rank writes."""
+    from tfparallel.communication.horovod_collectives import hvd
+
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
+    with strategy.scope():
+        model = _pair()
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 6), "float32"), np.ones((4, 3), "float32")
+    model.train_on_batch(x, y)
+    file = f"{os.environ['CASE_FOLDER']}/timeline.json"
+    hvd.start_timeline(file)
+    model.train_on_batch(x, y)
+    hvd.stop_timeline()
+    text, deadline = "", time.monotonic() + 20
+    while _rank() == 0 and not text.endswith("]"):  # a thread of Horovod's writes it
+        assert time.monotonic() < deadline, text
+        text = Path(file).read_text()
+    return {kind: text.count(f'"ph": "B", "name": "{kind}"') for kind in ("ALLREDUCE", "ALLGATHER")}
+
+
 def _counting(function, counts, kind):
     def counted(array):
         counts[kind] += 1
@@ -167,9 +269,7 @@ def _counting(function, counts, kind):
 @_case
 def layers_and_optimizers() -> dict:
     """What computes in parts, reads wholes, or exchanges beside layers."""
-    strategy = tfparallel.TensorParallelStrategy(
-        LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh), transport="ring"
-    )
+    strategy = _strategy_of(LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh))
     compiled = helpers.tiny_compile_options
     with helpers.in_float64():
         for options in (
@@ -221,7 +321,7 @@ def a_norm_in_a_branch(clips: str) -> dict:
     """A norm that clips in the branch that ends an accumulation, or where a loss scale finds all
     gradients finite; a batch of which that is not so is left out."""
     layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
-    strategy = tfparallel.TensorParallelStrategy(layout, transport="ring")
+    strategy = _strategy_of(layout)
     has_scale = "finite" in clips or clips == "both"
     given = {
         "build": _embedded,
@@ -232,6 +332,26 @@ def a_norm_in_a_branch(clips: str) -> dict:
     with helpers.in_float64():
         trained = _compared(strategy, **given)
     return {"finite": all(np.isfinite(x).all() for x in trained.model.get_weights())}
+
+
+@_case
+def an_optimizer_in_a_branch(name: str) -> dict:
+    """Of the step: it takes all parts of the gradients, and a rank has its own ones."""
+    makes = {
+        "clips": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+        "whole": lambda: keras.optimizers.Adafactor(0.01),
+    }
+    layout = LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh)
+    strategy = _strategy_of(layout)
+    loss = helpers.tiny_compile_options()["loss"]
+    with helpers.in_float64():
+        _compared(
+            strategy,
+            build=lambda: StopsAfterThreeSteps(helpers.tiny_model().layers),
+            optimizer=makes[name],
+            compile_options=lambda: {"loss": loss},
+        )
+    return {}
 
 
 def _one_infinite(rows: int) -> tuple:
@@ -326,26 +446,47 @@ class Summed(keras.layers.Layer):
         return inputs * tf.reduce_sum(self.scale)
 
 
+class SummedInABranch(Summed):
+    """The same, in a branch."""
+
+
 def _past_the_group(group, layer, original, inputs):
     if group.rows(layer.scale) is None:
         return NotImplemented
-    return inputs * tf.add_n([tf.reduce_sum(part) for part in group.read(layer.scale)])
+    parts = group.read(layer.scale)
+    return inputs * tf.add_n([tf.reduce_sum(part) for part in parts])
+
+
+def _past_the_group_in_a_branch(group, layer, original, inputs):
+    if group.rows(layer.scale) is None:
+        return NotImplemented
+    parts = group.read(layer.scale)
+    add_up = lambda: tf.add_n([tf.reduce_sum(part) for part in parts])  # noqa: E731
+    return inputs * tf.cond(tf.reduce_sum(inputs) > 0, add_up, lambda: tf.ones([]))
 
 
 @_case
 def refusals() -> dict:
     """What each says that cannot be done, on this rank."""
     tfparallel.tensor_parallel.layer_rule(Summed)(_past_the_group)
+    tfparallel.tensor_parallel.layer_rule(SummedInABranch)(_past_the_group_in_a_branch)
     in_function = {"build": lambda: UpdatesInAFunction(_pair()), "optimizer": _adam}
     compiles = {**helpers.tiny_compile_options(), "jit_compile": True}
     tries = {
         "function": lambda: helpers.train(_strategy(), **in_function),
         "assigns": lambda: helpers.train(_strategy(), build=lambda: AssignsInAFunction(_pair())),
         "jit": lambda: helpers.train(_strategy(), build=_pair, compile_options=lambda: compiles),
-        "rule": lambda: helpers.train(_strategy({".*scale": ("model",)}), build=_summed),
-        "branches": lambda: _strategy("branches"),
+        "rule": lambda: helpers.train(
+            _strategy({".*scale": ("model",)}), build=lambda: _summed(Summed)
+        ),
+        "rule in a branch": lambda: helpers.train(
+            _strategy({".*scale": ("model",)}), build=lambda: _summed(SummedInABranch)
+        ),
+        "branches": lambda: _strategy_of("branches"),
+        "steps": lambda: _strategy(check_weights_every=0),
         "memory": lambda: _strategy("auto", memory=tfparallel.MemoryPolicy()),
         "mesh": lambda: _strategy(PAIR, replicas=2),
+        "dict": lambda: _strategy_of({".*up": 0, ".*down": 1}),
         "transport": lambda: tfparallel.TensorParallelStrategy("auto", transport="pigeons"),
     }
     said = {}
@@ -385,8 +526,38 @@ class AssignsInAFunction(UpdatesInAFunction):
         return {"loss": tf.reduce_sum(kernel)}
 
 
-def _summed() -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), Summed(), layers.Dense(3)])
+def _summed(layer: type) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layer(), layers.Dense(3)])
+
+
+@_case
+def a_weight_goes_wrong(wrong: int, what: str, replicas: int = 1, eagerly: bool = False) -> dict:
+    """In the memory of one rank, after the third step: gives what the training says, and when."""
+    strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, replicas, check_weights_every=2)
+    done = []
+
+    def end(batch, logs=None):
+        done.append(batch + 1)
+        if batch == 2 and _rank() == wrong:
+            variable = model.get_layer("up" if what == "part" else "first").kernel.value
+            copy = variable.own_parts()[0] if what == "part" else variable.values[0]
+            value = copy.numpy()
+            value.view(np.uint32)[2, 1] ^= 1  # the last of the mantissa
+            with tf.init_scope():
+                copy.assign(value)
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = _pair()
+        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=eagerly)
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    told = ""
+    try:
+        fails = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+        model.fit(x, x[:, :3], batch_size=5, shuffle=False, verbose=0, callbacks=[fails])
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "done": done}
 
 
 @_case

@@ -25,6 +25,11 @@ def test_refuses_what_is_no_layout_map():
         tfparallel.TensorParallelStrategy("megatron")
 
 
+def test_refuses_to_compare_weights_of_one_process():
+    with pytest.raises(ValueError, match="check_weights_every=2 without a `transport`"):
+        tfparallel.TensorParallelStrategy("auto", check_weights_every=2)
+
+
 def test_refuses_a_layout_map_without_a_mesh():
     with pytest.raises(TypeError, match="device_mesh=None"):
         tfparallel.TensorParallelStrategy(keras.distribution.LayoutMap(None))

@@ -366,6 +366,25 @@ class HorovodCollectives:
         """As `Collectives.broadcast`."""
         return self._one(lambda: broadcast(tensor, self._process_set))
 
+    def sum_of(self, tensor: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
+        """As `LeftOutIfUnread.sum_of`."""
+        with self._unordered(unordered):
+            return self.all_reduce(tensor)
+
+    def gather_rows(self, rows: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
+        """As `LeftOutIfUnread.gather_rows`."""
+        with self._unordered(unordered):
+            return self.all_gather(rows)
+
+    @contextlib.contextmanager
+    def _unordered(self, number: tf.Tensor | None) -> Iterator[None]:
+        """Of two steps, the second's collectives wait for the first's: they have the same names."""
+        if number is None:
+            yield
+            return
+        with self.at_once_if(True), tf.control_dependencies([number]):
+            yield
+
     def _one(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
         with self._in_order() as sent:
             sent.append(collective())

@@ -69,11 +69,7 @@ class RingAllReduce(BucketedAllReduce):
         return self._call_ring(self._ring.all_gather, rows, [None, *rows.shape[1:]])
 
     def gather_rows(self, rows: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
-        """All workers' `[rows, ...]`, one after the other; only the number of rows may differ.
-
-        Args:
-            unordered: as of `sum_of`.
-        """
+        """As `LeftOutIfUnread.gather_rows`."""
         shape = [None, *rows.shape[1:]]
         return self._call_ring(self._ring.all_gather, rows, shape, unordered)
 
@@ -86,13 +82,7 @@ class RingAllReduce(BucketedAllReduce):
         return self._order
 
     def sum_of(self, tensor: tf.Tensor, unordered: tf.Tensor | None = None) -> tf.Tensor:
-        """The sum of all workers' tensors of one shape.
-
-        Args:
-            unordered: for an operation that is left out where nothing reads it, and to which the
-                caller gives its place in the order of calls: any number that is not known before
-                the graph runs, so that TensorFlow does not compute a sum of constants beforehand.
-        """
+        """As `LeftOutIfUnread.sum_of`."""
         return self._call_ring(self._ring.all_reduce, tensor, tensor.shape, unordered)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
-from tfparallel.communication.ring_all_reduce import RingAllReduce
-from tfparallel.communication.ring_collectives import RingCollectives
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
 from tfparallel.internals import BaseOptimizer, TrainerCall
+from tfparallel.replicas.across_workers import assert_equal_shapes, shape_beside
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.sums_of_processes import SumsOfProcesses
@@ -33,7 +33,7 @@ class ReplicasOfRanks(SumsOfProcesses):
     Args:
         job: all processes.
         ranks: of this one's replica.
-        reduction: through the ring of `alike`.
+        collectives: between `alike`.
         alike: the ranks that have this one's part.
     """
 
@@ -44,7 +44,7 @@ class ReplicasOfRanks(SumsOfProcesses):
         self,
         job: AxisOfProcesses,
         ranks: ModelRanks,
-        reduction: RingAllReduce,
+        collectives: LeftOutIfUnread,
         alike: WorkerGroup,
     ):
         self._job, self._agreement = job, job._agreement
@@ -52,7 +52,7 @@ class ReplicasOfRanks(SumsOfProcesses):
         self._num_workers = len(alike.ranks)
         self._id_in_cluster = alike.ranks.index(job._id_in_cluster)
         self._collectives = _CollectivesInStep(
-            ranks, reduction, job._host_device, self._num_workers, self._id_in_cluster
+            ranks, collectives, self._num_workers, self._id_in_cluster
         )
 
     # ---- as all processes do ---------------------------------------------------------------------
@@ -106,42 +106,64 @@ class ReplicasOfRanks(SumsOfProcesses):
         return tf.IndexedSlices(*gathered, slices.dense_shape)
 
     def _gather_along(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        raise NotImplementedError(
-            "Replicas of several ranks train by fit, evaluate and predict. Received: a call of "
-            f"strategy.gather, of {tensor.shape} along {axis}. Let each replica sum what it has."
-        )
+        shapes = self._gather_rows(shape_beside(tensor, axis)[tf.newaxis])
+        with tf.control_dependencies([assert_equal_shapes(shapes, axis)]):
+            rows = self._gather_rows(_with_axis_first(tensor, axis))
+        return _with_axis_back(rows, axis)
 
     def _sum_and_check_weights(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._sum_list_across_workers(tensors)
 
 
-class _CollectivesInStep(RingCollectives):
-    """Those of a ring, in the order of what the ranks of a replica exchange.
+def _with_axis_first(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    return tf.transpose(tensor, [axis, *(i for i in range(len(tensor.shape)) if i != axis)])
+
+
+def _with_axis_back(rows: tf.Tensor, axis: int) -> tf.Tensor:
+    return tf.transpose(rows, [*range(1, axis + 1), 0, *range(axis + 1, len(rows.shape))])
+
+
+class _CollectivesInStep:
+    """`Collectives` in the order of what the ranks of a replica exchange.
+
+    Ranks of a replica tell one another what they exchange, without shapes: parts may be uneven.
 
     Args:
         ranks: of this one's replica.
-        reduction, device, size, index: as of `RingCollectives`.
+        between: those of all replicas that have the same part.
+        size: how many these are.
+        index: which of them this is.
     """
 
-    def __init__(
-        self, ranks: ModelRanks, reduction: RingAllReduce, device: str, size: int, index: int
-    ):
-        super().__init__(reduction, device, size, index)
-        self._ranks = ranks
+    def __init__(self, ranks: ModelRanks, between: LeftOutIfUnread, size: int, index: int):
+        self._ranks, self._between = ranks, between
+        self.size, self.index = size, index
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        what = f"sum {tensor.dtype.name}{tensor.shape} over replicas"
-        return self._ranks.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        """As `Collectives.all_reduce`."""
+        what = f"sum {tensor.dtype.name} over replicas"
+        return self._ranks.meet(self._between.sum_of, tf.convert_to_tensor(tensor), what)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.reduce_scatter`; twice what would have to be sent."""
         return self.all_reduce(rows)[self.index]
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
-        what = f"gather {rows.dtype.name}{rows.shape} of replicas"
-        return self._ranks.meet(self._reduction.gather_rows, tf.convert_to_tensor(rows), what)
+        """As `Collectives.all_gather`."""
+        what = f"gather {rows.dtype.name} of replicas"
+        return self._ranks.meet(self._between.gather_rows, tf.convert_to_tensor(rows), what)
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As `Collectives.all_gather_each`."""
         wholes = [self.all_gather(part) for part in parts]
         for whole, part in zip(wholes, parts, strict=True):
             whole.set_shape([part.shape[0] * self.size])
         return wholes
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.all_to_all`; all rows go around, `size` times what would have to."""
+        return self.all_gather(rows[tf.newaxis])[:, self.index]
+
+    def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `Collectives.broadcast`."""
+        return self.all_gather(tensor[tf.newaxis][: 1 if self.index == 0 else 0])[0]

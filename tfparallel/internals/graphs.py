@@ -42,6 +42,7 @@ __all__ = [
     "FuncGraph",
     "RemoteFunction",
     "add_function",
+    "branches_of",
     "call_one_branch",
     "call_that_traces",
     "call_with_captures",
@@ -122,6 +123,13 @@ def is_stateful(operation: tf.Operation) -> bool:
 def is_branch(graph: tf.Graph) -> bool:
     """Whether `graph` is traced for a branch of `tf.cond`."""
     return isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph)
+
+
+def branches_of(operation: tf.Operation) -> tuple[FuncGraph, ...]:
+    """The graphs of what `tf.cond` runs one of, which take its inputs but the first; else none."""
+    if operation.type not in ("If", "StatelessIf"):
+        return ()
+    return operation._true_graph, operation._false_graph
 
 
 def functions_of(graph: tf.Graph) -> list:

@@ -376,6 +376,7 @@ NAMED_IN: Mapping[str, tuple[str, ...]] = {
         "deps_control_manager",
         "func_graph",
     ),
+    "tensorflow.python.ops.cond_v2._build_cond": ("_false_graph", "_true_graph"),
 }
 
 

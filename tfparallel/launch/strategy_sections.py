@@ -121,7 +121,7 @@ class TensorParallel(WithMemory):
 
     `devices` None is all GPUs, or all logical CPUs where there is none; `replicas` of them go on
     the axis "batch", the rest of each replica on "model". With `transport` these are the processes
-    of `TF_CONFIG`.
+    of `TF_CONFIG`, or Horovod's ranks.
     """
 
     class_name = "TensorParallelStrategy"
@@ -130,19 +130,21 @@ class TensorParallel(WithMemory):
     replicas: int = Field(default=1, ge=1)
     layout: Literal["auto"] | dict[str, list[Literal["model"] | None]] = Field(default_factory=dict)
     sequence_parallel: bool = False
-    transport: Literal["ring"] | None = None
+    transport: Literal["ring", "horovod"] | None = None
+    check_weights_every: int | None = Field(default=None, ge=1)  # with `transport`
     timeouts: WaitLimits | None = None  # with `transport`
 
     @model_validator(mode="after")
     def _suits_its_processes(self) -> TensorParallel:
         given = self.model_dump(exclude_defaults=True)
-        if self.transport is None and self.timeouts is not None:
-            raise ValueError("timeouts are of processes. Received: no transport")
+        between = [key for key in ("timeouts", "check_weights_every") if key in given]
+        if self.transport is None and between:
+            raise ValueError(f"{', '.join(between)}: of processes. Received: no transport")
         alone = [key for key in ("devices", "memory") if key in given]
         if self.transport is not None and alone:
             raise ValueError(
-                f"transport={self.transport} is between the processes of TF_CONFIG, which keep all "
-                f"activations. Received: also {', '.join(alone)}"
+                f"transport={self.transport} is between processes, which keep all activations. "
+                f"Received: also {', '.join(alone)}"
             )
         return self
 
@@ -160,6 +162,7 @@ class TensorParallel(WithMemory):
         arguments: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
         if self.transport is not None:
             arguments |= {"transport": self.transport, "timeouts": worker_timeouts(self.timeouts)}
+            arguments["check_weights_every"] = self.check_weights_every
         if isinstance(self.layout, str):
             return {**arguments, "layout": self.layout, "device_mesh": mesh}
         layout = keras.distribution.LayoutMap(mesh)
@@ -169,6 +172,11 @@ class TensorParallel(WithMemory):
 
     def _devices(self) -> list[str]:
         """As a mesh calls them; of processes by their numbers, as TensorFlow has not started."""
+        if self.transport == "horovod":
+            from tfparallel.communication.horovod_collectives import num_ranks
+
+            told = num_ranks()
+            return [f"cpu:{i}" for i in range(1 if told is None else told[0])]
         if self.transport is not None:
             from tfparallel.coordination.cluster import read_tf_config
 

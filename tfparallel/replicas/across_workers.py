@@ -185,8 +185,8 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
         parts = self._local_results(value)
         checks = []
         if self._num_workers > 1 and not any(isinstance(p, tf.IndexedSlices) for p in parts):
-            shapes = self._gather_rows(tf.stack([_shape_beside(part, axis) for part in parts]))
-            checks = [_assert_equal_shapes(shapes, axis)]
+            shapes = self._gather_rows(tf.stack([shape_beside(part, axis) for part in parts]))
+            checks = [assert_equal_shapes(shapes, axis)]
         with tf.control_dependencies(checks):
             return super()._gather_to_implementation(value, destinations, axis, options)
 
@@ -197,7 +197,7 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
             return self._sum_list_across_workers(tensors)
         self._weights_to_check = None
         first = [self._local_results(weight)[0] for weight in weights]
-        slots = check.slots([tf.convert_to_tensor(weight) for weight in first], tensors)
+        slots = check.slots([[tf.convert_to_tensor(weight) for weight in first]], tensors)
         *sums, slots = self._sum_list_across_workers([*tensors, slots])
         with tf.control_dependencies([check.verify(slots)]):
             return [tf.identity(total) for total in sums]
@@ -255,7 +255,7 @@ class AgreedIterator:
         return self._batches.peek(most)
 
 
-def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+def shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
     """`[1 + _MAX_RANK]`, int32: a tensor's rank and shape, without what `axis` has."""
     shape = tf.shape(tensor)
     rank = tf.size(shape)
@@ -263,11 +263,11 @@ def _shape_beside(tensor: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.concat([[rank], tf.pad(shape, [[0, _MAX_RANK - rank]])], 0)
 
 
-def _assert_equal_shapes(shapes: tf.Tensor, axis: int) -> object:
+def assert_equal_shapes(shapes: tf.Tensor, axis: int) -> object:
     """Raises InvalidArgumentError on all workers alike, where TensorFlow's collectives would end.
 
     Args:
-        shapes: `_shape_beside` of all replicas, `[replicas, ...]`.
+        shapes: `shape_beside` of all replicas, `[replicas, ...]`.
         axis: that is gathered along.
     """
     message = (

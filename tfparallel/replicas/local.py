@@ -76,6 +76,8 @@ class LocalExtended(ReplicatedExtended):
     ) -> object:
         if isinstance(value, DistributedValues) and not distribute_utils.is_mirrored(value):
             return ReductionToOneDevice().reduce(reduce_op, value, destinations)
+        if self._workers is not None and tf.is_tensor(value) and len(self._devices) == 1:
+            return value  # of the one replica here: TensorFlow knows none but those of the process
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _gather_to_implementation(

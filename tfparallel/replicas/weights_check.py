@@ -9,14 +9,18 @@ the others add zeros: no collective is added. All ranks see all hashes, and all 
 
 A hash is the sum of all bits as whole numbers: any flip of one bit changes it.
 
+Where weights are in parts, a rank makes one hash of those that all ranks hold, and one of its
+parts, which only some ranks hold, too.
+
 A NaN on one rank is on all of them a step later, as gradients are added: hashes agree. So each rank
 also notes in which step its own metrics (the loss among them) stopped being finite, and tells that.
 Whoever was first is named, in a warning: rows can do that as well as memory.
 """
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -38,9 +42,17 @@ class WeightsCheck:
     Args:
         rank, num_ranks: this rank's position, and how many there are.
         every_steps: how often.
+        holders: of each group of weights, such as parts, the sets of ranks that hold the same; by
+            default there is one group, which all hold.
     """
 
-    def __init__(self, rank: int, num_ranks: int, every_steps: int):
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        every_steps: int,
+        holders: Sequence[Sequence[Sequence[int]]] | None = None,
+    ):
         if every_steps < 1:
             raise ValueError(f"check_weights_every is a number of steps. Received: {every_steps}.")
         self._rank, self._num_ranks, self._every_steps = rank, num_ranks, every_steps
@@ -48,20 +60,60 @@ class WeightsCheck:
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             self._steps = ResourceVariable(tf.constant(0, tf.int64), trainable=False)
             self._not_finite = ResourceVariable(tf.constant(0, tf.int64), trainable=False)
+        self._compared = [
+            (slice(start, start + _PIECES), list(ranks))  # which columns of `slots`, in which rows
+            for start, sets in zip(
+                itertools.count(1, _PIECES), holders or [[range(num_ranks)]], strict=False
+            )
+            for ranks in sets
+        ]
         self._has_warned = False
 
-    def slots(self, weights: Sequence[tf.Tensor], metrics: Sequence[tf.Tensor]) -> tf.Tensor:
-        """`[num_ranks, 5]`, float32, to be summed over ranks; called once in each step.
+    def slots(
+        self, groups: Sequence[Sequence[tf.Tensor]], metrics: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        """`[num_ranks, 2 + 3 * groups]`, float32, to be summed over ranks; once in each step.
 
         Args:
-            weights: read after the step's update.
+            groups: of weights, read after the step's update, in the order of `holders`.
             metrics: this rank's own sums.
         """
+        is_due, first = self._counted(metrics)
+        pieces = tf.cond(
+            is_due,
+            lambda: _pieces_of(groups),
+            lambda: tf.zeros([_PIECES * len(groups)], tf.float32),
+        )
+        return self._in_place(tf.concat([tf.cast([is_due], tf.float32), pieces, [first]], 0))
+
+    def compare(
+        self,
+        groups: Sequence[Sequence[tf.Tensor]],
+        metrics: Sequence[tf.Tensor],
+        all_reduce: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        """`slots` and `verify` at once; called once in each step, and only some send anything.
+
+        Args:
+            groups, metrics: as of `slots`.
+            all_reduce: sums a tensor over ranks, in a branch.
+        """
+        is_due, first = self._counted(metrics)
+
+        def compared() -> tf.Tensor:
+            slots = self._in_place(tf.concat([[1.0], _pieces_of(groups), [first]], 0))
+            return self.verify(all_reduce(slots))
+
+        tf.cond(is_due, compared, lambda: tf.constant(True))
+
+    def _counted(self, metrics: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether the step is one that compares; and the first that was not finite, float32."""
         step = self._steps.assign_add(1, read_value=True)
-        is_due = tf.equal(step % self._every_steps, 0)
-        pieces = tf.cond(is_due, lambda: _pieces(weights), lambda: tf.zeros([_PIECES], tf.float32))
         first = self._first_not_finite(step, metrics)
-        own = tf.concat([tf.cast([is_due], tf.float32), pieces, tf.cast([first], tf.float32)], 0)
+        return tf.equal(step % self._every_steps, 0), tf.cast(first, tf.float32)
+
+    def _in_place(self, own: tf.Tensor) -> tf.Tensor:
+        """`own` in this rank's row, and zeros in those of others."""
         return tf.one_hot(self._rank, self._num_ranks)[:, tf.newaxis] * own
 
     def _first_not_finite(self, step: tf.Tensor, metrics: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -70,20 +122,23 @@ class WeightsCheck:
         is_new = tf.equal(self._not_finite.read_value(), 0) & ~tf.reduce_all([True, *checked])
         return self._not_finite.assign_add(tf.where(is_new, step, 0), read_value=True)
 
-    def verify(self, slots: tf.Tensor) -> tf.Operation:
-        """Raises `WeightsDifferError` in the graph where the ranks' `slots`, summed, differ."""
-        differ = tf.reduce_any(tf.not_equal(slots, slots[:1])) & (slots[0, 0] > 0)
+    def verify(self, slots: tf.Tensor) -> tf.Tensor:
+        """True; raises `WeightsDifferError` in the graph where `slots` of ranks, summed, differ."""
+        hashes = [tf.gather(slots[:, columns], ranks) for columns, ranks in self._compared]
+        told = [*hashes, slots[:, -1:]]
+        differ = tf.reduce_any([tf.reduce_any(tf.not_equal(each, each[:1])) for each in told])
         return tf.cond(
-            differ,
+            differ & (slots[0, 0] > 0),
             lambda: tf.numpy_function(self._tell, [slots, self._steps.read_value()], tf.bool),
             lambda: tf.constant(True),
-        ).op
+        )
 
     def _tell(self, slots: np.ndarray, step: np.ndarray) -> np.bool_:
-        hashes = [tuple(each) for each in slots[:, :-1]]
         not_finite = first_not_finite(slots[:, -1])
-        if len(set(hashes)) > 1:
-            raise WeightsDifferError(describe(hashes, int(step), self._rank) + not_finite)
+        for columns, ranks in self._compared:
+            hashes = {rank: tuple(slots[rank, columns]) for rank in ranks}
+            if len(set(hashes.values())) > 1:
+                raise WeightsDifferError(describe(hashes, int(step), self._rank) + not_finite)
         if not self._has_warned:
             self._has_warned = True
             say(logging.WARNING, f"[rank {self._rank}]{not_finite}")
@@ -103,13 +158,14 @@ def first_not_finite(steps: np.ndarray) -> str:
     )
 
 
-def describe(hashes: list[tuple], step: int, rank: int) -> str:
-    """Who differs from the most; of equal parties, none can be said to be wrong."""
-    (most, count), *others = Counter(hashes).most_common()
-    wrong = [r for r, each in enumerate(hashes) if each != most]
+def describe(hashes: Mapping[int, tuple], step: int, rank: int) -> str:
+    """Who differs from the most, by rank; of equal parties, none can be said to be wrong."""
+    (most, count), *others = Counter(hashes.values()).most_common()
+    wrong = [r for r, each in hashes.items() if each != most]
     ranks = ", ".join(f"rank {each}" for each in wrong)
     if others and others[0][1] == count:
-        parties = [[r for r, each in enumerate(hashes) if each == h] for h in dict.fromkeys(hashes)]
+        different = dict.fromkeys(hashes.values())
+        parties = [[r for r, each in hashes.items() if each == h] for h in different]
         ranks = " and ".join(f"ranks {party}" for party in parties) + " from one another"
     return (
         f"Expected all ranks to hold the same weights. Received: other weights in {ranks}, in step "
@@ -117,6 +173,10 @@ def describe(hashes: list[tuple], step: int, rank: int) -> str:
         "or a weight assigned on one rank only; the last backup before may be right. (Rank "
         f"{rank} is speaking.)"
     ).replace("other weights in ranks", "different weights in ranks")
+
+
+def _pieces_of(groups: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+    return tf.concat([_pieces(weights) for weights in groups], 0)
 
 
 def _pieces(weights: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
-from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
-from tfparallel.hybrid.ranks_of_job import job_of_ranks, ranks_of
+from tfparallel.hybrid.ranks_of_job import JobOfRanks, job_of_ranks, ranks_of
 from tfparallel.internals.keras_layers import layout_map_of
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
@@ -63,10 +62,14 @@ class TensorParallelStrategy(KerasStrategy):
             the others serve it. Then number 1 of a mesh, `cpu:1`, is that of the second process,
             or the second of all GPUs. `TF_CONFIG` counts only as a `TFConfigClusterResolver`.
         transport: "ring": each process of `TF_CONFIG` runs the script, traces its own part of the
-            model, and exchanges by this package's ring. All get the same data, of which neighbours
+            model, and exchanges by this package's ring. "horovod": the same of each rank that
+            `horovodrun` has started, by Horovod. All get the same data, of which neighbours
             that are a replica of the mesh take their rows. Whoever reads a whole weight outside of
             a step (`get_weights`, `save`) gathers it, on all of them. None:
             there is one process, or one that controls those of `cluster_resolver`.
+        check_weights_every: with a `transport`, after so many steps ranks compare a hash of what
+            several of them hold: weights that are not in parts, and parts, where there are several
+            replicas. All end with a `WeightsDifferError` that names who differs. None: never.
         insecure_network: says that strangers cannot reach the network between the processes. Needed
             for addresses other than loopback: TensorFlow's servers know no authentication.
         timeouts: how long processes wait for one another: `WorkerTimeouts` with a `transport`.
@@ -94,16 +97,23 @@ class TensorParallelStrategy(KerasStrategy):
         memory: MemoryPolicy | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         transport: str | None = None,
+        check_weights_every: int | None = None,
         insecure_network: bool = False,
         timeouts: Timeouts | WorkerTimeouts | None = None,
     ):
         if transport is not None:
             given = {"cluster_resolver": cluster_resolver, "memory": memory}
-            job = job_of_ranks(self, transport, layout, given, timeouts)
-            assert not isinstance(timeouts, Timeouts)  # which is refused
             mesh = (layout, batch_dim_name, device_mesh)
-            self._begin_as_rank(job, *mesh, sequence_parallel, timeouts)
+            copies_of = functools.partial(_num_replicas, *mesh)
+            job = job_of_ranks(self, transport, layout, given, timeouts, copies_of)
+            self._begin_as_rank(job, *mesh, sequence_parallel, check_weights_every)
             return
+        if check_weights_every is not None:
+            raise ValueError(
+                "Where one process controls all devices it computes with one value of each weight. "
+                f"Received: check_weights_every={check_weights_every} without a `transport`. Leave "
+                "it out."
+            )
         if isinstance(timeouts, WorkerTimeouts):
             raise TypeError(f"Without a `transport` expected Timeouts. Received: {timeouts}.")
         cluster, of_cluster = None, None
@@ -127,25 +137,26 @@ class TensorParallelStrategy(KerasStrategy):
 
     def _begin_as_rank(
         self,
-        job: MultiWorkerExtended,
+        job: JobOfRanks,
         layout: Layout,
         batch_dim_name: str | None,
         device_mesh: keras.distribution.DeviceMesh | None,
         sequence_parallel: bool,
-        timeouts: WorkerTimeouts | None,
+        check_weights_every: int | None,
     ) -> None:
-        of_rank = job.worker_devices[0].rpartition("/")[2]
-        devices = [f"{name}/{of_rank}" for name in job._task_names]
+        workers, devices = job.workers, job.devices
         layouts = _layouts(
             layout,
             batch_dim_name,
             device_mesh,
             devices,
-            lambda mesh, name: group_of_ranks(mesh, name, devices, job._id_in_cluster),
+            lambda mesh, name: group_of_ranks(mesh, name, devices, workers._id_in_cluster),
         )
         layouts.cuts_sequences = sequence_parallel
-        ranks, replicas = ranks_of(job, layouts.groups.parts, timeouts)
-        extended = TensorParallelOverRanks(self, layouts, job, ranks, replicas)
+        ranks, replicas = ranks_of(job, layouts.groups.parts)
+        extended = TensorParallelOverRanks(self, layouts, workers, ranks, replicas)
+        if check_weights_every is not None:
+            extended._check_weights(check_weights_every, job.collectives)
         super().__init__(extended, MemoryPolicy().of_groups(extended.own_group))
 
     extended: TensorParallelExtended
@@ -214,6 +225,22 @@ def _layouts(
             "keras.distribution.LayoutMap(device_mesh)."
         )
     return Layouts(layout, groups_of(layout.device_mesh, batch_dim_name))
+
+
+def _num_replicas(
+    layout: Layout,
+    batch_dim_name: str | None,
+    device_mesh: keras.distribution.DeviceMesh | None,
+    num_ranks: int,
+) -> int:
+    """How many replicas a layout's mesh, or `device_mesh`, makes of so many ranks."""
+    names = [f"/job:rank/task:{i}/device:CPU:0" for i in range(num_ranks)]
+
+    def groups_of(mesh: keras.distribution.DeviceMesh, name: str | None) -> MeshGroups:
+        return mesh_groups(mesh, name, names)
+
+    layouts = _layouts(layout, batch_dim_name, device_mesh, names, groups_of)
+    return len(layouts.groups.groups)
 
 
 def _made_without_mesh(layout: object) -> Callable | None:

@@ -4,17 +4,22 @@ A rank is one replica, of one device, as it knows: it gets the whole batch of th
 same step as all others of it. What makes it one of several is in `ranks.py`.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
-from tfparallel.internals import TrainerCall, numpy_dataset
+from tfparallel.internals import CollectiveAllReduceExtended, TrainerCall, numpy_dataset
+from tfparallel.internals.keras_layers import behind
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, value_of_rank_zero
+from tfparallel.replicas.weights_check import WeightsCheck
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
 from tfparallel.tensor_parallel.gradients import sum_parts
 from tfparallel.tensor_parallel.layouts import Layouts
@@ -37,6 +42,9 @@ class TensorParallelOverRanks(TensorParallelExtended):
     _split_class = VariableOfRanks
     _takes_workers = False
     _xla_can_predict = False  # an exchange is Python
+    _compare_weights: Callable | None = None  # of a model, of all ranks
+    _model_of_step: keras.Model | None = None
+    _own_sums: list[tf.Tensor]  # of metrics, of this rank's replica, in the step that is traced
 
     def __init__(
         self,
@@ -77,6 +85,74 @@ class TensorParallelOverRanks(TensorParallelExtended):
             return kwargs
         self._agreed_value = value_of_rank_zero(self._job, kwargs)
         return {**kwargs, "initial_value": self._agreed_value}
+
+    # ---- what a custom loop reads ----------------------------------------------------------------
+
+    _make_input_context = CollectiveAllReduceExtended._make_input_context
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: object) -> object:
+        """Of each batch a replica's rows, which are those of all of its ranks."""
+        return CollectiveAllReduceExtended._experimental_distribute_dataset(self, dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: object, options: object) -> object:
+        return CollectiveAllReduceExtended._distribute_datasets_from_function(
+            self, dataset_fn, options
+        )
+
+    # ---- whether copies are alike ----------------------------------------------------------------
+
+    def _check_weights(self, every_steps: int, collectives: LeftOutIfUnread) -> None:
+        """Compares copies of weights from now on; called when the strategy is built.
+
+        What is whole all ranks hold, and a part those that have it of other replicas.
+
+        Args:
+            every_steps: how often.
+            collectives: between all ranks.
+        """
+        count, parts = self._job._num_workers, self.ranks.size
+        holders = [[range(count)]]
+        if count > parts:
+            holders.append([range(part, count, parts) for part in range(parts)])
+        check = WeightsCheck(self._job._id_in_cluster, count, every_steps, holders)
+        add_up = functools.partial(self.ranks.meet, collectives.sum_of, what="compare weights")
+
+        def compare(model: keras.Model) -> None:
+            groups: list[list[tf.Tensor]] = [[], []]
+            for weight in map(behind, model.trainable_variables):
+                is_split = isinstance(weight, VariableOfRanks)
+                own = weight.own_parts() if is_split else weight.values
+                groups[is_split].append(own[0].read_value())
+            check.compare(groups[: len(holders)], self._own_sums, add_up)
+
+        self._compare_weights = compare
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        self._model_of_step, self._own_sums = model, []
+        try:
+            with super()._step_of(model):
+                yield
+        finally:
+            self._model_of_step, self._own_sums = None, []
+
+    def _sum_and_check_weights(self, tensors: list) -> list:
+        self._own_sums = tensors
+        return super()._sum_and_check_weights(tensors)
+
+    def _then_compared(self, function: Callable) -> Callable:
+        """`function`, of a replica; after a step of a model its weights are compared."""
+        model, compare = self._model_of_step, self._compare_weights
+        if model is None or compare is None:
+            return function
+
+        @functools.wraps(function)
+        def compared(*args: object, **kwargs: object) -> object:
+            result = function(*args, **kwargs)
+            compare(model)
+            return result
+
+        return compared
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -126,4 +202,6 @@ class TensorParallelOverRanks(TensorParallelExtended):
     def _call_for_each_replica(self, fn: Callable, args: tuple, kwargs: dict) -> object:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return super()._call_for_each_replica(fn, args, kwargs)
-        return super()._call_for_each_replica(self.ranks.step(fn), args, kwargs)
+        return super()._call_for_each_replica(
+            self.ranks.step(self._then_compared(fn)), args, kwargs
+        )

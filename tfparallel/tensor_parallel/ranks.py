@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.communication.ring_all_reduce import RingAllReduce
+from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.coordination.agreement import Agreement, DisagreementError
-from tfparallel.internals import record
-from tfparallel.internals.graphs import is_branch, is_stateful, run_after
+from tfparallel.internals import ResourceVariable, record
+from tfparallel.internals.graphs import branches_of, is_branch, is_stateful, run_after
 from tfparallel.tensor_parallel.rows import Rows
 
 _thread = threading.local()
@@ -45,17 +45,17 @@ class ModelRanks:
     """Ranks of a job, which have a part of each split tensor each, in the order of ranks.
 
     Args:
-        reduction: through their ring.
+        collectives: between them.
         agreement: of these ranks.
-        device: of this rank, where the ring is called.
+        device: of this rank, where collectives are called.
 
     Attributes:
         index: the place of this rank among them, and of its parts.
         size: how many ranks there are.
     """
 
-    def __init__(self, reduction: RingAllReduce, agreement: Agreement, device: str):
-        self._reduction, self._agreement, self._device = reduction, agreement, device
+    def __init__(self, collectives: LeftOutIfUnread, agreement: Agreement, device: str):
+        self._collectives, self._agreement, self._device = collectives, agreement, device
         self.index, self.size = agreement.ranks.index(agreement.rank), len(agreement.ranks)
         self._step: _TracedStep | None = None
 
@@ -78,7 +78,7 @@ class ModelRanks:
                 if tf.executing_eagerly():
                     return function(*args, **kwargs)
                 before = _step()
-                self._step = _thread.step = _TracedStep(self._reduction, self._agreement)
+                self._step = _thread.step = _TracedStep(self._collectives.order, self._agreement)
                 try:
                     result = function(*args, **kwargs)
                     _thread.step.finish(result)
@@ -91,7 +91,7 @@ class ModelRanks:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the ranks' tensors of one shape; unknown to gradient tapes."""
         what = f"sum {tensor.dtype.name}{tensor.shape}"
-        return self.meet(self._reduction.sum_of, tf.convert_to_tensor(tensor), what)
+        return self.meet(self._collectives.sum_of, tf.convert_to_tensor(tensor), what)
 
     def whole(self, parts: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
         """All parts of a tensor.
@@ -102,7 +102,7 @@ class ModelRanks:
         """
         own = parts[0] if len(parts) == 1 else parts[self.index]
         what = f"gather {own.dtype.name}{rows.whole_shape(own.shape)} of {rows}"
-        flat = self.meet(self._reduction.gather_rows, tf.reshape(own, [-1]), what)
+        flat = self.meet(self._collectives.gather_rows, tf.reshape(own, [-1]), what)
         dynamic = tf.shape(own)
         shapes = [
             [n if n is not None else dynamic[i] for i, n in enumerate(_with(own, rows.dim, size))]
@@ -118,11 +118,11 @@ class ModelRanks:
         Called by the replica, or where replicas meet, which is another thread.
 
         Args:
-            collective: of a `RingAllReduce` with the same order of calls, which takes `unordered`.
+            collective: of a `LeftOutIfUnread` with the same order of calls.
             tensor: this rank's.
             what: tells the other ranks what it is.
         """
-        step = self._step
+        step = None if tf.executing_eagerly() else self._step
         number = None if step is None else step.number_of_caller(what)
         with tf.device(self._device), record.stop_recording():
             result = collective(tensor, unordered=number)
@@ -163,11 +163,12 @@ def where_ranks_exchange() -> Iterator[None]:
 def exchange_here() -> bool:
     """Whether ranks can exchange where the caller is, not only before it."""
     step = _step()
-    return step is None or tf.executing_eagerly() or step.exchanges_here()
+    return step is None or step.exchanges_here()
 
 
 def _step() -> "_TracedStep | None":
-    return getattr(_thread, "step", None)
+    """The step that the caller traces; None eagerly, also where a layer is tried meanwhile."""
+    return None if tf.executing_eagerly() else getattr(_thread, "step", None)
 
 
 def _with(tensor: tf.Tensor, dim: int, size: int) -> list[int | None]:
@@ -187,14 +188,15 @@ class _TracedStep:
         calls: collectives, in the order of the program.
         stand_ins: with the names of their variables.
         number: that TensorFlow does not know before the step runs, so that it folds no collective.
+            It counts on before the first of them, and after the last.
     """
 
-    def __init__(self, reduction: RingAllReduce, agreement: Agreement):
-        self._order, self._agreement = reduction.order, agreement
+    def __init__(self, order: ResourceVariable, agreement: Agreement):
+        self._order, self._agreement = order, agreement
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: list[_Call] = []
         self.stand_ins: dict[tf.Operation, str] = {}
-        self.number = self._order.read_value()
+        self.number = self._order.assign_add(1.0, read_value=True)
 
     def exchanges_here(self) -> bool:
         """Whether the caller traces the step itself, or a branch of it that no gradient passes."""
@@ -234,29 +236,27 @@ class _TracedStep:
             DisagreementError: naming the ranks whose step is another one.
             NotImplementedError: if a rank would need what another one stores.
         """
-        live = self._live(result)
+        live = self._live(result, _taken_by)
         calls = [call for call in self.calls if call.operation in live]
-        refused = self._refused(live)
+        refused = self._refused(self._live(result, _read_by))
         told = self._agreement.exchange("trace a step", [refused, [call.what for call in calls]])
         refusals = [text for text, _ in told if text]
         if refusals:
             raise NotImplementedError(refusals[0])
         for rank, (_, others) in zip(self._agreement.ranks, told, strict=True):
             _check_alike(self._agreement.rank, rank, [call.what for call in calls], others)
-        if not calls:
-            return
         ordered = self._in_order({call.operation for call in calls})
         for before, after in itertools.pairwise(ordered):
             run_after(after, before)
         with tf.control_dependencies(ordered[-1:]):
             self._order.assign_add(1.0, read_value=False)
 
-    def _live(self, result: object) -> set[tf.Operation]:
+    def _live(self, result: object, inputs_of: Callable) -> set[tf.Operation]:
         """What runs, in the step and in those of its branches that exchange or have stand-ins."""
-        live = _ancestors(self.graph, result)
+        live = _ancestors(self.graph, result, inputs_of)
         made = [*(call.operation for call in self.calls), *self.stand_ins]
         for graph in {operation.graph for operation in made} - {self.graph}:
-            live |= _ancestors(graph, graph.outputs)
+            live |= _ancestors(graph, graph.outputs, inputs_of)
         return live
 
     def _in_order(self, calls: set[tf.Operation]) -> list[tf.Operation]:
@@ -273,7 +273,7 @@ class _TracedStep:
     def _refused(self, live: set[tf.Operation]) -> str:
         """What reads a stand-in; "" for nothing."""
         for operation in live:
-            for tensor in operation.inputs:
+            for tensor in _read_by(operation):
                 if tensor.op in self.stand_ins:
                     return (
                         "Ranks that each trace their own part compute a layer in parts if its rule "
@@ -303,8 +303,32 @@ def _functions_named_by(operation: tf.Operation) -> set[str]:
     return {function.name for x in attributes for function in (x.func, *x.list.func)}
 
 
-def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:
-    """What runs in `graph` for `result`, and for what changes state."""
+def _taken_by(operation: tf.Operation) -> list[tf.Tensor]:
+    return list(operation.inputs)
+
+
+def _read_by(operation: tf.Operation) -> list[tf.Tensor]:
+    """What `operation` takes, but for what none of the branches of a `tf.cond` reads.
+
+    An update in a branch takes all parts of a gradient into it, and reads its rank's own.
+    """
+    branches = branches_of(operation)
+    if not branches:
+        return _taken_by(operation)
+    condition, *taken = operation.inputs
+    read: set[int] = set()
+    for branch in branches:
+        live = _ancestors(branch, branch.outputs, _read_by)
+        read |= {i for i, tensor in enumerate(branch.inputs) if tensor.op in live}
+    return [condition, *(tensor for i, tensor in enumerate(taken) if i in read)]
+
+
+def _ancestors(graph: tf.Graph, result: object, inputs_of: Callable) -> set[tf.Operation]:
+    """What runs in `graph` for `result`, and for what changes state.
+
+    Args:
+        inputs_of: gives what an operation needs.
+    """
     results = tf.nest.flatten(result, expand_composites=True)
     waiting = [x.op for x in results if tf.is_tensor(x) and getattr(x, "graph", None) is graph]
     waiting += [op for op in graph.get_operations() if is_stateful(op)]
@@ -313,6 +337,6 @@ def _ancestors(graph: tf.Graph, result: object) -> set[tf.Operation]:
         operation = waiting.pop()
         if operation not in live:
             live.add(operation)
-            waiting += [x.op for x in operation.inputs]
+            waiting += [x.op for x in inputs_of(operation)]
             waiting += operation.control_inputs
     return live

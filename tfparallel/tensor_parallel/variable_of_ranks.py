@@ -16,6 +16,7 @@ from tfparallel.tensor_parallel.split_variable import SplitVariable
 class VariableOfRanks(SplitVariable):
     """Reads and assignments of a variable whose parts are those of the strategy's ranks."""
 
+    has_pieces_elsewhere = True
     worker_bounds = None  # ranks write no shards of files: rank 0 writes wholes, which all gather
 
     @property

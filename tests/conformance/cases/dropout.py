@@ -51,7 +51,11 @@ def _masks(run: Run, name: str, dropout, before_fit=lambda: None) -> tuple[np.nd
     np.save(run.folder / f"{name}-{run.rank}.npy", np.array(rows))
     run.barrier()
     everyone = [np.load(file) for file in sorted(run.folder.glob(f"{name}-*.npy"))]
-    masks = np.concatenate(everyone) != 0
+    each = run.row.ranks_of_a_replica
+    first, *others = (everyone[i::each] for i in range(each))
+    for own in others:
+        np.testing.assert_equal(own, first)
+    masks = np.concatenate(first) != 0
     return masks[np.lexsort(masks.T)], training.model.get_weights()
 
 
