@@ -21,19 +21,19 @@ TARGETS = {
     "mse": 2,
     "huber": 1,
     "sparse_categorical_crossentropy": 3,
+    "of_probabilities": 3,
     "sum_of_squares": 2,
     "weighted_ratio": 1,
 }
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight")
+_OF_CLASSES = ("sparse_categorical_accuracy", "sparse_categorical_crossentropy")
 METRICS = {
     "mse": ("mae", "mse"),
     "huber": ("mae", "mse"),
     "sum_of_squares": ("mae", "mse"),
     "weighted_ratio": ("mae", "mse"),
-    "sparse_categorical_crossentropy": (
-        "sparse_categorical_accuracy",
-        "sparse_categorical_crossentropy",
-    ),
+    "sparse_categorical_crossentropy": _OF_CLASSES,
+    "of_probabilities": _OF_CLASSES,
 }
 OPTIMIZERS = {
     "SGD": {"learning_rate": 0.05, "momentum": 0.9},

@@ -137,6 +137,13 @@ def _as_numbers(array: np.ndarray) -> np.ndarray:
     return array.astype("float32") if array.dtype.kind == "V" else array
 
 
+# So steep that the least probability is 0 in float32: a loss has to know the logits.
+_SURE = {
+    "activation": "softmax",
+    "kernel_initializer": keras.initializers.RandomNormal(stddev=30.0, seed=5),
+}
+
+
 def build(spec: Model) -> keras.Model:
     """The functional model; each output ends in a Dense head."""
     inputs = [
@@ -151,7 +158,9 @@ def build(spec: Model) -> keras.Model:
         values.append(_call(layer, taken))
     heads = []
     for number, output in enumerate(spec.outputs):
-        head = keras.layers.Dense(output.classes, name=f"head_{number}", dtype=spec.head_policy)
+        options = _SURE if output.loss == "of_probabilities" else {}
+        name = f"head_{number}"
+        head = keras.layers.Dense(output.classes, name=name, dtype=spec.head_policy, **options)
         heads.append(head(values[output.value]))
     return keras.Model(inputs, heads)
 
@@ -201,7 +210,8 @@ def _loss(output: Output) -> keras.losses.Loss | Callable:
         return keras.losses.MeanSquaredError(reduction=reduction)
     if output.loss == "huber":
         return keras.losses.Huber(reduction=reduction)
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    from_logits = output.loss != "of_probabilities"
+    return keras.losses.SparseCategoricalCrossentropy(from_logits, reduction=reduction)
 
 
 ONE_NUMBER = {"sum_of_squares": sum_of_squares, "weighted_ratio": weighted_ratio}
@@ -222,7 +232,7 @@ def _targets(model: keras.Model, spec: Model, rows: int) -> list[np.ndarray]:
     shapes = [(rows, *output.shape[1:]) for output in model.outputs]
     return [
         rng.integers(0, output.classes, shape[:-1])
-        if output.loss == "sparse_categorical_crossentropy"
+        if output.loss in ("sparse_categorical_crossentropy", "of_probabilities")
         else rng.normal(size=shape)
         for output, shape in zip(spec.outputs, shapes)
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import keras
 
 from tfparallel.internals.keras_layers import layers_of
-from tfparallel.internals.logits import Origin, origin_of
+from tfparallel.internals.probabilities import Origin, origin_of
 
 
 def origins_for(operations: Sequence, inputs: Sequence) -> list[Origin | None]:
@@ -27,10 +27,10 @@ def origins_for(operations: Sequence, inputs: Sequence) -> list[Origin | None]:
 def _may_call_losses(operation: object) -> bool:
     if not isinstance(operation, keras.Layer):
         return type(operation).__name__.endswith("Crossentropy")
-    inner = [each for layer in layers_of(operation) for each in getattr(layer, "operations", ())]
-    return any(_is_of_user(layer) for layer in layers_of(operation)) or any(
-        _may_call_losses(each) for each in inner if not isinstance(each, keras.Layer)
-    )
+    layers = layers_of(operation)
+    inner = [each for layer in layers for each in getattr(layer, "operations", ())]
+    others = [each for each in inner if not isinstance(each, keras.Layer)]
+    return any(map(_is_of_user, layers)) or any(map(_may_call_losses, others))
 
 
 def _is_of_user(layer: keras.Layer) -> bool:

@@ -11,18 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.internals import get_keras_mask
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.flat_tensors import (
-    as_often_as,
-    filled,
-    flat_tensors,
-    present,
-    set_masks,
-    split_at,
-    with_origins,
-)
+from tfparallel.pipeline.flat_tensors import Arguments, flat_tensors, present, split_at
 from tfparallel.pipeline.known_logits import origins_for
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
@@ -111,25 +102,16 @@ class StageCalls:
         """
         counts = vars(self._thread).setdefault("counts", collections.Counter())
         counts[name] += 1
-        masks = [get_keras_mask(x) for x in inputs]
-        origins = origins_for(layers, inputs)
+        arguments = Arguments(inputs, origins_for(layers, inputs))
         given = self._changes.needed_by(layers)
         assigned = tuple(id(change.variable) for change in given)
-        has_mask = tuple(mask is not None for mask in masks)
-        made_by = tuple(origin and (origin.operation,) for origin in origins)
-        key = (name, counts[name], has_mask, made_by, assigned)
-
-        flat_inputs = flat_tensors(inputs)
-        arguments = [*flat_inputs, *present(masks), *(x for x, _ in present(origins))]
+        key = (name, counts[name], arguments.key, assigned)
 
         def flat_function(*flat: tf.Tensor) -> list:
-            flat, rest = flat[: len(arguments)], flat[len(arguments) :]
+            own, rest = split_at(flat, len(arguments.flat))
             state, own_place = split_at(list(rest), len(given))
-            own_masks, own_logits = split_at(flat[len(flat_inputs) :], sum(has_mask))
-            own_inputs = with_origins(filled(inputs, flat), origins, own_logits)
-            set_masks(own_inputs, masks, own_masks)
-            own_inputs = as_often_as(inputs, own_inputs)
-            apart = self._changes.in_function(flat, given, state)
+            own_inputs = arguments.filled(own)
+            apart = self._changes.in_function(own, given, state)
             draws = self._draws(own_place, key[:2])
             with self._in_part(), draws, self._deferred.collected() as statistics, apart as noted:
                 outputs, losses = losses_apart(function, layers, own_inputs)
@@ -147,7 +129,7 @@ class StageCalls:
 
         microbatch = self._current_microbatch()
         place = None if self._row_seeds is None else self._row_seeds.place()
-        given_tensors = [*arguments, *(change.value for change in given), *present([place])]
+        given_tensors = [*arguments.flat, *(change.value for change in given), *present([place])]
         stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
         try:
             if name in self._of_all_rows:

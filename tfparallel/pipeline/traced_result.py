@@ -13,7 +13,7 @@ from tfparallel.internals.keras_layers import (
     drop_added_losses,
     layers_of,
 )
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.pipeline.flat_tensors import (
     TENSORS,
     as_often_as,
@@ -55,10 +55,7 @@ class TracedResult:
         self._own_inputs = list(inputs)
         self._all_masks = [get_keras_mask(tensor) for tensor in self.tensors]
         self.masks = present(self._all_masks)
-        made = [self._input(tensor) is None for tensor in self.tensors]
-        self._origins = [
-            origin_of(x) if is_made else None for x, is_made in zip(self.tensors, made)
-        ]
+        self._origins = [origin_of(x) if self._input(x) is None else None for x in self.tensors]
         logits = [origin.logits for origin in present(self._origins)]
         self.logits = [x for x in logits if self._input(x) is None]
 

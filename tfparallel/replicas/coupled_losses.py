@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import ReduceOp, distribute_lib, get_keras_mask, set_keras_mask
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import own_rows_live
 from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step

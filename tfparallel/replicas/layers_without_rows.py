@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import layers_of
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.local_replicas import LocalReplicas
 
 _LAYERS = (

@@ -37,7 +37,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, kept_losses, layers_of, own_state
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import rows_and_place
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.local_copies import copies_here

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfparallel.internals import record
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.segments.segment import Segment, computed_between, rewire
 from tfparallel.segments.tensor_notes import carry_notes
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfparallel.internals import record
 from tfparallel.internals.hooks import hook_once, wrapped
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.layer_rules import computes_in_parts
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfparallel.internals import record
-from tfparallel.internals.logits import noted_origin_of, with_origin
+from tfparallel.internals.probabilities import noted_origin_of, with_origin
 from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows

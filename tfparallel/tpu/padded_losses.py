@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
-from tfparallel.internals.logits import origin_of, with_origin
+from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.coupled_losses import share_of, sum_of_weights, weighed
 from tfparallel.replicas.loss_kinds import copy_with_call, kind_of_loss
 from tfparallel.tpu.padded_step import PaddedStep, padded_step
