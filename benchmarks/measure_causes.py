@@ -26,7 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-WIDTH, ROWS, STEPS = 512, 64, 24
+WIDTH, ROWS, STEPS = 512, 512, 24
+FEW_ROWS = 64  # where layers sleep, or ranks share cores: what they compute is little then
 LONG = 100  # steps of an epoch whose data are ahead of it: what they are ahead by is little then
 EPOCHS = 3  # the first one traces, the second one has no fault, the third one has
 DELAY_S = 0.06  # each step, or as long as that all together
@@ -188,15 +189,20 @@ def arrays(rows: int = STEPS * ROWS) -> tuple[np.ndarray, np.ndarray]:
     return x, x[:, :1].copy()
 
 
-def batches() -> tf.data.Dataset:
+def batches(rows: int = ROWS) -> tf.data.Dataset:
     """Batches of them that are there at once."""
-    pieces = [each.reshape(-1, ROWS, each.shape[-1]) for each in arrays()]
+    pieces = [each.reshape(-1, rows, each.shape[-1]) for each in arrays(STEPS * rows)]
     return tf.data.Dataset.from_tensor_slices(tuple(pieces))
 
 
-def dataset() -> tf.data.Dataset:
+def dataset(rows: int = ROWS) -> tf.data.Dataset:
     """The same, with nothing read ahead of the step."""
-    return nothing_ahead(batches())
+    return nothing_ahead(batches(rows))
+
+
+def few_rows(injected: Injected) -> tf.data.Dataset:
+    """The same, of small batches."""
+    return dataset(FEW_ROWS)
 
 
 def nothing_ahead(made: tf.data.Dataset) -> tf.data.Dataset:
@@ -218,7 +224,7 @@ def plain_model(**options: Any) -> keras.Model:
 # ---- input ---------------------------------------------------------------------------------------
 
 
-def slow_map(injected: Injected, **options: Any) -> tf.data.Dataset:
+def slow_map(injected: Injected, rows: int = ROWS, **options: Any) -> tf.data.Dataset:
     """A map that sleeps for each batch."""
 
     def pause(x: np.ndarray) -> np.ndarray:
@@ -228,7 +234,7 @@ def slow_map(injected: Injected, **options: Any) -> tf.data.Dataset:
     def paused(x: tf.Tensor, y: tf.Tensor) -> tuple:
         return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), y
 
-    return dataset().map(paused, **options)
+    return dataset(rows).map(paused, **options)
 
 
 def slow_generator(injected: Injected) -> tf.data.Dataset:
@@ -404,14 +410,17 @@ def backups(injected: Injected, folder: Path) -> list:
 
 
 class TracesAgain(SleepsAtTheEnd):
-    """Every third step; what is traced sleeps, as a large model takes its time."""
+    """Every third step; what is traced sleeps, as a large model takes its time.
+
+    It sleeps much longer than Python takes to trace, which differs by a fifth from epoch to epoch.
+    """
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         original = model.train_step
 
         def train_step(data: Any) -> Any:
-            self.injected.sleep()
+            self.injected.sleep(10)
             return original(data)
 
         model.train_step = train_step
@@ -532,7 +541,7 @@ def on_rank_1(callback: type) -> Callable[[Injected, Path], list]:
 
 def slow_map_on_rank_1(injected: Injected) -> tf.data.Dataset:
     """Data that the second rank alone waits for."""
-    return slow_map(injected) if rank() == 1 else dataset()
+    return slow_map(injected, FEW_ROWS) if rank() == 1 else dataset(FEW_ROWS)
 
 
 class Slower(keras.layers.Layer):
@@ -626,6 +635,7 @@ FAULTS: dict[str, Fault] = {
     "slow stage": Fault(
         ("imbalance: stage",),
         "imbalance",
+        data=few_rows,
         model=lambda: pipeline([WIDTH, "slow", WIDTH]),  # no partition divides a layer
         seconds=of_uneven_stages,
         is_always_on=True,
@@ -633,6 +643,7 @@ FAULTS: dict[str, Fault] = {
     "unbalanced partition": Fault(
         ("imbalance: stage",),
         "imbalance",
+        data=few_rows,
         model=lambda: four_layers([["first", "later_1"], ["later_[234]", "later_last"]]),
         seconds=of_uneven_stages,
         is_always_on=True,
@@ -640,6 +651,7 @@ FAULTS: dict[str, Fault] = {
     "few microbatches": Fault(
         ("bubble: schedule",),
         "bubble",
+        data=few_rows,
         model=lambda: equal_stages(2),
         seconds=of_the_schedule,
         is_always_on=True,
@@ -647,12 +659,14 @@ FAULTS: dict[str, Fault] = {
     "slow rank": Fault(
         ("imbalance: rank",),
         "imbalance",
+        data=few_rows,
         model=workers_with_a_slow_one,
         seconds=of_a_later_rank,
     ),
     "callback of one rank": Fault(
         ("imbalance: rank",),
         "imbalance",
+        data=few_rows,
         model=workers,
         callbacks=on_rank_1(SleepsAtTheEnd),
         seconds=of_a_later_rank,
@@ -667,6 +681,7 @@ FAULTS: dict[str, Fault] = {
     "link of 100 Mbit/s": Fault(
         ("communication: slow link",),
         "communication",
+        data=few_rows,
         model=workers,
         seconds=of_100_mbit_per_s,
     ),
@@ -718,12 +733,16 @@ CURED: dict[str, Fault] = {
     "retracing": Fault(("none",)),
     "run_eagerly": Fault(("none",)),
     "one thread": Fault(("none",)),
-    "few microbatches": Fault(("none",), "", model=lambda: equal_stages(8), is_always_on=True),
-    "unbalanced partition": Fault(
-        ("none",), "", model=lambda: four_layers("balanced"), is_always_on=True
+    "few microbatches": Fault(
+        ("none",), "", few_rows, model=lambda: equal_stages(8), is_always_on=True
     ),
-    "data of one rank": Fault(("none",), "", model=workers),
-    "link of 100 Mbit/s": Fault(("none",), "", model=lambda: workers(compression="power_sgd")),
+    "unbalanced partition": Fault(
+        ("none",), "", few_rows, model=lambda: four_layers("balanced"), is_always_on=True
+    ),
+    "data of one rank": Fault(("none",), "", few_rows, model=workers),
+    "link of 100 Mbit/s": Fault(
+        ("none",), "", few_rows, model=lambda: workers(compression="power_sgd")
+    ),
 }
 
 

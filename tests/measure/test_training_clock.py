@@ -55,6 +55,25 @@ def test_an_epoch():
     assert clock.end_epoch().spent.wall_s == 0
 
 
+def test_an_iterator_that_is_let_go_is_waited_for_as_input():
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=5, traces=1)
+    clock.end_epoch()
+    for waited in (3, 0.5):
+        clock.begin_step()
+        with clock.in_callback("another"):
+            hands.now += 0.25
+        hands.now += waited
+        clock.enter_step()
+        hands.now += 1
+        clock.end_step()
+    spent = clock.end_epoch().spent
+    assert spent.iterators_s == 3
+    assert spent.steps_s == 1.25 + 1.75
+    assert spent.callbacks_s == {"another": 0.5}
+
+
 @pytest.mark.parametrize("between_s", [2**-14, 1])
 def test_python_between_steps_is_not_python_of_a_step(between_s):
     """Of a short time between them, the thread's clock is not asked twice."""

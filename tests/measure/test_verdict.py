@@ -34,6 +34,7 @@ CAUSES = [
     ("input: processors", record(stage("prefetch", "Prefetch"), input=6), Setting(), "wait for"),
     ("input: tf.data", record(stage("tf.data", "Zip"), input=6), Setting(), "prefetch"),
     ("input", record(input=6), Setting(), "prefetch"),
+    ("input: iterators", record({"iterators_s": 3.5}, input=6), Setting(), "3.5 s in all"),
     (
         "communication: slow link",
         record({"bytes_sent": 10**7}, communication=6),

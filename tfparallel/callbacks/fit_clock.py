@@ -125,6 +125,7 @@ class FitClock:
     def note_batch(self) -> None:
         """Keras has begun a step; a resumed training leaves out those that it has had."""
         self._has_run = True
+        self.clock.enter_step()
 
     @property
     def saving(self) -> frozenset[str]:

@@ -167,6 +167,7 @@ def _details(epoch: Epoch, timed: FitClock) -> dict[str, object]:
         "collectives_s": epoch.links.spent_s,
         "callbacks_s": {k: v for k, v in callbacks.items() if k not in saving},
         "saving_s": {k: v for k, v in callbacks.items() if k in saving},
+        "iterators_s": epoch.spent.iterators_s,
         "input_stage": timed.slowest_stage,
         "batch_size": timed.batch_size,
     }

@@ -148,6 +148,7 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
         "collectives_s": sum(each.details["collectives_s"] for each in records),
         "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
         "saving_s": added(*(each.details["saving_s"] for each in records)),
+        "iterators_s": sum(each.details["iterators_s"] for each in records),
         "input_stage": records[-1].details["input_stage"],
     }
 

@@ -31,8 +31,8 @@ class Spent:
     Attributes:
         wall_s: from the beginning to the end.
         steps_s: within steps: from when Keras has its iterator to when it asks for the next step.
-        input_s: of it, waiting at the iterator; and making iterators, outside of steps.
-        iterators_s: making iterators.
+        input_s: of it, waiting at the iterator.
+        iterators_s: making iterators, and letting them go, outside of steps.
         python_s: of the steps, what the main thread computed in steps that traced nothing.
         tracing_s: what those that did took longer.
         linked_s: of the steps, when they had nothing to do but wait for collectives.

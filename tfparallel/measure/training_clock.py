@@ -170,6 +170,20 @@ class TrainingClock:
         python_s = self._ended_python_s + between_s if is_next else self._python_now()
         self._step = _Step(now, python_s, self._sources.links())
 
+    def enter_step(self) -> None:
+        """Keras tells callbacks of the step.
+
+        Before it tells of an epoch's first one it lets go of the iterator of the epoch before. That
+        waits for tf.data's own thread, which may miss that it is to end, and then sleeps on: for as
+        long as the epoch took, up to a minute (`Model::OptimizeLoop` in TensorFlow's `model.cc`).
+        """
+        step, epoch = self._step, self.epoch
+        if step is None or epoch.times_s or epoch.traced_s:
+            return
+        waited_s = self.now() - step.started_s - step.callbacks_s
+        epoch.spent.iterators_s += waited_s
+        step.started_s += waited_s
+
     def end_step(self) -> None:
         """Keras asks for the next step."""
         step, epoch, spent = self._step, self.epoch, self.epoch.spent

@@ -92,6 +92,13 @@ def _per_step_ms(record: Record, category: str) -> float:
 def _input(record: Record, setting: Setting, details: Mapping[str, Any]) -> tuple[str, str]:
     stage = details.get("input_stage") or {}
     kind, each_ms = stage.get("kind", ""), stage.get("ms", 0.0)
+    iterators_s = details.get("iterators_s", 0.0)
+    if iterators_s > record.seconds["input"] / 2:
+        return "iterators", (
+            f"{_percent(record, 'input')} passes before first steps of epochs, {iterators_s:.1f} s "
+            "in all: iterators are made, and those of the epochs before let go, whose threads may "
+            "sleep on where processors are busy. repeat() and steps_per_epoch make epochs longer."
+        )
     start = (
         f"{_percent(record, 'input')} waits for data, {_per_step_ms(record, 'input'):.1f} ms a step"
     )
