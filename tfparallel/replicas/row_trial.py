@@ -111,9 +111,14 @@ def trial() -> Iterator[None]:
         _thread.is_trial = False
 
 
+def is_trial() -> bool:
+    """Whether the calling thread tries a function."""
+    return getattr(_thread, "is_trial", False)
+
+
 def check_is_no_trial() -> None:
     """Ends the trial of a function that gathers rows by itself."""
-    if getattr(_thread, "is_trial", False):
+    if is_trial():
         raise GathersRowsError
 
 

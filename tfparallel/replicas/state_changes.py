@@ -40,6 +40,7 @@ import tensorflow as tf
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.replica_step import current_replica_step
+from tfparallel.replicas.row_trial import is_trial
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ class StateChanges:
     # ---- asked by variables ----------------------------------------------------------------------
 
     def seen(self, variable: tf.Variable) -> tf.Tensor | None:
-        """What the calling thread has assigned to `variable`; None if nothing."""
+        """What the calling thread has assigned to `variable`; None if nothing, or in a trial."""
         change = self._own().get(id(variable))
-        return None if change is None else change.value
+        return None if change is None or is_trial() else change.value
 
     def take(self, variable: tf.Variable, value: tf.Tensor) -> bool:
         """Takes note of an assignment; whether it is thereby dealt with."""
