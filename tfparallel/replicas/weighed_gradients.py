@@ -90,6 +90,8 @@ def weigh_gradient(gradient: tf.Tensor | tf.IndexedSlices, step: ReplicaStep) ->
     if isinstance(gradient, tf.IndexedSlices):
         values = weigh_gradient(gradient.values, step)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if gradient.dtype == tf.bfloat16:  # of which no GPU has a `MulNoNan`
+        return tf.cast(weigh_gradient(tf.cast(gradient, tf.float32), step), tf.bfloat16)
     return tf.math.multiply_no_nan(gradient, tf.cast(step.weight, gradient.dtype))
 
 
