@@ -1070,5 +1070,38 @@ TENSORFLOW_COLLECTIVES = Row(
     num_workers=2,
     devices_per_worker=1,
 )
+
+
+def _workers_as_on_gpus() -> tf.distribute.Strategy:
+    """Sums metrics with gradients and gathers rows by hosts' counts, over TensorFlow's ring."""
+    strategy = TENSORFLOW_COLLECTIVES.make()
+    strategy.extended._local_device_type, strategy.extended._has_nccl = "GPU", True
+    return strategy
+
+
+def _ranks_as_on_gpus() -> tf.distribute.Strategy:
+    """Sums metrics where gradients are, over Gloo."""
+    strategy = library().HorovodStrategy()
+    strategy.extended._has_nccl = True
+    return strategy
+
+
+# What is done with NCCL, without it; asked a few cases.
+WORKERS_AS_ON_GPUS = Row(
+    "workers_as_on_gpus_2x2",
+    _workers_as_on_gpus,
+    num_replicas=4,
+    num_workers=2,
+    devices_per_worker=2,
+)
+RANKS_AS_ON_GPUS = Row(
+    "ranks_as_on_gpus_2x1",
+    _ranks_as_on_gpus,
+    num_replicas=2,
+    num_workers=2,
+    devices_per_worker=1,
+    environments=horovod_environments,
+)
 ONE_DEVICE = Row("reference", lambda: None, 1)  # plain Keras: no strategy at all
-ROWS = {row.name: row for row in [ONE_DEVICE, TENSORFLOW_COLLECTIVES, *STRATEGIES]}
+OTHERS = [ONE_DEVICE, TENSORFLOW_COLLECTIVES, WORKERS_AS_ON_GPUS, RANKS_AS_ON_GPUS]
+ROWS = {row.name: row for row in [*OTHERS, *STRATEGIES]}

@@ -3,16 +3,40 @@
 import pytest
 
 from tests.conformance.cases import CASES
-from tests.conformance.strategies import STRATEGIES, TENSORFLOW_COLLECTIVES
+from tests.conformance.strategies import (
+    RANKS_AS_ON_GPUS,
+    STRATEGIES,
+    TENSORFLOW_COLLECTIVES,
+    WORKERS_AS_ON_GPUS,
+)
 from tests.helpers import assert_same_training
 from tests.slices import slice_of_this_run
 
-_OF_TENSORFLOW_COLLECTIVES = [
-    "models.mlp",
-    "collectives.a_group_is_on_one_kind_of_device",
-    "inputs.sparse_gradients_of_many_sizes",
-    "inputs.sparse_gradients_of_many_sizes_in_a_loop",
-    "optimizers.sparse_gradients_stay_sparse_in_a_loop",
+_OF_OTHERS = [
+    (
+        TENSORFLOW_COLLECTIVES,
+        "models.mlp",
+        "collectives.a_group_is_on_one_kind_of_device",
+        "inputs.sparse_gradients_of_many_sizes",
+        "inputs.sparse_gradients_of_many_sizes_in_a_loop",
+        "optimizers.sparse_gradients_stay_sparse_in_a_loop",
+    ),
+    (
+        WORKERS_AS_ON_GPUS,
+        "batch_norm.the_average_is_what_is_saved",
+        "collectives.a_group_is_on_one_kind_of_device",
+        "inputs.sparse_gradients_of_many_sizes",
+        "inputs.steps_per_execution",
+        "metrics.binary",
+        "models.positions",
+        "optimizers.sparse_gradients_stay_sparse",
+    ),
+    (
+        RANKS_AS_ON_GPUS,
+        "batch_norm.the_average_is_what_is_saved",
+        "inputs.last_batch_of_one_row",
+        "inputs.steps_per_execution",
+    ),
 ]
 
 
@@ -25,7 +49,7 @@ def pytest_generate_tests(metafunc):
         for case in CASES.values()
         if row.is_asked(case, everything, slice_of_pairs)
     ]
-    pairs += [(TENSORFLOW_COLLECTIVES, CASES[name]) for name in _OF_TENSORFLOW_COLLECTIVES]
+    pairs += [(row, CASES[name]) for row, *names in _OF_OTHERS for name in names]
     ids = [f"{row.name}-{case.name}" for row, case in pairs]
     metafunc.parametrize("row, case", pairs, ids=ids)
 

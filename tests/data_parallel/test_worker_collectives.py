@@ -77,12 +77,12 @@ def _collectives(operations) -> list[tuple[str, str]]:
 
 
 def test_a_collective_waits_for_no_counter_of_the_watch():
-    """They are on the host: a GPU would wait for it. Only the counters wait for what they count."""
-    host = "/device:CPU:1"  # not where TensorFlow puts what nobody places, GPU 0 if there is one
-    watched = WatchedCollectives(SimpleNamespace(rank=0), None, host)
-    operations = CollectiveAllReduce(["CPU:0"], 2, options_of_hosts(Options()))
+    """Only the counters wait for what they count, on its device: the host waits for neither."""
+    device = "/device:CPU:1"  # not where TensorFlow puts what nobody places
+    watched = WatchedCollectives(SimpleNamespace(rank=0), None)
+    operations = CollectiveAllReduce([device], 2, options_of_hosts(Options()))
     (launcher,) = launchers_of(operations)
-    count_collectives(launcher, watched.counter())
+    count_collectives(launcher, watched.counter(device))
 
     @tf.function(autograph=False)
     def step(x):
@@ -93,7 +93,8 @@ def test_a_collective_waits_for_no_counter_of_the_watch():
     counters = {op for op in graph.get_operations() if op.type.startswith("Assign")}
     collectives = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2"]
     assert len(collectives) == 2 and len(counters) == 4
-    assert all(host in op.device and host in op.inputs[0].device for op in counters)
+    assert all(device in op.device and device in op.inputs[0].device for op in counters)
+    assert all(device in op.device for op in collectives)
     for collective in collectives:
         assert not counters & _before(collective)
     last = [op for op in counters if set(collectives) <= _before(op)]

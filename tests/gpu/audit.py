@@ -48,6 +48,8 @@ class Audit:
         copies: by direction (`to_device`, `to_host`, `between_devices`) and edge (types of both
             operations, type of the tensor), how many.
         without_kernel: operations asked for on a GPU that have no kernel there, with types.
+        waits: operations of the host that come behind one of a GPU, with types: TensorFlow sends
+            nothing from there, and waits for all that the GPU was given (`gpu_util.cc`).
         python_calls: operations that run Python.
         narrow_remote_calls: int32 arguments and results of `RemoteCall`s on GPUs.
         collectives: of each kind, its device and hint.
@@ -57,6 +59,7 @@ class Audit:
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     without_kernel: collections.Counter = field(default_factory=collections.Counter)
+    waits: collections.Counter = field(default_factory=collections.Counter)
     python_calls: list = field(default_factory=list)
     narrow_remote_calls: list = field(default_factory=list)
     collectives: collections.Counter = field(default_factory=collections.Counter)
@@ -106,6 +109,10 @@ def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool 
         _look_at_operation(operation, devices[operation], result)
         if folded.is_constant(operation):
             continue
+        constants = [x.op for x in operation.inputs if folded.is_constant(x.op)]
+        for before in [x for each in (operation, *constants) for x in each.control_inputs]:
+            if is_stand_in(devices[before]) and not is_stand_in(devices[operation]):
+                result.waits[f"{before.type} -> {operation.type}"] += 1
         for i, tensor in enumerate(operation.inputs):
             source = memory(tensor.op, tensor.value_index, False)
             target = memory(operation, i, True)

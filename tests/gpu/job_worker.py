@@ -4,9 +4,11 @@
 without a model, for what `predict` gathers from all workers.
 """
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 import keras
@@ -15,14 +17,16 @@ import tensorflow as tf
 import tfparallel
 from tests.gpu.audit import audit
 from tests.gpu.jobs import NUM_CPUS
-from tests.gpu.steps import GPUS, SIZES, step_graph
+from tests.gpu.steps import GPUS, INNER, SIZES, step_graph
 from tests.helpers import open_logical_cpus
 from tests.multi_process.answering import answer_requests
 from tests.parameter_server.cluster import ServerProcesses
 from tests.tensor_parallel.layouts import LayoutOfAnything
+from tfparallel.coordination.connection import device_name
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 from tfparallel.parameter_server.server_cluster import ParameterServerCluster
+from tfparallel.pipeline.remote_stages import StageCluster
 
 
 class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
@@ -31,29 +35,68 @@ class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
     What reduces with NCCL can be traced here, not run.
     """
 
-    def __init__(self):
-        choose = MultiWorkerExtended._initialize_local_devices
-
-        def stand_ins(extended, *args):
-            (_, *gpus), kind = choose(extended, *args)
-            return tuple(gpus), kind
-
-        with mock.patch.object(MultiWorkerExtended, "_initialize_local_devices", stand_ins):
-            super().__init__()
+    def __init__(self, **options):
+        with _stand_ins_of_workers():
+            super().__init__(**options)
 
     def reduce_as_on_gpus(self) -> None:
-        extended = self.extended
-        extended._local_device_type = "GPU"
-        addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
-        extended._agree_on_collectives(addresses)
-        for operations in (extended._cross_device_ops, extended._host_cross_device_ops):
-            extended._watch_collectives(operations)
+        _reduce_as_on_gpus(self._workers)
 
 
-def _horovod() -> tf.distribute.Strategy:
+class _ShardsOfWorkers(tfparallel.ShardedStrategy):
+    """The same, of one strategy over all devices; its parts go through TensorFlow's collectives.
+
+    Those of the ring are Python's, and of hosts.
+    """
+
+    def __init__(self):
+        with _stand_ins_of_workers():
+            super().__init__(min_size=1, transport="collectives")
+
+    def reduce_as_on_gpus(self) -> None:
+        _reduce_as_on_gpus(self.extended)
+        self.extended._in_copy = self.extended._among_all(has_ring=False)
+
+
+def _stand_ins_of_workers() -> contextlib.AbstractContextManager:
+    choose = MultiWorkerExtended._initialize_local_devices
+
+    def stand_ins(extended, *args):
+        (cpu, *_), kind = choose(extended, *args)
+        worker = cpu.rpartition("/device:")[0]
+        gpus = tuple(f"{worker}/device:{gpu}" for gpu in GPUS)
+        return gpus[:1] if extended._has_inner else gpus, kind
+
+    return mock.patch.object(MultiWorkerExtended, "_initialize_local_devices", stand_ins)
+
+
+def _reduce_as_on_gpus(extended: MultiWorkerExtended) -> None:
+    extended._local_device_type = "GPU"
+    addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    extended._agree_on_collectives(addresses)
+    extended._watch_collectives(extended._cross_device_ops, extended._devices[0])
+    extended._watch_collectives(extended._host_cross_device_ops, extended._host_device)
+
+
+def _of_ranks(make: Callable, **options) -> tf.distribute.Strategy:
+    """As with a Horovod that has NCCL."""
     chosen = "tfparallel.data_parallel.horovod.device_of_rank"
     with mock.patch(chosen, return_value="/device:CPU:1"):
-        return tfparallel.HorovodStrategy()
+        strategy = make(**options)
+    getattr(strategy, "_workers", strategy.extended)._has_nccl = True
+    return strategy
+
+
+def _stages_on_hosts() -> tf.distribute.Strategy:
+    """The second stage is on the second stand-in of another process, which serves it."""
+    _made_for_chief.append(ServerProcesses(num_workers=1, num_ps=0, **{LOGICAL_CPUS_VARIABLE: "3"}))
+    os.environ.update(_made_for_chief[0].environment("chief", 0))
+
+    def stand_ins(cluster: StageCluster) -> list[str]:
+        return [device_name(*task, number=1 + i) for i, task in enumerate(cluster._ranked)]
+
+    with mock.patch.object(StageCluster, "devices", stand_ins):
+        return tfparallel.PipelineStrategy(num_microbatches=4)
 
 
 def _parameter_server(**options) -> tf.distribute.Strategy:
@@ -80,7 +123,18 @@ def _stages_on_two() -> tf.distribute.Strategy:
 
 MAKE = {
     "multi_worker": _WorkersOverNccl,
-    "horovod": _horovod,
+    "horovod": lambda: _of_ranks(tfparallel.HorovodStrategy),
+    **{
+        f"multi_worker_{name}": lambda make=make: _WorkersOverNccl(inner=make)
+        for name, make in INNER.items()
+    },
+    **{
+        f"horovod_{name}": lambda make=make: _of_ranks(tfparallel.HorovodStrategy, inner=make)
+        for name, make in INNER.items()
+    },
+    "sharded_workers": _ShardsOfWorkers,
+    "sharded_ranks": lambda: _of_ranks(tfparallel.ShardedStrategy, min_size=1),
+    "pipeline_hosts": _stages_on_hosts,
     "parameter_server_sync": lambda: _parameter_server(mode="sync"),
     "parameter_server_async": lambda: _parameter_server(mode="async", max_staleness=0),
     "hybrid": lambda: tfparallel.HybridStrategy(

@@ -13,6 +13,7 @@ from tests.conformance.models import MODELS
 from tests.gpu.audit import Audit, audit
 from tests.gpu.jobs import NUM_CPUS, audited_in_job
 from tests.tensor_parallel.layouts import LayoutOfAnything
+from tfparallel.communication.exposed_wait import ExposedWait
 from tfparallel.internals import CollectiveAllReduce, keras_integers
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.pipeline.timed_calls import TimedCalls
@@ -63,18 +64,31 @@ STRATEGIES = {
     "pipeline_zero_bubble": lambda: _pipeline("zero_bubble"),
     "pipeline_offload": lambda: _pipeline("1f1b", offload=True),
 }
+INNER = {  # of the processes of a job
+    "pipeline": lambda: _pipeline("1f1b"),
+    "shards": STRATEGIES["sharded"],
+    "groups": _tensor_parallel,
+}
 SIZES = {"static": ROWS, "unknown": None}
+# Several processes around what has rows of its own: what is between them is dense, of statistics or
+# sparse.
+COMPOSITES = {
+    *(f"{job}_{name}" for job in ("multi_worker", "horovod") for name in INNER),
+    *("sharded_workers", "sharded_ranks", "pipeline_hosts"),
+}
+OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking")
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
 # has all copies that one for a known size has.
 FOR_ANY_SIZE = {
     *("pipeline_gpipe", "pipeline_zero_bubble", "pipeline_offload"),
     *("hybrid", "hybrid_shards", "hybrid_groups"),
     *("parameter_server_sync", "parameter_server_async"),
+    *COMPOSITES,
 }
 EVERY = [
     (strategy, model, size)
     for strategy in (*STRATEGIES, *NUM_CPUS)
-    for model in MODELS
+    for model in (OF_COMPOSITES if strategy in COMPOSITES else MODELS)
     for size in SIZES
     if size == "unknown" or strategy not in FOR_ANY_SIZE
 ]
@@ -88,8 +102,12 @@ BY_DEFAULT = {
     ("mirrored", "cnn", "unknown"),
     ("mirrored", "embedding", "unknown"),
     ("mirrored_nccl", "embedding", "static"),
-    ("multi_worker", "mlp", "static"),
+    ("multi_worker", "embedding", "static"),
+    ("multi_worker_shards", "embedding", "unknown"),
+    ("sharded_workers", "mlp", "unknown"),
     ("horovod", "embedding", "unknown"),
+    ("horovod_pipeline", "mlp", "unknown"),
+    ("pipeline_hosts", "mlp", "unknown"),
     ("hybrid", "mlp", "unknown"),
     ("parameter_server_sync", "mlp", "unknown"),
     ("parameter_server_async", "mlp", "unknown"),
@@ -131,7 +149,8 @@ def step_graph(
     model_case = MODELS[model_name]
     with scope_of(strategy):
         model = model_case.build()
-        if isinstance(strategy, (tfparallel.PipelineStrategy, tfparallel.HybridStrategy)):
+        inner = getattr(strategy, "inner", None) or strategy
+        if isinstance(inner, (tfparallel.PipelineStrategy, tfparallel.HybridStrategy)):
             model = _with_statistics_apart(model)
         model.compile(helpers.momentum_sgd(), **model_case.compile_options(), jit_compile=False)
     batch = model_case.data(ROWS)
@@ -143,9 +162,10 @@ def step_graph(
     specs = tf.nest.map_structure(lambda x: tf.TensorSpec((rows, *x.shape[1:]), _dtype(x)), batch)
     is_ahead = strategy is not None and bool(strategy.extended._num_batches_ahead)
     spec = BatchPlacement(strategy.extended, specs)._spec if is_ahead else specs
-    # What CPUs get so that oneDNN never computes no rows is not there on GPUs.
+    # What CPUs get so that oneDNN never computes no rows is not on GPUs, nor are their clocks.
     no_layers = mock.patch.object(layers_without_rows, "_LAYERS", ())
-    with no_layers, mock.patch.object(keras_integers, "has_gpu", return_value=True):
+    no_clock = mock.patch.object(ExposedWait, "begin", return_value=None)
+    with no_layers, no_clock, mock.patch.object(keras_integers, "has_gpu", return_value=True):
         graph = step_of(strategy, model).get_concrete_function(spec).graph
     return graph, _placed(spec, graph) if is_ahead else {}
 

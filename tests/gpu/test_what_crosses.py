@@ -89,6 +89,28 @@ def test_one_replica_sends_the_seed_of_a_dropout_as_plain_keras_does():
     assert own and own == plain
 
 
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_gradients_in_bfloat16_have_kernels_where_they_are_weighed():
+    """A step of the user's has losses of its replicas' rows, so that gradients are weighed."""
+    strategy = STRATEGIES["mirrored"]()
+    with strategy.scope():
+        model = OwnStep([keras.Input((6,)), keras.layers.Dense(3, dtype="bfloat16")])
+        model.compile("sgd", "mse", jit_compile=False)
+    batch = tf.random.normal([ROWS, 6]), tf.zeros([ROWS, 3])
+    make_variables(strategy, model, batch)
+    found = audit(step_of(strategy, model).get_concrete_function(batch).graph)
+    assert not [each for each in found.without_kernel if each.startswith("Mul")]
+
+
 def test_tokens_stay_on_their_gpu():
     found = audited("one_device", [_TakesRows])
     assert found.totals()["to_host"] == 0, found.copies["to_host"]

@@ -13,7 +13,6 @@ from tfparallel.replicas.batch import (
     _hide_num_rows,
     concat_rows,
     split_rows,
-    with_int32_rows,
 )
 
 
@@ -124,16 +123,6 @@ def test_sparse_rows_are_cut_whatever_begins_where(columns, num_replicas):
     for part, own in zip(parts, expected, strict=True):
         np.testing.assert_array_equal(tf.sparse.to_dense(part), own)
         assert part.shape[1:] == own.shape[1:]
-
-
-def test_a_gradient_of_few_rows_keeps_its_numbers():
-    indices, values = tf.constant([3, 1], tf.int64), tf.constant([[1.0], [2.0]])
-    sparse = with_int32_rows(tf.IndexedSlices(values, indices, tf.constant([5, 1], tf.int64)))
-    assert sparse.indices.dtype == tf.int32
-    np.testing.assert_array_equal(sparse.indices, indices)
-    np.testing.assert_array_equal(sparse.values, values)
-    assert with_int32_rows(values) is values
-    assert with_int32_rows(sparse) is sparse
 
 
 def test_rows_are_hidden_of_dense_tensors_in_graphs_and_of_nothing_else():

@@ -264,7 +264,10 @@ def _unknown(tensor: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return tensor
     # `value` is where the variable is, as `pred`: on the host. `read_value` is where `tensor` is.
-    return tf.raw_ops.Switch(data=tensor, pred=_true().value()).output_true
+    # And it comes behind nothing, or the host would wait for all that a GPU was given before.
+    with tf.control_dependencies(None):
+        known = _true().value()
+    return tf.raw_ops.Switch(data=tensor, pred=known).output_true
 
 
 def runs_anyway(tensor: tf.Tensor) -> tf.Tensor:
@@ -319,7 +322,7 @@ class HorovodCollectives:
 
     Args:
         process_set: the ranks.
-        device: a CPU of this rank.
+        device: of this rank, where tensors are sent.
         order: of other collectives of this rank, to be in one order with them; None: of its own.
     """
 
@@ -394,14 +397,17 @@ class HorovodCollectives:
     def _in_order(self) -> Iterator[list[tf.Tensor]]:
         """Puts a collective, which the caller appends to the list, after the one before."""
         collectives: list[tf.Tensor] = []
-        with tf.device(self._device):
-            if not self._waits_for_last:
+        if not self._waits_for_last:
+            with tf.device(self._device):
                 yield collectives
-                return
-            with tf.control_dependencies([self.order.assign_add(1.0)]):
-                yield collectives
-            with tf.control_dependencies([runs_anyway(each) for each in collectives]):
-                self.order.assign_add(1.0)
+            return
+        with tf.device(self.order.device):
+            begun = self.order.assign_add(1.0)
+        with tf.device(self._device), tf.control_dependencies([begun]):
+            yield collectives
+            done = [runs_anyway(each) for each in collectives]
+        with tf.device(self.order.device), tf.control_dependencies(done):
+            self.order.assign_add(1.0)
 
     @contextlib.contextmanager
     def at_once_if(self, at_once: bool) -> Iterator[None]:

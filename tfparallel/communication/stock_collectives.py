@@ -8,8 +8,8 @@ from tfparallel.communication.carried_dtypes import as_words, from_words, moved_
 from tfparallel.internals import CollectiveAllReduce, DistributedValues, ReduceOp
 from tfparallel.internals.distribute import exchange_rows, gather_alike, launchers_of
 
-_SUMMED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_GATHERED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+SUMMED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+GATHERED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 class StockCollectives:
@@ -28,15 +28,15 @@ class StockCollectives:
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_reduce`."""
-        return summed_by(self._sum, tensor, _SUMMED)
+        return summed_by(self._sum, tensor, SUMMED)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.reduce_scatter`: what is exchanged is added up here."""
-        return summed_by(lambda each: tf.reduce_sum(self._exchange(each), 0), rows, _SUMMED)
+        return summed_by(lambda each: tf.reduce_sum(self._exchange(each), 0), rows, SUMMED)
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_gather`; in a `tf.function` only, as TensorFlow's."""
-        gathered = moved_by(self._gather, rows, _GATHERED)
+        gathered = moved_by(self._gather, rows, GATHERED)
         return tf.ensure_shape(gathered, [None, *rows.shape[1:]])
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -44,11 +44,11 @@ class StockCollectives:
         with tf.device(self._device):
             if tf.executing_eagerly():  # TensorFlow gathers in functions only
                 return tf.nest.flatten(tf.function(self.all_gather_each)(list(parts)))
-            return [moved_by(self._gather_alike, tf.identity(part), _GATHERED) for part in parts]
+            return [moved_by(self._gather_alike, tf.identity(part), GATHERED) for part in parts]
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_to_all`."""
-        return tf.ensure_shape(moved_by(self._exchange, rows, _SUMMED), rows.shape)
+        return tf.ensure_shape(moved_by(self._exchange, rows, SUMMED), rows.shape)
 
     def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
         """As `Collectives.broadcast`: a sum of bits, with nothing of the other places."""

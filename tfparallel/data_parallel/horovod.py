@@ -32,6 +32,7 @@ from tfparallel.internals import (
     ResourceVariable,
     TrainerCall,
 )
+from tfparallel.internals.keras_integers import has_gpu
 from tfparallel.replicas.compressed_gradients import CompressedGradients
 from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.optimizer_hooks import GradientSource, gradient_source
@@ -63,9 +64,11 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
             super().__init__(strategy, None, communication, devices=(device,))
         self._process_set = process_set
         self._collectives = HorovodCollectives(process_set, self._host_device)
-        with tf.init_scope(), tf.device(self._host_device):
+        self._has_nccl = bool(hvd.nccl_built()) and has_gpu([device])
+        self._on_device = HorovodCollectives(process_set, device)
+        with tf.init_scope(), tf.device(device):  # where the host waits for nothing to count
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
-            self._begun, self._ended = ResourceVariable(0), ResourceVariable(0)  # reductions
+            self._begun, self._ended = (ResourceVariable(0, dtype=tf.int64) for _ in range(2))
         self._broadcasts = [0, 0]  # begun and ended, outside of graphs
         self._reduced: list[str] = []  # paths of the variables whose gradients met last
         self._adasum, self._sparse_as_dense = adasum, sparse_as_dense
@@ -124,13 +127,13 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _counts_of_collectives(self) -> Callable[[], tuple[int, int]]:
         """Gives how many this rank has begun and ended; keeps nothing alive but the counters."""
         begun, ended, broadcasts = self._begun, self._ended, self._broadcasts
-        order = self._collectives.order
+        orders = self._collectives.order, self._on_device.order
 
         def counts() -> tuple[int, int]:
-            ordered = int(order.numpy())  # counts on before each of them and after it
+            ordered = [int(order.numpy()) for order in orders]  # on before each and after it
             return (
-                int(begun.numpy()) + (ordered + 1) // 2 + broadcasts[0],
-                int(ended.numpy()) + ordered // 2 + broadcasts[1],
+                int(begun.numpy()) + sum((each + 1) // 2 for each in ordered) + broadcasts[0],
+                int(ended.numpy()) + sum(each // 2 for each in ordered) + broadcasts[1],
             )
 
         return counts
@@ -206,6 +209,9 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
+    def _sum_on_gpus(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._on_device.all_reduce(tensor)
+
     def _sum_gradients(self, gradients: list) -> list:
         if self._num_workers == 1:
             return gradients
@@ -229,10 +235,10 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         self._reduced[:] = [v.path for v in source.variables] if source is not None else []
-        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(gradients)):
+        with tf.device(self._begun.device), tf.control_dependencies(_tensors_of(gradients)):
             self._begun.assign_add(1)
         sums = add_up(gradients)
-        with tf.device("/device:CPU:0"), tf.control_dependencies(_tensors_of(sums)):
+        with tf.device(self._ended.device), tf.control_dependencies(_tensors_of(sums)):
             self._ended.assign_add(1)
         return sums
 

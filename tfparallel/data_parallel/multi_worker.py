@@ -27,6 +27,7 @@ from tfparallel.coordination.meeting import meet
 from tfparallel.coordination.store import CoordinationStore
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.coordination.watch import Watch, always, watch_once
+from tfparallel.data_parallel.sums_on_gpus import SumsOnGpus
 from tfparallel.data_parallel.watched_collectives import WatchedCollectives
 from tfparallel.data_parallel.worker_collectives import (
     check_alike,
@@ -58,7 +59,7 @@ _ABORTED = "Collective ops is aborted by"  # in errors of TensorFlow's collectiv
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 
 
-class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
+class MultiWorkerExtended(SumsOnGpus, CompressedGradients, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` whose workers agree before a collective can hang."""
 
     _places_batches = True
@@ -97,18 +98,18 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
             self._agree_on_collectives(addresses)
             self._task_names = [f"/job:{job}/task:{i}" for job, i in tasks]
             self._open_ring(stall_s, timeouts.silent_s)
-        self._watched = WatchedCollectives(self._agreement, stall_s, self._host_device)
+        self._watched = WatchedCollectives(self._agreement, stall_s)
         weakref.finalize(self, self._watched.stop)
-        for cross_device_ops in (self._cross_device_ops, self._host_cross_device_ops):
-            self._watch_collectives(cross_device_ops)
+        self._watch_collectives(self._cross_device_ops, self._devices[0])
+        self._watch_collectives(self._host_cross_device_ops, self._host_device)
         self._is_in_loop = False
         transport = WorkersTransport(self, self._id_in_cluster, self._num_workers)
         self._compress_gradients(compressor, transport)
 
     def _watch_collectives(
-        self, operations: CollectiveAllReduce, ranks: Sequence[int] | None = None
+        self, operations: CollectiveAllReduce, device: str, ranks: Sequence[int] | None = None
     ) -> None:
-        """Those of `ranks`, None for all workers; of the first device here, for all.
+        """Those of `ranks`, None for all workers; of `device`, the first here, for all.
 
         A collective begins when all devices have come.
         """
@@ -116,7 +117,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         for launcher in launchers:
             draw_keys_at_call_time(launcher, self._draws_keys_at_call_time)
         if self._num_workers > 1:
-            count_collectives(launchers[0], self._watched.counter(ranks))
+            count_collectives(launchers[0], self._watched.counter(device, ranks))
 
     def _agree_on_collectives(self, addresses: list[str]) -> None:
         """NCCL between GPUs; what is of hosts, which the same workers reduce, on CPUs alone."""
@@ -125,6 +126,7 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         kinds, counts, are_divided = (list(each) for each in zip(*told, strict=True))
         check_alike(kinds, counts, addresses)
         options = options_of_gradients(self._communication_options, kinds[0], any(are_divided))
+        self._has_nccl = options.implementation == CommunicationImplementation.NCCL
         self._cross_device_ops = CollectiveAllReduce(
             self._devices, self._num_replicas_in_sync, options, self._collective_keys
         )
@@ -247,12 +249,8 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
         keys = CollectiveKeys(self._collective_key_base + key)
         options = options_of_hosts(self._communication_options)
         operations = CollectiveAllReduce([self._host_device], len(ranks), options, keys)
-        self._watch_collectives(operations, ranks)
+        self._watch_collectives(operations, self._host_device, ranks)
         return operations
-
-    @property
-    def _gathers_by_collectives(self) -> bool:
-        return self._local_device_type == "GPU"
 
     # ---- where variables live --------------------------------------------------------------------
 
@@ -323,25 +321,28 @@ class MultiWorkerExtended(CompressedGradients, CollectiveAllReduceExtended):
     def _batch_reduce_to(
         self, reduce_op: ReduceOp, value_destination_pairs: list, options: object
     ) -> list:
-        """As the stock one; the rows of sparse gradients also vary where keys are fixed.
+        """As the stock one, which sparse gradients pass by on GPUs, and where keys are fixed.
 
-        A key that is fixed allows one shape only, so that they go through our ring there.
+        A key that is fixed allows one shape only, and the rows vary: they go through our ring.
         """
         pairs = list(value_destination_pairs)
         sparse = [i for i, (value, _) in enumerate(pairs) if is_sparse(value)]
-        if not (self._is_in_loop and self._num_workers > 1 and sparse):
-            return super()._batch_reduce_to(reduce_op, pairs, options)
-        if self._ring_all_reduce is None:
+        ring = self._ring_all_reduce
+        if not (self._is_in_loop and self._num_workers > 1):
+            is_of_gpus = self._local_device_type == "GPU" and reduce_op == ReduceOp.SUM
+            sparse, ring = (sparse if is_of_gpus else []), None
+        elif ring is None:
             for i in sparse:
                 parts = self._local_results(pairs[i][0])
                 dense = PerReplica([tf.convert_to_tensor(part) for part in parts])
                 pairs[i] = (dense, dense)
+            sparse = []
+        if not sparse:
             return super()._batch_reduce_to(reduce_op, pairs, options)
-        through_ring = [pairs[i] for i in sparse]
+        own = [pairs[i] for i in sparse]
         others = [pair for i, pair in enumerate(pairs) if i not in sparse]
-        results = dict(
-            zip(sparse, self._ring_all_reduce.batch_reduce(reduce_op, through_ring), strict=True)
-        )
+        sums = ring.batch_reduce(reduce_op, own) if ring else self._sums_in_rows(own)
+        results = dict(zip(sparse, sums, strict=True))
         rest = iter(super()._batch_reduce_to(reduce_op, others, options) if others else [])
         return [results[i] if i in results else next(rest) for i in range(len(pairs))]
 

@@ -16,21 +16,22 @@ class WatchedCollectives:
     Args:
         agreement: of the workers.
         limit_s: how long a collective may take; None for ever.
-        device: the host's, where counters are.
     """
 
-    def __init__(self, agreement: Agreement, limit_s: float | None, device: str):
-        self._agreement, self._limit_s, self._device = agreement, limit_s, device
+    def __init__(self, agreement: Agreement, limit_s: float | None):
+        self._agreement, self._limit_s = agreement, limit_s
         self._numbers: list[tuple[ResourceVariable, ResourceVariable, tuple[int, ...] | None]] = []
         self._watch: CollectiveWatch | None = None
 
-    def counter(self, ranks: Sequence[int] | None = None) -> Callable:
+    def counter(self, device: str, ranks: Sequence[int] | None = None) -> Callable:
         """A function `(launch, tensor, ...)` that counts what it launches, one after the other.
 
         Args:
+            device: where that is. The host would wait there for all that a GPU was given before,
+                so that counters are where collectives are, and the watch reads them.
             ranks: that take part in it; None for all. All workers ask for counters in one order.
         """
-        with tf.init_scope(), tf.device(self._device):
+        with tf.init_scope(), tf.device(device):
             # Not `tf.Variable`: under a strategy's scope it would be replicated.
             begun, ended = (ResourceVariable(0, dtype=tf.int64) for _ in range(2))
         self._numbers.append((begun, ended, None if ranks is None else tuple(ranks)))
@@ -41,11 +42,11 @@ class WatchedCollectives:
             if not tf.compat.v1.executing_eagerly_outside_functions():
                 return launch(tensor, *args, **kwargs)  # a session's graph has no such variables
             self._begin()
-            # Beside the collective, which waits for no counter: a GPU would wait for the host.
-            with tf.device(self._device), tf.control_dependencies([tensor]):
+            # Beside the collective, which waits for no counter.
+            with tf.device(device), tf.control_dependencies([tensor]):
                 number = begun.assign_add(1, read_value=True)
             result = launch(tensor, *args, **kwargs)
-            with tf.device(self._device), tf.control_dependencies([result]):
+            with tf.device(device), tf.control_dependencies([result]):
                 ended.assign(number)  # not +1: one that has failed has no end
             return result
 

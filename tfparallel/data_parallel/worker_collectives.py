@@ -39,7 +39,7 @@ def check_alike(kinds: Sequence[str], counts: Sequence[int], addresses: Sequence
 
 def options_of_gradients(
     options: tf.distribute.experimental.CommunicationOptions, kind: str, is_divided: bool
-) -> object:
+) -> tf.distribute.experimental.CommunicationOptions:
     """The options with NCCL, in packs, where devices are whole GPUs and nothing else is asked for.
 
     Args:

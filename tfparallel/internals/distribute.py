@@ -128,9 +128,13 @@ def launchers_of(
 def gather_alike(
     launcher: cross_device_utils.CollectiveReplicaLauncher, part: tf.Tensor
 ) -> tf.Tensor:
-    """All workers' `[length]` one after the other; the public gather first exchanges lengths."""
-    gathered = launcher._all_gather(part, None)
-    return tf.ensure_shape(gathered, [part.shape[0] * launcher._group_size])
+    """All workers' `[length, ...]`, alike, one after the other.
+
+    The public gather first exchanges lengths.
+    """
+    gathered, length = launcher._all_gather(part, None), part.shape[0]
+    total = None if length is None else length * launcher._group_size
+    return tf.ensure_shape(gathered, [total, *part.shape[1:]])
 
 
 def exchange_rows(launcher: object, rows: tf.Tensor) -> tf.Tensor:

@@ -35,10 +35,12 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
     """`ReplicatedExtended` over several processes, each with all variables.
 
     Set by the strategy that inherits it, before a variable is created: `_num_workers`, and where
-    there are several, `_agreement` and `_collectives`, between the hosts of all workers.
+    there are several, `_agreement` and `_collectives`, between the hosts of all workers; and
+    `_has_nccl`, whether gradients meet on GPUs, by NCCL.
     """
 
     _agreement: Agreement
+    _has_nccl = False
     _weights_check: WeightsCheck | None = None
     _weights_to_check: list | None = None  # of the model whose step is traced, until it is checked
 
@@ -160,6 +162,20 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
         )
 
     # ---- across workers --------------------------------------------------------------------------
+
+    def _sum_on_gpus(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `_host_sum`, of floats and int64; called where workers have NCCL."""
+        raise NotImplementedError
+
+    def _sum_where_gradients_meet(self, tensor: tf.Tensor) -> tf.Tensor:
+        """By NCCL where it can: a sum between hosts waits for all that a GPU was given before.
+
+        int32 is in the host's memory. Rounds of local steps sum in branches, where the hosts do it.
+        """
+        is_carried = tensor.dtype.is_floating or tensor.dtype == tf.int64
+        if self._has_nccl and self._meets_every_step and is_carried:
+            return self._sum_on_gpus(tensor)
+        return self._host_sum(tensor)
 
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
         """As one replica of each worker; for the devices of a process that are a mesh of their own.

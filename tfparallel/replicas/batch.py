@@ -157,17 +157,6 @@ def concat_rows(parts: Sequence) -> OfRows:
     return tf.concat(parts, axis=0)
 
 
-def with_int32_rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """A sparse gradient whose rows are int32, what is none as it is.
-
-    Collectives pad the rows of replicas that have fewer: of int64 no GPU has a `Pad`.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or gradient.indices.dtype != tf.int64:
-        return gradient
-    indices = tf.cast(gradient.indices, tf.int32)
-    return tf.IndexedSlices(gradient.values, indices, gradient.dense_shape)
-
-
 def _as_tensor(leaf: object) -> OfRows | None:
     if leaf is None or tf.is_tensor(leaf):  # true of ragged and sparse tensors
         return leaf

@@ -240,7 +240,7 @@ class WorkersTransport:
         """Nobody waits for anybody where no tensor has numbers, as is known when they are there."""
 
         def sums() -> list[tf.Tensor]:
-            return self._extended._sum_list_across_workers(tensors)
+            return self._extended._sum_list_between_hosts(tensors)
 
         if all(each.shape.is_fully_defined() for each in tensors):
             return sums()

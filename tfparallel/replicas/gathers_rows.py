@@ -55,8 +55,11 @@ class GathersRows(tf.distribute.StrategyExtended):
         if not variables:
             yield
             return
-        sums = sums_of_copies(variables)
-        if self._num_workers > 1 and self._meets_every_step:
-            sums = self._sum_and_check_weights(sums)
+        is_of_all = self._num_workers > 1 and self._meets_every_step
+        sums = self._sums_of_all(variables) if is_of_all else sums_of_copies(variables)
         with prefetched_metrics({id(v): value for v, value in zip(variables, sums, strict=True)}):
             yield
+
+    def _sums_of_all(self, variables: Sequence) -> list[tf.Tensor]:
+        """Of each metric variable the sum of all copies, of all workers."""
+        return self._sum_and_check_weights(sums_of_copies(variables))

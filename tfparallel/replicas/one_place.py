@@ -84,6 +84,10 @@ class OnePlace(tf.distribute.StrategyExtended):
     def _sum_list_across_workers(self, tensors: list) -> list:
         return tensors if self._workers is None else self._workers._sum_list_across_workers(tensors)
 
+    def _sum_list_between_hosts(self, tensors: list) -> list:
+        """The same, of what is large: through the hosts' memory, where workers are several."""
+        return self._sum_list_across_workers(tensors)
+
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
         """Of the sums of this process; called in a cross-replica context."""
         if self._workers is None:

@@ -1,5 +1,7 @@
 """Tensors of several processes meet, through the collectives between their hosts."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfparallel.communication.collectives import Collectives
@@ -26,16 +28,27 @@ class SumsOfProcesses:
         """This worker's row of the sum of all workers' `[num_workers, length]`."""
         return self._collectives.reduce_scatter(rows)
 
+    def _sum_where_gradients_meet(self, tensor: tf.Tensor) -> tf.Tensor:
+        """As `_host_sum`, on the devices where those can."""
+        return self._host_sum(tensor)
+
     def _sum_list_across_workers(self, tensors: list) -> list:
         """Sums of the workers' tensors, in one all-reduce for each dtype."""
+        return self._sum_joined(tensors, self._sum_where_gradients_meet)
+
+    def _sum_list_between_hosts(self, tensors: list) -> list:
+        """The same through the hosts: of what is large, or made small on its way."""
+        return self._sum_joined(tensors, self._host_sum)
+
+    def _sum_joined(self, tensors: list, add_up: Callable[[tf.Tensor], tf.Tensor]) -> list:
         if self._num_workers == 1:
             return tensors
         sums: list = [None] * len(tensors)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            with tf.device(tensors[chosen[0]].device):  # what is on a GPU goes to the host as one
+            with tf.device(tensors[chosen[0]].device):  # what is on a GPU leaves it as one
                 joined = join([tensors[i] for i in chosen])
-            total = self._host_sum(joined)
+            total = add_up(joined)
             own = split(total, [tf.shape(tensors[i]) for i in chosen])
             for i, part in zip(chosen, own, strict=True):
                 sums[i] = part

@@ -207,11 +207,17 @@ def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
         _prefetched.values = {}
 
 
-def sums_of_copies(variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]:
+def sums_of_copies(
+    variables: Sequence["ReplicatedVariable"],
+    add_up: Callable[[list[tf.Tensor]], tf.Tensor] = tf.add_n,
+) -> list[tf.Tensor]:
     """Of each variable the sum of its copies, on the device of the first.
 
     Variables of one type are one tensor, which crosses from device to device once. Integers, which
     GPUs have in the host's memory, are added up where they are.
+
+    Args:
+        add_up: sums what the devices have, to where it is called.
     """
     together = collections.defaultdict(list)
     for variable in variables:
@@ -222,7 +228,7 @@ def sums_of_copies(variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]
     for (_, places, _), group in together.items():
         joined = [joined_copies(group, i) for i in range(len(places))]
         with tf.device(places[0]):  # not the host, which would wait for a GPU
-            parts = split_up(tf.add_n(joined), group)
+            parts = split_up(add_up(joined), group)
         sums.update({id(variable): part for variable, part in zip(group, parts, strict=True)})
     return [sums[id(variable)] for variable in variables]
 

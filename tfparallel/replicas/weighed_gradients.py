@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfparallel.internals import ReduceOp, distribute_lib, record
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.measure.operation_kinds import REDUCE_SCOPE
-from tfparallel.replicas.batch import with_int32_rows
 from tfparallel.replicas.noise_probe import NoiseProbe, replica_number
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
@@ -55,11 +54,6 @@ class WeighedGradients(tf.distribute.StrategyExtended):
         """False: every replica updates its own copies, so optimizers may branch (`ops.cond`)."""
         return False
 
-    @property
-    def _gathers_by_collectives(self) -> bool:
-        """Whether TensorFlow's collectives gather sparse gradients, on GPUs with NCCL."""
-        return False
-
     def _replica_ctx_all_reduce(
         self, reduce_op: ReduceOp, value: Value, options: object = None
     ) -> Value:
@@ -86,8 +80,6 @@ class WeighedGradients(tf.distribute.StrategyExtended):
         tensors = [
             tf.identity(t) if isinstance(t, tf.Tensor) and not t.device else t for t in tensors
         ]
-        if self._gathers_by_collectives:
-            tensors = [with_int32_rows(t) for t in tensors]
         return distribute_lib.get_replica_context().merge_call(merge, args=tensors)
 
 
@@ -98,6 +90,8 @@ def weigh_gradient(gradient: tf.Tensor | tf.IndexedSlices, step: ReplicaStep) ->
     if isinstance(gradient, tf.IndexedSlices):
         values = weigh_gradient(gradient.values, step)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if gradient.dtype == tf.bfloat16:  # of which no GPU has a `MulNoNan`
+        return tf.cast(weigh_gradient(tf.cast(gradient, tf.float32), step), tf.bfloat16)
     return tf.math.multiply_no_nan(gradient, tf.cast(step.weight, gradient.dtype))
 
 

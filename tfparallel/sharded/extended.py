@@ -232,7 +232,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
         """Sums of this process's shards, and of the same shards of all workers that have a copy."""
         flat = [shard for shards in sums for shard in shards]
         if self._own_workers > 1:
-            total = iter(self._sum_list_across_workers(flat))
+            total = iter(self._sum_list_between_hosts(flat))
         else:
             total = iter(self._sum_gradients_across_workers(flat, None))
         return [[next(total) for _ in shards] for shards in sums]
