@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import take_instead
-from tfparallel.replicas.repeated_rows import is_of_no_row
+from tfparallel.replicas.repeated_rows import is_of_no_row, known_length
 from tfparallel.segments.graph_copy import GraphCopy, depended_on
 
 
@@ -88,24 +88,34 @@ class GraphGradients:
             given[id(inner)] = graph.capture(outer)
         return GraphCopy(self.graph, {**given, **known})
 
-    def filled(self, values: Mapping[int, tf.Tensor]) -> list:
+    def filled(self, values: Mapping[int, tf.Tensor], arguments: Sequence) -> list:
         """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`.
+
+        Args:
+            values: in the graph under construction.
+            arguments: there, of the function whose graph that of `ys` is.
 
         Indices that no row of the batch decides on are made where they are used: whoever adds up
         sees that they are alike. So are shapes, which a GPU would send to the host.
         """
         values = {**values, **{id(x): tf.constant(of, x.dtype) for x, of in self._known_shapes}}
         if self._of_no_row:
-            values = {**values, **self._made_here(self._of_no_row)}
+            values = {**values, **self._made_here(self._of_no_row, arguments)}
         leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]
         return tf.nest.pack_sequence_as(self._gradients, leaves, expand_composites=True)
 
-    def _made_here(self, tensors: Sequence) -> dict[int, tf.Tensor]:
-        """Copies, in the graph under construction, of what needs no arguments; by `id`."""
+    def _made_here(self, tensors: Sequence, arguments: Sequence) -> dict[int, tf.Tensor]:
+        """Copies, in the graph under construction, of what needs lengths of arguments alone."""
         asked = set(depended_on(tensors, lambda _: False))
         pairs = zip(self._inner, self.needed, strict=True)
         given = {id(inner): outer for inner, outer in pairs if inner.op in asked}
-        copies = GraphCopy(self._of_ys, {}).tensors(given.values())
+        lengths = {
+            id(operation.outputs[0]): tf.constant(size, operation.outputs[0].dtype)
+            for operation in depended_on(given.values(), lambda _: False)
+            if (size := known_length(operation)) is not None
+        }
+        known = dict(zip(map(id, self._of_ys.inputs), arguments, strict=True)) | lengths
+        copies = GraphCopy(self._of_ys, known).tensors(given.values())
         copy = GraphCopy(self.graph, dict(zip(given, copies, strict=True)))
         return dict(zip(map(id, tensors), copy.tensors(tensors), strict=True))
 

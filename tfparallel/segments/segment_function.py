@@ -120,7 +120,7 @@ class StageFunction:
         call = self._pass("backward", leaves)
         given = self._given(stash, output_gradients)
         called = call(device, given, self._handles_of(arguments), [])
-        return self._filled(called.values, len(arguments)), _operations(backward=called)
+        return self._filled(called.values, arguments), _operations(backward=called)
 
     def backward_halves(
         self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
@@ -140,7 +140,7 @@ class StageFunction:
         of_weight = self._pass("backward_weight", of_weights, takes=left)
         second = of_weight(device, given, handles, first.left_over)
         calls = _operations(backward_input=first, backward_weight=second)
-        return self._filled({**second.values, **first.values}, len(arguments)), calls
+        return self._filled({**second.values, **first.values}, arguments), calls
 
     def _given(self, stash: Sequence, output_gradients: Sequence) -> list:
         return [*(tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable), *stash]
@@ -148,9 +148,9 @@ class StageFunction:
     def _handles_of(self, arguments: Sequence) -> list:
         return [arguments[i] for i in self._handles]
 
-    def _filled(self, values: Mapping[int, tf.Tensor], num_arguments: int) -> list:
-        gradients: list = [None] * num_arguments
-        for i, gradient in zip(self._watched, self._gradients.filled(values), strict=True):
+    def _filled(self, values: Mapping[int, tf.Tensor], arguments: Sequence) -> list:
+        gradients, found = [None] * len(arguments), self._gradients.filled(values, arguments)
+        for i, gradient in zip(self._watched, found, strict=True):
             gradients[i] = gradient
         return gradients
 
