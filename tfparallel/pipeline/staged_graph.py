@@ -139,7 +139,9 @@ class StagedGraph:
             except RowsNeededInFunctionError:
                 self._gathering.add(i)
                 raise
-            made = dict(zip(map(id, member.node.outputs), outputs, strict=True))
+            made: dict[Hashable, tf.Tensor] = dict(
+                zip(map(id, member.node.outputs), outputs, strict=True)
+            )
             masks.made(i, tensors, made)
             tensors.update(made)
 
