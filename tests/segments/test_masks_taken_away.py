@@ -43,6 +43,82 @@ def of_what_dropout_gave():
     return keras.Model(inputs, layers.Dense(2, name="head_0")(joined))
 
 
+class Block(layers.Layer):
+    """Holds the attention that takes the mask of what it is given."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.attention = layers.MultiHeadAttention(2, 3)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+def around(attend):
+    """A residual around what `attend` makes, which Keras calls behind it."""
+    inputs = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(3, 6, mask_zero=True, name="embedding")(inputs)
+    attended = layers.Dense(6, name="dense")(attend(embedded))
+    joined = layers.Average(name="join")([embedded, embedded])
+    heads = [layers.Dense(2, name=f"head_{i}")(x) for i, x in enumerate([joined, attended])]
+    return keras.Model(inputs, heads)
+
+
+def of_a_nested_model():
+    def attend(x):
+        inner = keras.Input((5, 6))
+        attended = layers.MultiHeadAttention(2, 3, name="attention")(inner, inner)
+        return keras.Model(inner, layers.Dense(6, name="inner")(attended), name="nested")(x)
+
+    return around(attend)
+
+
+def of_a_layer_that_holds_one():
+    return around(lambda x: layers.Dense(6, name="inner")(Block(name="block")(x)))
+
+
+def of_what_is_returned_as_it_came():
+    """`linear` gives the tensor that it got, also while training."""
+
+    def attend(x):
+        same = layers.Activation("linear", name="same")(x)
+        attended = layers.MultiHeadAttention(2, 3, name="attention")(same, same)
+        return layers.Dense(6, name="inner")(attended)
+
+    return around(attend)
+
+
+def of_what_was_there_before():
+    """Keras calls `join` before the attention, on the same tensor."""
+    inputs = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(3, 6, mask_zero=True, name="embedding")(inputs)
+    joined = layers.Average(name="join")([embedded, embedded])
+    for i in range(3):
+        joined = layers.Activation("tanh", name=f"tanh_{i}")(joined)
+    attended = layers.MultiHeadAttention(2, 3, name="attention")(embedded, embedded)
+    heads = [layers.Dense(2, name=f"head_{i}")(x) for i, x in enumerate([joined, attended])]
+    return keras.Model(inputs, heads)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(3, 6, mask_zero=True, name="embedding")
+        self.same = layers.Activation("linear", name="same")
+        self.attention = layers.MultiHeadAttention(2, 3, name="attention")
+        self.join = layers.Average(name="join")
+        self.head = layers.Dense(2, name="head")
+        self.output_names = ["head"]
+
+    def call(self, x):
+        embedded = self.embedding(x)
+        same = self.same(embedded)
+        return self.head(self.join([embedded, self.attention(same, same)]))
+
+
 def pipeline(**stage_of):
     partition = [[name for name in stage_of if stage_of[name] == stage] for stage in range(3)]
     return PipelineStrategy(["CPU:0", "CPU:1", "CPU:2"], 3, partition=partition)
@@ -53,6 +129,11 @@ def computed_again():
 
 
 TOOK = {"embedding": 0, "norm": 0, "attention": 1, "hidden": 1, "dense": 2, "join": 2, "head_*": 2}
+NESTED = {"embedding": 0, "not_equal*": 0, "nested/*": 1, "dense": 2, "join": 2, "head_*": 2}
+HELD = {"embedding": 0, "block": 1, "inner": 1, "dense": 2, "join": 2, "head_*": 2}
+SAME = {"embedding": 0, "same": 1, "attention": 1, "inner": 1, "dense": 2, "join": 2, "head_*": 2}
+BEFORE = {"embedding": 0, "attention": 1, "join": 2, "tanh_*": 2, "head_*": 2}
+OWN = {"embedding": 0, "same": 1, "attention": 1, "join": 2, "head": 2}
 GAVE = {"embedding": 0, "drop": 0, "attention": 1, "join": 2, "head_0": 2}
 
 
@@ -67,6 +148,16 @@ GAVE = {"embedding": 0, "drop": 0, "attention": 1, "join": 2, "head_0": 2}
         (of_what_dropout_gave, lambda: pipeline(**{**GAVE, "drop": 1})),
         (of_what_dropout_gave, lambda: pipeline(**{**GAVE, "drop": 1, "attention": 2})),
         (of_what_dropout_gave, computed_again),
+        (of_a_nested_model, lambda: pipeline(**NESTED)),
+        (of_a_nested_model, lambda: pipeline(**{**NESTED, "join": 0})),
+        (of_a_layer_that_holds_one, lambda: pipeline(**HELD)),
+        (of_what_is_returned_as_it_came, lambda: pipeline(**SAME)),
+        (of_what_is_returned_as_it_came, lambda: pipeline(**{**SAME, "same": 0})),
+        (of_what_is_returned_as_it_came, lambda: pipeline(**{**SAME, "attention": 2})),
+        (of_what_is_returned_as_it_came, computed_again),
+        (of_what_was_there_before, lambda: pipeline(**BEFORE)),
+        (Subclassed, lambda: pipeline(**OWN)),
+        (Subclassed, lambda: pipeline(**{**OWN, "same": 0})),
     ],
 )
 def test_masks_are_those_of_one_device(build, make):
@@ -86,3 +177,23 @@ def test_masks_are_those_of_one_device(build, make):
     reference = trained(None)
     assert_same_training(reference, trained(make()))
     np.testing.assert_allclose(*evaluated, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "build, stage_of, taker",
+    [
+        (of_a_layer_that_holds_one, HELD, "block"),
+        (of_what_is_returned_as_it_came, SAME, "attention"),
+    ],
+)
+def test_a_layer_that_runs_before_who_takes_its_mask_is_refused(build, stage_of, taker):
+    """Nobody knows before the other one runs that it takes the mask."""
+    with pytest.raises(ValueError, match=f"'join' must not run before layer '{taker}'"):
+        train(
+            pipeline(**{**stage_of, "join": 0}),
+            build,
+            lambda: {"loss": ["mse"] * 2},
+            lambda rows: (tokens(rows)[0], [tokens(rows)[1]] * 2),
+            rows=ROWS,
+            batch_size=4,
+        )

@@ -56,6 +56,7 @@ __all__ = [
     "is_stateful",
     "never_bypass",
     "on_other_devices",
+    "only_wait_for",
     "place",
     "run_after",
     "run_independently",
@@ -75,6 +76,15 @@ def call_with_captures(
 def run_after(operation: tf.Operation, before: tf.Operation) -> None:
     """Has `operation`, which exists, wait for `before`; they are of one graph."""
     operation._add_control_input(before)
+
+
+def only_wait_for(operation: tf.Operation, others: Container[tf.Operation]) -> None:
+    """Has `operation`, which exists, wait for none but `others`, beside what it takes."""
+    before = operation.control_inputs
+    kept = [each for each in before if each in others]
+    if len(kept) < len(before):
+        operation._remove_all_control_inputs()
+        operation._add_control_inputs(kept)
 
 
 def take_instead(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
@@ -263,13 +273,21 @@ def _loops_without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterat
             del operation.skip_input_indices
 
 
-def function_of_graph(name: str, graph: FuncGraph) -> atomic_function.AtomicFunction:
-    """`graph` as a function; no call of it is inlined.
+def function_of_graph(
+    name: str, graph: FuncGraph, operations: Sequence[tf.Operation] | None = None
+) -> atomic_function.AtomicFunction:
+    """`graph`, or these `operations` of it, as a function; no call of it is inlined.
 
     Its `ends` are what it takes and returns: `graph` may be made another function of later.
     """
+    own = graph.get_operations() if operations is None else list(operations)
     attributes = {"_noinline": attr_value_pb2.AttrValue(b=True)}
-    function = atomic_function.from_func_graph(name, graph, attributes)
+    # TensorFlow makes a function of all operations, also of placeholders that nobody fills.
+    graph.get_operations = lambda: own
+    try:
+        function = atomic_function.from_func_graph(name, graph, attributes)
+    finally:
+        del graph.get_operations
     function.ends = list(graph.inputs), list(graph.outputs)
     return function
 

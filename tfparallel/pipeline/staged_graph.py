@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfparallel.internals import Functional
 from tfparallel.internals.keras_layers import operation_of_node, outputs_structure
 from tfparallel.pipeline.graph_groups import Item, group_items
-from tfparallel.pipeline.masks import takes_masks, without_masks
+from tfparallel.pipeline.masks import MasksInOrder
 from tfparallel.pipeline.parts import Calls, Member, is_opened, members
 from tfparallel.pipeline.places import Places
 from tfparallel.pipeline.stage_calls import StageCalls
@@ -30,8 +30,8 @@ class StagedGraph:
     def __init__(self, graph: Functional, model: keras.Model, places: Places, calls: StageCalls):
         self._graph, self._places, self._calls = graph, places, calls
         self._members = members(model)
-        self._without_masks = _without_masks(self._members)
         self._groups: dict[Calls, list[NodeGroup]] = {}
+        self._masks: dict[Calls, MasksInOrder] = {}
         self._gathering: set[int] = set()  # members that need the rows of all microbatches
 
     def run(
@@ -53,6 +53,7 @@ class StagedGraph:
         around = self._calls.around
         if around not in self._groups:
             self._groups[around] = self._grouped(around)
+            self._masks[around] = MasksInOrder(self._members)
         groups, at = self._groups[around], 0
         while at < len(groups):
             try:
@@ -66,6 +67,7 @@ class StagedGraph:
                 runs = itertools.groupby(chosen, lambda i: i if i in self._gathering else None)
                 items = self._items(around)
                 groups[at : at + 1] = [self._group([*run], items) for _, run in runs]
+        self._masks[around].end(tensors)
         outputs = [tensors[id(x)] for x in self._graph.outputs]
         return keras.tree.pack_sequence_as(outputs_structure(self._graph), outputs)
 
@@ -121,6 +123,7 @@ class StagedGraph:
         self, group: "NodeGroup", operation_fn: Callable | None, tensors: dict[Hashable, tf.Tensor]
     ) -> None:
         around = self._calls.around
+        masks = self._masks[around]
         for i in group.chosen:
             member = self._members[i]
             args, kwargs = member.node.arguments.fill_in(tensors)
@@ -130,33 +133,23 @@ class StagedGraph:
                 with (
                     self._calls.entered(member.within(around)),
                     self._named(member, around),
-                    without_masks(tensors[key] for key in self._without_masks[i]),
+                    masks.seen_by(i, tensors),
                 ):
                     outputs = keras.tree.flatten(operation(*args, **kwargs))
             except RowsNeededInFunctionError:
                 self._gathering.add(i)
                 raise
-            tensors.update(zip(map(id, member.node.outputs), outputs, strict=True))
+            made: dict[Hashable, tf.Tensor] = dict(
+                zip(map(id, member.node.outputs), outputs, strict=True)
+            )
+            masks.made(i, tensors, made)
+            tensors.update(made)
 
     def _named(self, member: Member, around: Calls) -> contextlib.AbstractContextManager:
         if is_opened(member.operation):  # its parts have names
             return contextlib.nullcontext()
         part, stage = self._places.find(member.operation, member.key(around))
         return self._calls.traced(stage, part.name)
-
-
-def _without_masks(members: Sequence[Member]) -> list[set[Hashable]]:
-    """For each member, tensors that it takes and of which a member before it took the mask.
-
-    In a group of nodes it may run before that one.
-    """
-    taken: set[Hashable] = set()
-    found = []
-    for member in members:
-        takes = {id(x) for x in member.node.input_tensors} if member.node else set()
-        found.append(taken & takes)
-        taken |= takes if takes_masks(member.operation) else set()
-    return found
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import get_keras_mask, record, set_keras_mask
+from tfparallel.internals import get_keras_mask, record
 from tfparallel.internals.keras_layers import (
     add_loss_again,
     added_losses,
@@ -23,6 +23,7 @@ from tfparallel.pipeline.flat_tensors import (
     set_masks,
     split_at,
 )
+from tfparallel.pipeline.masks import note_same, take_mask
 from tfparallel.replicas.state_changes import CallOfAllRows, Noted
 
 
@@ -83,11 +84,12 @@ class TracedResult:
         tensors = self._with_origins(inputs, tensors, logits)
         set_masks(tensors, self._all_masks, masks)
         for i in self._unmasked:
-            if get_keras_mask(inputs[i]) is not None:
-                set_keras_mask(inputs[i], None)
-        if not record.could_possibly_record():
-            own = [*self._own_inputs, *self.tensors]
-            tensors = as_often_as(own, [*inputs, *tensors])[len(inputs) :]
+            take_mask(inputs[i])
+        own, found = [*self._own_inputs, *self.tensors], [*inputs, *tensors]
+        if record.could_possibly_record():
+            note_same(own, found)
+        else:
+            tensors = as_often_as(own, found)[len(inputs) :]
         for i, tensor in zip(self._at, tensors, strict=True):
             leaves[i] = tensor
         for layer, loss in zip(self._loss_owners, losses, strict=True):

@@ -60,6 +60,19 @@ def is_of_no_row(value: tf.Tensor, outer: Mapping[int, tf.Tensor] = _NO_OUTER) -
     return True
 
 
+def known_length(operation: tf.Operation) -> int | None:
+    """What an operation gives that takes the size of one dimension that is not the rows, if known.
+
+    It is known before the step runs where the shape says it.
+    """
+    is_one = _is_length(operation) and operation.get_attr("shrink_axis_mask") == 1
+    if not is_one or operation.outputs[0].shape.rank != 0:
+        return None
+    (dimension,) = tf.get_static_value(operation.inputs[1])
+    sizes = operation.inputs[0].op.inputs[0].shape
+    return None if sizes.rank is None else sizes[dimension]
+
+
 def _is_length(operation: tf.Operation) -> bool:
     """Whether it takes from a shape sizes of dimensions that are not the rows."""
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":

@@ -18,7 +18,12 @@ from tfparallel.internals import (
     record,
     unique_number,
 )
-from tfparallel.internals.graphs import add_function, functions_of, on_other_devices
+from tfparallel.internals.graphs import (
+    add_function,
+    functions_of,
+    on_other_devices,
+    only_wait_for,
+)
 from tfparallel.segments.threads import has_one_thread
 
 Places = Callable[[str], Mapping[str, str]]
@@ -105,6 +110,8 @@ class GraphFunction:
         outputs: tensors of `graph`.
         places: for a device that calls it, which device does then what one in `graph` does.
             Default: `graph`'s own do it, whoever calls.
+        ends: operations of `graph` that are done at its end. Beside them only what `outputs` need
+            is in the function. Default: all of `graph` is.
     """
 
     def __init__(
@@ -114,13 +121,18 @@ class GraphFunction:
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
         places: Places = lambda device: {},
+        ends: Sequence[tf.Operation] | None = None,
     ):
         self._has_narrow = any(x.dtype == tf.int32 for x in (*inputs, *outputs))
-        body = _define(f"{name}_body", graph, inputs, outputs)
+        operations = graph.get_operations()
+        if ends is not None:
+            graph.control_outputs.extend(ends)
+            operations = _needed(graph, inputs, outputs, ends)
+        body = _define(f"{name}_body", graph, inputs, outputs, operations)
         around = [_around(name, body, inputs, None)]
         if has_one_thread() and not functions_of(graph):
             around.append(_around(name, body, inputs, _IN_ORDER))
-        self._devices = {op.device for op in graph.get_operations()} - {""}
+        self._devices = {op.device for op in operations} - {""}
         self._take(around)
         self._places = places
         self._elsewhere: dict[str, GraphFunction | None] = {}
@@ -190,6 +202,30 @@ def _around(name: str, body: Any, inputs: Sequence, executor: str | None) -> Any
     return _define(name, graph, around_inputs, around_outputs)
 
 
-def _define(name: str, graph: FuncGraph, inputs: Sequence, outputs: Sequence) -> Any:
+def _define(
+    name: str,
+    graph: FuncGraph,
+    inputs: Sequence,
+    outputs: Sequence,
+    operations: Sequence[tf.Operation] | None = None,
+) -> Any:
     graph.inputs, graph.outputs = list(inputs), list(outputs)
-    return function_of_graph(f"{name}_{unique_number()}", graph)
+    return function_of_graph(f"{name}_{unique_number()}", graph, operations)
+
+
+def _needed(
+    graph: FuncGraph, inputs: Sequence, outputs: Sequence, ends: Sequence[tf.Operation]
+) -> list[tf.Operation]:
+    """Operations of `graph` on the way from `inputs` to `outputs` and `ends`.
+
+    These wait for none of the others any more.
+    """
+    given = set(map(id, inputs))
+    waited_for = [before for end in ends for before in end.control_inputs]
+    read = [x for op in (*ends, *waited_for) for x in (*op.inputs, *op.outputs)]
+    missing = [x for x in (*outputs, *read) if id(x) not in given]
+    found = {*depended_on(missing, lambda x: id(x) in given), *ends, *(x.op for x in inputs)}
+    operations = [operation for operation in graph.get_operations() if operation in found]
+    for operation in operations:
+        only_wait_for(operation, found)
+    return operations

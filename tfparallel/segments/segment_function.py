@@ -12,14 +12,14 @@ Each is called for every microbatch and never inlined, so that TensorFlow traces
 once. The stash is all that a microbatch holds between its two passes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.internals import FuncGraph, gradients_in_graph
-from tfparallel.replicas.repeated_rows import is_of_no_row
+from tfparallel.internals import FuncGraph
 from tfparallel.segments.graph_copy import GraphCopy, GraphFunction, Places, depended_on
+from tfparallel.segments.graph_gradients import GraphGradients, placeholder_like
 from tfparallel.segments.kept_tensors import is_differentiable, is_weight, kept_for
 from tfparallel.segments.left_on_devices import LeftOnDevices
 from tfparallel.segments.stash import Stash
@@ -61,7 +61,7 @@ class StageFunction:
         self._num_outputs = len(outputs)
         self._differentiable = [i for i, y in enumerate(outputs) if is_differentiable(y)]
         self._watched = [i for i, is_watched in enumerate(watched) if is_watched]
-        gradients = _Gradients(
+        gradients = GraphGradients(
             graph,
             [outputs[i] for i in self._differentiable],
             [graph.inputs[i] for i in self._watched],
@@ -91,6 +91,10 @@ class StageFunction:
         self._num_inputs = len(graph.inputs) - len(concrete.captured_inputs)
         self._places = places
         self._passes: dict[str, Any] = {}
+        self._used = self._handles_needed()
+        with gradients.graph.as_default():
+            self._taken = self._taken_here()
+            gradients.take(self._taken.needed)
 
     def forward(self, device: str, arguments: Sequence) -> tuple[list, list]:
         """The outputs for `arguments`, computed on `device`, and the stash."""
@@ -116,7 +120,7 @@ class StageFunction:
         call = self._pass("backward", leaves)
         given = self._given(stash, output_gradients)
         called = call(device, given, self._handles_of(arguments), [])
-        return self._filled(called.values, len(arguments)), _operations(backward=called)
+        return self._filled(called.values, arguments), _operations(backward=called)
 
     def backward_halves(
         self, device: str, arguments: Sequence, stash: Sequence, output_gradients: Sequence
@@ -136,7 +140,7 @@ class StageFunction:
         of_weight = self._pass("backward_weight", of_weights, takes=left)
         second = of_weight(device, given, handles, first.left_over)
         calls = _operations(backward_input=first, backward_weight=second)
-        return self._filled({**second.values, **first.values}, len(arguments)), calls
+        return self._filled({**second.values, **first.values}, arguments), calls
 
     def _given(self, stash: Sequence, output_gradients: Sequence) -> list:
         return [*(tf.convert_to_tensor(output_gradients[i]) for i in self._differentiable), *stash]
@@ -144,9 +148,9 @@ class StageFunction:
     def _handles_of(self, arguments: Sequence) -> list:
         return [arguments[i] for i in self._handles]
 
-    def _filled(self, values: Mapping[int, tf.Tensor], num_arguments: int) -> list:
-        gradients: list = [None] * num_arguments
-        for i, gradient in zip(self._watched, self._gradients.filled(values), strict=True):
+    def _filled(self, values: Mapping[int, tf.Tensor], arguments: Sequence) -> list:
+        gradients, found = [None] * len(arguments), self._gradients.filled(values, arguments)
+        for i, gradient in zip(self._watched, found, strict=True):
             gradients[i] = gradient
         return gradients
 
@@ -174,45 +178,72 @@ class StageFunction:
             takes: tensors of it that are given, packed.
             is_last: whether nothing is computed from the stash behind it.
         """
-        graph = FuncGraph(f"{self._name}_{kind}")
+        name, gradients, left = f"{self._name}_{kind}", self._gradients, Stash(takes)
+        is_copy = bool(self._passes)  # the first pass is the graph of the gradients itself
+        graph = FuncGraph(name) if is_copy else gradients.graph
         with graph.as_default():
-            dys = [_placeholder_like(self._outputs[i]) for i in self._differentiable]
-            packed = [_placeholder_like(tensor) for tensor in self._packed]
-            handles = [graph.capture(handle) for handle in self._handle_tensors]
-            left = Stash(takes)
-            taken = [tf.compat.v1.placeholder(dtype, []) for dtype in left.packed_types]
-            given = self._unpacked(packed, is_last)
-            given |= zip(map(id, self._handle_tensors), handles, strict=True)
-            needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
-            known = dict(zip(map(id, takes), left.unpack(taken), strict=True))
-            copy = self._gradients.copy(dys, needed, known)
-            values = copy.tensors(leaves)
+            dys, taken, values, returned = gradients.dys, self._taken, list(leaves), list(returns)
+            left_over = [tf.compat.v1.placeholder(dtype, []) for dtype in left.packed_types]
+            if is_copy:
+                dys = [placeholder_like(self._outputs[i]) for i in self._differentiable]
+                taken = self._taken_here()
+                known = dict(zip(map(id, takes), left.unpack(left_over), strict=True))
+                copy = gradients.copy(dys, taken.needed, known)
+                values, returned = copy.tensors(leaves), copy.tensors(returns)
             elsewhere = LeftOnDevices(values, self._left_on, are_read_once=True)
             outputs = widened([values[i] for i in elsewhere.others])
-            outputs += Stash(returns).pack(copy.tensors(returns))
+            outputs += Stash(returns).pack(returned)
             new = elsewhere.placeholders()
             outputs += elsewhere.write(new, values)
-            others = self._gradients.captured_elsewhere
-            used = [i for i, handle in enumerate(handles) if handle.consumers()]  # most are not
-            inputs = [*dys, *packed, *(handles[i] for i in used), *taken]
-            inputs += [*map(graph.capture, others), *new]
+            others = gradients.captured_elsewhere
+            inputs = [*dys, *taken.inputs, *left_over, *map(graph.capture, others), *new]
+            closed = self._left.close(taken.arrays, taken.read) if is_last else []
         if not outputs:
             return _Pass(None, [], [], others, elsewhere, self._places)
-        function = GraphFunction(graph.name, graph, inputs, outputs, self._places)
-        return _Pass(function, leaves, used, others, elsewhere, self._places)
+        function = GraphFunction(name, graph, inputs, outputs, self._places, closed)
+        return _Pass(function, leaves, self._used, others, elsewhere, self._places)
 
-    def _unpacked(self, packed: Sequence, is_last: bool) -> dict[int, tf.Tensor]:
-        """What was kept, by `id`, in the graph under construction; `is_last` as of `_defined`."""
+    def _handles_needed(self) -> list[int]:
+        """The numbers of the handles that what gradients need is computed from again."""
+        given = {*map(id, self.kept), *map(id, self._handle_tensors)}
+        missing = [x for x in self._gradients.needed if id(x) not in given]
+        again = depended_on(missing, lambda x: id(x) in given)
+        taken = {id(x) for x in [*self._gradients.needed, *(x for op in again for x in op.inputs)]}
+        return [i for i, handle in enumerate(self._handle_tensors) if id(handle) in taken]
+
+    def _taken_here(self) -> "_Taken":
+        """In the graph under construction."""
+        graph = tf.compat.v1.get_default_graph()
+        packed = [placeholder_like(tensor) for tensor in self._packed]
         count = self._left.num_arrays
         middle, end = self.num_activations, len(packed) - 2 * count
         values = self._stashes[0].unpack(packed[:middle])
         values += self._stashes[1].unpack(packed[middle:end])
         written, arrays = packed[end : end + count], packed[end + count :]
-        left = self._left.read(arrays, written)
-        if is_last:
-            tf.compat.v1.get_default_graph().control_outputs += self._left.close(arrays, left)
-        left |= zip(self._left.others, values, strict=True)
-        return {id(self.kept[i]): tensor for i, tensor in left.items()}
+        read = self._left.read(arrays, written)
+        kept = {**read, **dict(zip(self._left.others, values, strict=True))}
+        used = [self._handle_tensors[i] for i in self._used]
+        handles = [graph.capture(handle) for handle in used]
+        given = {id(self.kept[i]): tensor for i, tensor in kept.items()}
+        given |= zip(map(id, used), handles, strict=True)
+        needed = GraphCopy(self._graph, given).tensors(self._gradients.needed)
+        return _Taken([*packed, *handles], needed, arrays, read)
+
+
+class _Taken(NamedTuple):
+    """What a pass takes beside the gradients of outputs.
+
+    Attributes:
+        inputs: placeholders for the stash and for handles.
+        needed: made of them, what gradients are computed from.
+        arrays: placeholders, among the inputs, of what is left on devices.
+        read: from these arrays, by number.
+    """
+
+    inputs: list
+    needed: list
+    arrays: list
+    read: dict[int, tf.Tensor]
 
 
 class _Called(NamedTuple):
@@ -289,86 +320,3 @@ def inference_function(
         function = GraphFunction(name, graph, graph.inputs, outputs or [tf.constant(0.0)], places)
     graph.outputs = outputs  # the graph is the computation's
     return function
-
-
-class _Gradients:
-    """The gradients of a graph's `ys` with respect to its `xs`, in a graph of their own.
-
-    Attributes:
-        needed: the tensors of the graph that they are computed from.
-        captured_elsewhere: tensors of no graph, or of one around it, that they need too.
-    """
-
-    def __init__(self, graph: FuncGraph, ys: Sequence, xs: Sequence):
-        self._graph, self._of_ys = FuncGraph("gradients"), graph
-        with self._graph.as_default():
-            self._dys = [_placeholder_like(y) for y in ys]
-            self._gradients = gradients_in_graph(ys, xs, self._dys, graph)
-        inside = [getattr(outer, "graph", None) is graph for outer, _ in self._graph.captures]
-        pairs = list(zip(inside, self._graph.captures, strict=True))
-        self.needed = [outer for is_inside, (outer, _) in pairs if is_inside]
-        self.captured_elsewhere = [outer for is_inside, (outer, _) in pairs if not is_inside]
-        self._inner = [inner for is_inside, (_, inner) in pairs if is_inside]
-        self._inner_elsewhere = [inner for is_inside, (_, inner) in pairs if not is_inside]
-        leaves = tf.nest.flatten(self._gradients, expand_composites=True)
-        self._leaves = leaves
-        slices = [each for each in self._gradients if isinstance(each, tf.IndexedSlices)]
-        outer = dict(zip(map(id, self._inner), self.needed, strict=True))
-        self._of_no_row = [each.indices for each in slices if is_of_no_row(each.indices, outer)]
-        shapes = [(each.dense_shape, tf.get_static_value(each.dense_shape)) for each in slices]
-        self._known_shapes = [(x, value) for x, value in shapes if value is not None]
-
-    def leaves(self, positions: Iterable[int]) -> list[tf.Tensor]:
-        """The different tensors that the gradients of the `xs` at `positions` are made of."""
-        chosen = tf.nest.flatten([self._gradients[i] for i in positions], expand_composites=True)
-        return list({id(leaf): leaf for leaf in chosen if leaf is not None}.values())
-
-    def made_on_the_way(self, first: Sequence, second: Sequence) -> list[tf.Tensor]:
-        """What the leaves `second` need, and is made for the leaves `first` anyway."""
-        own = set(map(id, [*self._dys, *self._inner, *self._inner_elsewhere]))
-
-        def is_given(tensor: tf.Tensor) -> bool:
-            return id(tensor) in own
-
-        def operations(tensors: Sequence) -> dict[tf.Operation, None]:
-            missing = [tensor for tensor in tensors if not is_given(tensor)]
-            return dict.fromkeys(depended_on(missing, is_given))
-
-        made = {op for op in operations(first) if op.type != "Const"}
-        others = [op for op in operations(second) if op not in made]
-        wanted = [x for op in others for x in op.inputs] + list(second)
-        return list({id(x): x for x in wanted if not is_given(x) and x.op in made}.values())
-
-    def copy(self, dys: Sequence, needed: Sequence, known: Mapping[int, tf.Tensor]) -> GraphCopy:
-        """Copies to the graph under construction, from these values and those `known` by `id`."""
-        given = dict(zip(map(id, self._dys), dys, strict=True))
-        given |= zip(map(id, self._inner), needed, strict=True)
-        graph = tf.compat.v1.get_default_graph()
-        for inner, outer in zip(self._inner_elsewhere, self.captured_elsewhere, strict=True):
-            given[id(inner)] = graph.capture(outer)
-        return GraphCopy(self._graph, {**given, **known})
-
-    def filled(self, values: Mapping[int, tf.Tensor]) -> list:
-        """One tensor, IndexedSlices or None for each x, of the values of leaves by `id`.
-
-        Indices that no row of the batch decides on are made where they are used: whoever adds up
-        sees that they are alike. So are shapes, which a GPU would send to the host.
-        """
-        values = {**values, **{id(x): tf.constant(of, x.dtype) for x, of in self._known_shapes}}
-        if self._of_no_row:
-            values = {**values, **self._made_here(self._of_no_row)}
-        leaves = [None if leaf is None else values[id(leaf)] for leaf in self._leaves]
-        return tf.nest.pack_sequence_as(self._gradients, leaves, expand_composites=True)
-
-    def _made_here(self, tensors: Sequence) -> dict[int, tf.Tensor]:
-        """Copies, in the graph under construction, of what needs no arguments; by `id`."""
-        asked = set(depended_on(tensors, lambda _: False))
-        pairs = zip(self._inner, self.needed, strict=True)
-        given = {id(inner): outer for inner, outer in pairs if inner.op in asked}
-        copies = GraphCopy(self._of_ys, {}).tensors(given.values())
-        copy = GraphCopy(self._graph, dict(zip(given, copies, strict=True)))
-        return dict(zip(map(id, tensors), copy.tensors(tensors), strict=True))
-
-
-def _placeholder_like(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)

@@ -5,6 +5,7 @@ handful of edges of the step's graph, which every pass of TensorFlow over that g
 """
 
 import collections
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -52,7 +53,7 @@ class Stash:
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that `pack` has packed."""
         tensors: list = [None] * len(self._types)
-        rest = iter(packed)
+        rest, constant = iter(packed), functools.cache(tf.constant)
         for dtype, at in self._at.items():
             if dtype in _NOT_PACKED:
                 for i in at:
@@ -61,11 +62,11 @@ class Stash:
             handle = next(rest)
             for index, i in enumerate(at):
                 shape = self._types[i][1]
-                sizes = -1 if shape.rank is None else [-1 if n is None else n for n in shape]
+                sizes = -1 if shape.rank is None else tuple(-1 if n is None else n for n in shape)
                 tensors[i] = tf.raw_ops.TensorListGetItem(
                     input_handle=handle,
-                    index=index,
-                    element_shape=tf.constant(sizes, tf.int32),
+                    index=constant(index),
+                    element_shape=constant(sizes, tf.int32),
                     element_dtype=dtype,
                 )
                 tensors[i].set_shape(shape)

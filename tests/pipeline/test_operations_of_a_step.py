@@ -1,0 +1,42 @@
+"""How much a pipeline writes down of a model, in operations, which no other process changes."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from benchmarks.tracing import noted_operations
+from tfparallel import PipelineStrategy
+
+BLOCKS = 8
+LAYERS = [f"{kind}_{i}" for i in range(BLOCKS) for kind in ("conv", "norm", "relu")]
+HALF = len(LAYERS) // 2
+
+
+def build():
+    model = keras.Sequential([keras.Input((4, 4, 3))])
+    for i in range(BLOCKS):
+        model.add(layers.DepthwiseConv2D(3, padding="same", name=f"conv_{i}"))
+        model.add(layers.BatchNormalization(name=f"norm_{i}"))
+        model.add(layers.ReLU(name=f"relu_{i}"))
+    model.add(layers.GlobalAveragePooling2D(name="pool"))
+    return model
+
+
+def num_operations(strategy):
+    """Of the first step of `fit`."""
+    with strategy.scope():
+        model = build()
+        model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.zeros((6, 4, 4, 3), "float32"), np.zeros((6, 3), "float32")
+    with noted_operations() as operations:
+        model.fit(x, y, batch_size=6, verbose=0)
+    return len(operations)
+
+
+def test_a_stage_is_written_down_once_in_each_direction():
+    """Its backward pass is the graph that says what the forward pass has to keep."""
+    partition = [LAYERS[:HALF], [*LAYERS[HALF:], "pool"]]
+    pipeline = num_operations(PipelineStrategy(["CPU:0", "CPU:1"], 3, partition=partition))
+    one_device = num_operations(tf.distribute.get_strategy())
+    assert pipeline <= 1.8 * one_device
