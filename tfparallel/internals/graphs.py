@@ -311,7 +311,8 @@ class MovedFunction(atomic_function.AtomicFunction):
     ):
         kind, options = original.function_type, original.call_options
         super().__init__(name, context.context(), kind, list(children), options, original.graph)
-        self.devices, self.ends = devices, original.ends
+        self.devices = devices
+        self.ends = getattr(original, "ends", None)  # None: the program's own function
 
 
 def on_other_devices(

@@ -92,11 +92,15 @@ class SyncParameterServerExtended(ParameterServerExtended):
         """Keras uses the functions that it finds at a model, and compiles none of its own."""
         strategy = self._container_strategy()
 
+        def run(step: Callable, batch: object) -> object:
+            outputs = strategy.run(step, (self._for_replicas(batch),))
+            return keras.tree.map_structure(self._mean_of_replicas, outputs)
+
         def train(batch: object) -> object:
-            return strategy.run(model.train_step, (self._for_replicas(batch),))
+            return run(model.train_step, batch)
 
         def test(batch: object) -> object:
-            return strategy.run(model.test_step, (self._for_replicas(batch),))
+            return run(model.test_step, batch)
 
         def predict(batch: object) -> object:
             batch = self._for_replicas(batch)
@@ -121,6 +125,11 @@ class SyncParameterServerExtended(ParameterServerExtended):
             return
         model.train_function = None
         self._set_functions(model, self._steps_of(model))
+
+    def _mean_of_replicas(self, value: object) -> object:
+        """What is still of each replica of what a step returns, as Keras's own step reduces it."""
+        local = self._container_strategy().experimental_local_results(value)
+        return value if len(local) == 1 else tf.reduce_mean(local, axis=0)
 
     def _for_replicas(self, batch: object) -> object:
         """A batch as `run` takes it."""
