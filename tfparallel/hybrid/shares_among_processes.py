@@ -122,7 +122,9 @@ class SharesAmongProcesses(HoldsShards):
                     variable.store_pieces()
         return variable
 
-    def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> Any:
+    def _variable_class(
+        self, owner: object, kwargs: Mapping[str, object]
+    ) -> type | functools.partial:
         """As the base's; a slot may be on the host."""
         kind, leader = super()._variable_class(owner, kwargs), getattr(self._thread, "leader", None)
         if leader is None or self._new is None or self.sharding is None:
