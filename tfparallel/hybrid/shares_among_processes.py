@@ -122,14 +122,11 @@ class SharesAmongProcesses(HoldsShards):
                     variable.store_pieces()
         return variable
 
-    def _variable_class(
-        self, owner: object, kwargs: Mapping[str, object]
-    ) -> type | functools.partial:
-        """As the base's; a slot may be on the host."""
-        kind, leader = super()._variable_class(owner, kwargs), getattr(self._thread, "leader", None)
-        if leader is None or self._new is None or self.sharding is None:
-            return kind
-        return functools.partial(kind, is_on_host=self.sharding.slots_on_host)
+    def _is_new_in_pieces(self, shards: int) -> bool:
+        """As the base's, or a slot beside a weight in pieces."""
+        return (
+            super()._is_new_in_pieces(shards) or getattr(self._thread, "leader", None) is not None
+        )
 
     def _is_cut(self, weight: SplitVariable) -> bool:
         smallest = min(weight.rows.sizes) // weight.rows.blocks
