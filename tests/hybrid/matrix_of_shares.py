@@ -116,13 +116,14 @@ def strategy_of(
     memory: tfparallel.MemoryPolicy | None,
     shard: str | None = "gradients",
     transport: str = "auto",
+    host: str | None = None,
 ) -> tfparallel.HybridStrategy:
     options: dict = {"memory": memory, "seed_by": "row" if model == "dropout" else "replica"}
     if "pipeline" in sizes:
         batch_norm = "deferred" if model == "batch norm" else "per_microbatch"
         options["pipeline"] = tfparallel.PipelineOptions(_MICROBATCHES, batch_norm=batch_norm)
     if shard is not None:
-        options["shard"] = tfparallel.Sharding(shard, min_size=1)
+        options["shard"] = tfparallel.Sharding(shard, min_size=1, host=host)
     return over_processes(sizes, transport, **options)
 
 

@@ -84,6 +84,7 @@ class InParts(layers.BatchNormalization):
         for average, value in zip(
             (self.moving_mean, self.moving_variance), tf.nn.moments(x, [0]), strict=True
         ):
+            value = tf.cast(value, average.dtype)
             average.assign(average * self.momentum + value * (1 - self.momentum))
         return tf.concat(normalized, 0) * self.gamma + self.beta
 

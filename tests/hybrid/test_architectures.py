@@ -10,7 +10,7 @@ from tests.hybrid.architectures import MODELS
 from tests.hybrid.meshes import hybrid
 from tests.multi_process.pool import WorkerPool, cluster_environments
 
-MESHES = [
+MESHES = [  # every two axes
     {"data": 2, "pipeline": 2},
     {"pipeline": 2, "model": 2},
     {"shard": 2, "pipeline": 2},
@@ -23,12 +23,6 @@ OF_EIGHT = [
     {"data": 2, "shard": 2, "pipeline": 2},
     {"data": 2, "shard": 2, "model": 2},
     {"shard": 2, "pipeline": 2, "model": 2},
-]
-OF_TWO_PROCESSES = [  # each has a mesh of its own, of four devices
-    {"data": 2, "pipeline": 2},
-    {"shard": 2, "pipeline": 2},
-    {"pipeline": 2, "model": 2},
-    {"shard": 2, "model": 2},
 ]
 
 
@@ -70,7 +64,7 @@ def test_it_does_on_a_mesh_of_three_axes(workers, model, sizes):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sizes", OF_TWO_PROCESSES, ids=named)
+@pytest.mark.parametrize("sizes", MESHES, ids=named)
 @pytest.mark.parametrize("model", MODELS)
 def test_it_does_in_two_processes_with_a_mesh_each(workers, model, sizes):
     workers(2, 4).ask({"model": model, "sizes": sizes}, timeout_s=570)

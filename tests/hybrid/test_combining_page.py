@@ -11,6 +11,7 @@ from keras import layers
 
 import tfparallel
 from tests.helpers import assert_same_training, cpu_mesh_of, train
+from tests.hybrid import matrix_of_features
 from tests.hybrid.meshes import PAIRS, hybrid
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, MemoryPolicy, PipelineOptions, PipelineStrategy, Sharding
@@ -129,6 +130,10 @@ REFUSED = {
 
 def test_the_page_and_this_file_name_the_same():
     assert {row[0] for row in table("refused")} == set(REFUSED)
+
+
+def test_what_the_matrix_refuses_is_on_the_page():
+    assert set(matrix_of_features.REFUSED.values()) <= set(REFUSED)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -15,7 +15,6 @@ from tests.multi_process.pool import (
 )
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import GradientsCrossing
-from tfparallel.hybrid.shares_among_processes import check_is_on_devices
 from tfparallel.mesh import mesh_of
 
 WORKER = ["-m", "tests.hybrid.worker_of_mesh"]
@@ -214,12 +213,6 @@ def test_the_axes_named_first_go_over_processes(job, sizes, inner, copies):
 def test_what_cannot_go_over_processes_is_told(job, sizes, message):
     with pytest.raises(ValueError, match=message):
         laid_over_processes(sizes, *job, has_parts=False)
-
-
-def test_state_on_the_host_beside_an_axis_in_each_process_is_refused():
-    mesh = mesh_of([2, 2], ["fsdp", "model"], list("0123"))
-    with pytest.raises(NotImplementedError, match=r"Received: host='optimizer'.*Leave `host` out"):
-        check_is_on_devices(mesh, tfparallel.Sharding(host="optimizer"))
 
 
 def test_a_mesh_of_one_process_takes_no_transport_but_auto():

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
@@ -84,6 +85,32 @@ def test_several_steps_in_one_function_draw_one_after_the_other():
     options = {"compile_options": compile_options}
     strategy = hybrid({"data": 2, "pipeline": 2}, seed_by="row")
     assert_same_training(trained(None, **options), trained(strategy, **options))
+
+
+class OwnStep(keras.Model):
+    """Which is traced for the variables that it makes before it runs."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "pipeline": 2}], ids=str)
+def test_a_step_of_ones_own_draws_by_row(sizes):
+    def build():
+        x = keras.Input((6,))
+        y = layers.Dropout(0.3)(layers.Dense(8, "tanh")(x))
+        return OwnStep(x, layers.Dense(3)(layers.Dropout(0.3)(layers.Dense(8, "tanh")(y))))
+
+    def compile_options():
+        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+
+    options = {"build": build, "compile_options": compile_options}
+    assert_same_training(train(None, **options), train(hybrid(sizes, seed_by="row"), **options))
 
 
 def test_a_layer_that_draws_otherwise_is_refused_by_name():

@@ -72,6 +72,30 @@ def test_ranks_of_horovod_share_what_is_in_parts(workers, sizes, shard):
         assert reply["held"] == pytest.approx(held, rel=0.05)
 
 
+KINDS = [("gradients", "optimizer"), ("parameters", "parameters")]
+ON_HOST = ["clipped and averaged", "accumulated", "scaled", "of the whole"]
+
+
+@pytest.mark.parametrize(("shard", "host"), [("gradients", None), *KINDS])
+@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_is_asked_for_is_on_the_host(workers, sizes, name, shard, host):
+    """CPU:0, a device too: the other one's parts are updated there."""
+    devices = [0, 1] if host is None else [0]
+    for reply in ask(workers(), "on host", sizes=sizes, name=name, shard=shard, host=host):
+        assert reply == {"updated": devices, "slots": devices}
+
+
+@pytest.mark.parametrize(("shard", "host"), KINDS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_so_it_is_of_ranks_of_horovod(workers, sizes, shard, host):
+    pytest.importorskip("horovod.tensorflow")
+    request = {"sizes": sizes, "name": "accumulated", "shard": shard, "host": host}
+    pool = workers(2, horovod_environments)
+    for reply in ask(pool, "on host", transport="horovod", **request):
+        assert reply == {"updated": [0], "slots": [0]}
+
+
 @pytest.mark.parametrize("cell", CELLS, ids="; ".join)
 def test_a_cell_trains_as_one_device_does(workers, tmp_path, cell):
     ask(workers(), "cell", folder=str(tmp_path / "backup"), cell=list(cell))

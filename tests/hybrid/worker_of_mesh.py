@@ -14,6 +14,7 @@ from tests.helpers import (
     tiny_data,
     train,
 )
+from tests.hybrid import matrix_of_features
 from tests.hybrid.architectures import MODELS
 from tests.hybrid.matrix_over_processes import MODELS as WIDE
 from tests.hybrid.matrix_over_processes import check
@@ -29,10 +30,14 @@ _MODELS = {
 }
 
 
-def answer(wrong: int | None = None, cell: list | None = None, **request) -> dict:
+def answer(
+    wrong: int | None = None, cell: list | None = None, features: list | None = None, **request
+) -> dict:
     """What a process replies to a request: of a training, one that goes wrong, or of a matrix."""
     if cell is not None:
         return {"share": check(*cell)}
+    if features is not None:
+        return {"share": matrix_of_features.check(*features)}
     return _trained(**request) if wrong is None else _wrong(wrong, **request)
 
 

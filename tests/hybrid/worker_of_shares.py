@@ -86,6 +86,34 @@ def _copies(variable: keras.Variable) -> list[tf.Variable]:
     return tf.nest.flatten(list(getattr(behind, "parts", None) or behind.values))
 
 
+def _on_host(sizes: dict[str, int], name: str, transport: str = "auto", **sharding) -> dict:
+    """Trains as one device; replies with the devices of what updates a kernel, and of its slots.
+
+    Args:
+        name: of the training, in `_ON_HOST`.
+        sharding: `shard` and `host`.
+    """
+    options = {"data": tiny_data, "rows": 13, "batch_size": 5, "build": plain, **_ON_HOST[name]}
+    with in_float64():
+        keras.backend.clear_session()
+        strategy = strategy_of(sizes, "plain", None, transport=transport, **sharding)
+        candidate = train(strategy, **options)
+        keras.backend.clear_session()
+        assert_same_training(train(None, **options), candidate, atol=1e-9)
+    kernels = [v for v in candidate.model.trainable_weights if v.path.endswith("kernel")]
+    updated = [x for v in kernels for x in v.value._pieces_of(v.value.parts[0])]
+    slots = [v for v in candidate.model.optimizer.variables if len(v.shape) == 2]
+    return {
+        "updated": _numbers_of_devices(updated),
+        "slots": _numbers_of_devices([x for v in slots for x in _copies(v)]),
+    }
+
+
+def _numbers_of_devices(variables: Iterable) -> list[int]:
+    specs = [tf.DeviceSpec.from_string(x.device) for x in variables]
+    return sorted({spec.device_index for spec in specs})
+
+
 def _ended(sizes: dict[str, int]) -> dict:
     """Replies with the gathers of an epoch whose length is known, and of one where it is not.
 
@@ -222,6 +250,24 @@ _WHOLE = {
 }
 
 
+_ON_HOST = {
+    "clipped and averaged": {
+        "optimizer": lambda: keras.optimizers.AdamW(
+            0.01, weight_decay=0.1, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=2
+        )
+    },
+    "accumulated": {
+        "optimizer": lambda: keras.optimizers.Adam(
+            0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
+        )
+    },
+    "scaled": {
+        "optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0)
+    },
+    "of the whole": {"optimizer": lambda: keras.optimizers.Lamb(0.01)},
+}
+
+
 def _whole(
     sizes: dict[str, int], name: str, shard: str = "gradients", transport: str = "auto"
 ) -> dict:
@@ -343,6 +389,7 @@ def _rank() -> int:
 _KINDS = {
     "cell": _cell,
     "stored": _stored,
+    "on host": _on_host,
     "ended": _ended,
     "files": _files,
     "lost": _lost,

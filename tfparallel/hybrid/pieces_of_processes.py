@@ -6,7 +6,8 @@
 
 In an optimizer's update (`shard_view`) a weight is this process's pieces of it, which are there
 until those of all processes have become the new parts. A slot is its pieces everywhere; whoever
-reads the whole gathers it, on all processes alike.
+reads the whole gathers it, on all processes alike. With `Sharding(host=...)` both are in the
+host's memory, from where pieces go to the other processes anyway.
 
 Source: Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054, stages 1 and 2.
 """
@@ -21,6 +22,7 @@ from tfparallel.hybrid.pieces_of_parts import PiecesOfParts, PlaceOfPart, gather
 from tfparallel.hybrid.sharded_groups import SharedSplitVariable
 from tfparallel.hybrid.split_stage_variable import SplitStageVariable
 from tfparallel.internals import record
+from tfparallel.replicas.device_names import hosts_of
 from tfparallel.sharded.part_of_copy import PartOfCopy
 from tfparallel.sharded.shard_view import current_numbers
 from tfparallel.tensor_parallel.known_parts import put_together
@@ -99,7 +101,9 @@ class WeightInPieces(InPiecesOfProcesses):
         if id(part) not in self._being_updated:
             shape = self._shape_of_part(cut.own.sizes[k])
             own: Callable = lambda value: cut.own_of(k, value)  # noqa: E731
-            self._being_updated[id(part)] = PartOfCopy(part, self, own, shape, part.device)
+            is_on_host = self.distribute_strategy.extended.sharding.slots_on_host
+            device = hosts_of([part.device])[0] if is_on_host else part.device
+            self._being_updated[id(part)] = PartOfCopy(part, self, own, shape, device)
         return self._being_updated[id(part)]
 
     def take(self) -> None:

@@ -62,11 +62,15 @@ class HoldsShards(HoldsParts):
 
     def _variable_class(self, owner: object, kwargs: Mapping[str, object]) -> Any:
         kind = super()._variable_class(owner, kwargs)
-        if self._new is None or self.sharding is None or self._new[1] == 1:
+        if self._new is None or self.sharding is None or not self._is_new_in_pieces(self._new[1]):
             return kind
         is_slot, sharding = self._thread.is_new_slot, self.sharding
         is_on_host = sharding.slots_on_host if is_slot else sharding.weights_on_host
         return functools.partial(kind, is_on_host=is_on_host)
+
+    def _is_new_in_pieces(self, shards: int) -> bool:
+        """Whether a new variable, in so many shards, is stored in pieces."""
+        return shards > 1
 
     def _variable_devices(self, variable_class: type | functools.partial) -> tuple[str, ...]:
         devices = super()._variable_devices(variable_class)

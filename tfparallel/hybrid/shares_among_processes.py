@@ -56,7 +56,6 @@ from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import BaseOptimizer, distribute_lib, record, values_util
 from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.internals.keras_trainer import ends_with_update
-from tfparallel.mesh import Mesh
 from tfparallel.pipeline.extended import Homes
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.drawn_values import Drawn
@@ -66,7 +65,6 @@ from tfparallel.replicas.optimizer_hooks import (
     build_optimizer,
     gradient_source,
 )
-from tfparallel.sharded.options import Sharding
 from tfparallel.sharded.shard_view import GlobalNumbers, shard_view
 from tfparallel.tensor_parallel.drawn_pieces import NewPieces
 from tfparallel.tensor_parallel.gradient_in_parts import GradientInParts
@@ -123,6 +121,12 @@ class SharesAmongProcesses(HoldsShards):
                 with tf.init_scope():
                     variable.store_pieces()
         return variable
+
+    def _is_new_in_pieces(self, shards: int) -> bool:
+        """As the base's, or a slot beside a weight in pieces."""
+        return (
+            super()._is_new_in_pieces(shards) or getattr(self._thread, "leader", None) is not None
+        )
 
     def _is_cut(self, weight: SplitVariable) -> bool:
         smallest = min(weight.rows.sizes) // weight.rows.blocks
@@ -320,19 +324,6 @@ class _OwnNew(NewPieces):
     def piece(self, index: int, device: str) -> tf.Tensor:
         """As the base's, of pieces of this process."""
         return super().piece(index * self._pieces.count + self._pieces.index, device)
-
-
-def check_is_on_devices(mesh: Mesh, sharding: Sharding) -> None:
-    """Refuses state on the host, where each process has its pieces on devices.
-
-    Raises:
-        NotImplementedError: saying what to leave out.
-    """
-    if sharding.host is not None:
-        raise NotImplementedError(
-            "Where processes share the state beside a pipeline or an axis of the model, it is on "
-            f"devices. Received: host={sharding.host!r}, on a mesh of {mesh}. Leave `host` out."
-        )
 
 
 def _apart_among(variables: Sequence) -> list[GatheredWeight]:

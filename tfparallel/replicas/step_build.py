@@ -46,6 +46,7 @@ from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
+from tfparallel.replicas.row_seeds import drawn_by_row
 
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
 
@@ -174,7 +175,9 @@ def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
         if strategy is not None:
             data = Batch(strategy.extended, data).parts[0]
             stack.enter_context(BuildContext(strategy, graph))
-            stack.enter_context(ReplicaStep(1, tf.ones(()), True, []).active())
+            only = ReplicaStep(1, tf.ones(()), True, [], first_row=0)
+            stack.enter_context(only.active())
+            stack.enter_context(drawn_by_row(strategy.extended._row_seeds, model))
         step(data)
     clear_added_losses(model)
 

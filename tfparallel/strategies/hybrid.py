@@ -26,7 +26,6 @@ from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.shares_among_processes import (
     GroupsOfProcessesExtended,
     PipelinesOfProcessesExtended,
-    check_is_on_devices,
 )
 from tfparallel.measure.lanes import DrawnStep
 from tfparallel.pipeline.extended import PipelineExtended
@@ -222,7 +221,6 @@ class HybridStrategy(KerasStrategy):
         kind: type[HybridStrategy] = HybridStrategy
         if laid.has_shares and shard is not None:
             crossing.refuse_beside_shared_state(self._mesh)
-            check_is_on_devices(self._mesh, shard)
             kind, options = _InProcessThatShares, {**options, "shard": shard}
         workers = self._workers = job.around(self, crossing)
         self._names_lost = workers._names_lost_ranks
