@@ -232,7 +232,9 @@ _OF_TWO_LAYERS = dict.fromkeys(
         "custom_training.loss_by_row",
         "custom_training.own_loss_and_optimizer",
         "custom_training.own_sums_of_gradients",
+        "custom_training.step_that_returns_more_than_metrics",
         "custom_training.two_optimizers",
+        "keras_io_shared.nodes_of_a_graph",
         "layer_state.a_model_that_counts",
         "coupled_losses.sums_that_a_model_adds",
         "keras_io.metric_learning",
@@ -315,8 +317,14 @@ _OF_WHOLE_WEIGHTS = dict.fromkeys(
         "layer_state.a_layer_called_twice",
         "layer_state.codebook_that_is_trained_too",
         "layer_state.eagerly",
+        "keras_io_shared.momentum_teacher",
     ),
-    "refused: a layer assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
+    "refused: what assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
+)
+_OF_PARTS_OF_A_STAGE = dict.fromkeys(
+    ("layer_state.layers_that_update_themselves", "layer_state.a_layer_called_twice"),
+    "refused: a layer on a stage assigns a weight of its own that is in parts: "
+    "tests/hybrid/test_groups_as_stages.py",
 )
 _OF_PIECES = (
     "metrics.binary",
@@ -470,6 +478,7 @@ STRATEGIES = [
         lambda: library().PipelineStrategy(_cpus(2), num_microbatches=3),
         num_replicas=3,
         every_case=False,
+        few=("layer_state.codebook_whose_loss_is_a_sum",),
         exempt=_OF_STAGES,
     ),
     Row(
@@ -519,7 +528,7 @@ STRATEGIES = [
         num_replicas=4,
         num_workers=2,
         few=("nested.transfer_learning",),  # a long one: none by default, of eight devices
-        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES},
+        exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_PARTS_OF_A_STAGE},
     ),
     Row(
         "pipeline_zero_bubble",
@@ -603,7 +612,7 @@ STRATEGIES = [
             "nested.gan",
             "optimizers.global_clipnorm",
         ),
-        exempt=_OF_STAGES,
+        exempt={**_OF_STAGES, **_OF_PARTS_OF_A_STAGE},
     ),
     Row(
         "data_pipeline_model_2x2x2",
@@ -613,7 +622,7 @@ STRATEGIES = [
         num_replicas=4,
         devices_per_worker=8,
         few=("optimizers.global_clipnorm",),
-        exempt=_OF_STAGES,
+        exempt={**_OF_STAGES, **_OF_PARTS_OF_A_STAGE},
     ),
     Row(
         "shard_model_2x2",
@@ -727,6 +736,7 @@ STRATEGIES = [
         num_replicas=2,
         devices_per_worker=1,
         every_case=False,
+        few=("custom_training.step_that_returns_more_than_metrics",),
     ),
     Row(
         "parameter_server_async",

@@ -50,6 +50,31 @@ def test_tapes_that_differentiate_the_functions_themselves_are_right(kind, name)
         assert_same_training(reference, candidate, atol=1e-9)
 
 
+class CallsFunction(layers.Dense):
+    """Calls a `tf.function` of the program."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.squashed = tf.function(lambda x: tf.tanh(x) + x)
+
+    def call(self, inputs):
+        return self.squashed(super().call(inputs))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_functions_of_the_program_are_called_in_every_pipeline(name):
+    def build():
+        x = keras.Input((6,))
+        y = CallsFunction(8, name="dense_0")(x)
+        y = CallsFunction(8, name="dense_1")(y)
+        return keras.Model(x, layers.Dense(3, name="dense_2")(y))
+
+    with in_float64():
+        reference = train(None, build, only_loss)
+        candidate = train(hybrid(BESIDE[name][0]), build, only_loss)
+        assert_same_training(reference, candidate, atol=1e-9)
+
+
 def traces(sizes):
     Counted.traces = 0
     train(hybrid(sizes), counted, rows=13, epochs=1)
