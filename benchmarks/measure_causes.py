@@ -26,8 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-WIDTH, ROWS, STEPS = 512, 512, 24
-FEW_ROWS = 64  # where layers sleep, or ranks share cores: what they compute is little then
+WIDTH, ROWS, STEPS = 512, 64, 24
+MANY_ROWS = 1536  # where a step is to compute much longer than Python takes around it
 LONG = 100  # steps of an epoch whose data are ahead of it: what they are ahead by is little then
 EPOCHS = 3  # the first one traces, the second one has no fault, the third one has
 DELAY_S = 0.06  # each step, or as long as that all together
@@ -138,11 +138,15 @@ def of_the_schedule(told: Told, category: str) -> float:
     return _graph_s(told.record) * (2 - 1) / (2 + 2 - 1)
 
 
-def of_uneven_stages(told: Told, category: str) -> float:
-    """Two devices' time, less what both have slept, and less the bubble of equal stages."""
-    del category
-    graph_s = _graph_s(told.record)
-    return graph_s - told.took_s / 2 - graph_s * (2 - 1) / (8 + 2 - 1)
+def of_uneven_stages(slower: float) -> Callable[[Told, str], float]:
+    """What two stages leave idle, less what equal ones would, of what a step's graph takes.
+
+    Args:
+        slower: how much of what both sleep the slower one does; there are 8 microbatches.
+    """
+    makespan = slower + (1 - slower) / 8  # of what one device would take
+    idle = 1 - 1 / (2 * makespan)
+    return lambda told, category: _graph_s(told.record) * (idle - (2 - 1) / (8 + 2 - 1))
 
 
 def of_100_mbit_per_s(told: Told, category: str) -> float:
@@ -200,9 +204,9 @@ def dataset(rows: int = ROWS) -> tf.data.Dataset:
     return nothing_ahead(batches(rows))
 
 
-def few_rows(injected: Injected) -> tf.data.Dataset:
-    """The same, of small batches."""
-    return dataset(FEW_ROWS)
+def many_rows(injected: Injected) -> tf.data.Dataset:
+    """The same, of large batches."""
+    return dataset(MANY_ROWS)
 
 
 def nothing_ahead(made: tf.data.Dataset) -> tf.data.Dataset:
@@ -224,7 +228,7 @@ def plain_model(**options: Any) -> keras.Model:
 # ---- input ---------------------------------------------------------------------------------------
 
 
-def slow_map(injected: Injected, rows: int = ROWS, **options: Any) -> tf.data.Dataset:
+def slow_map(injected: Injected, **options: Any) -> tf.data.Dataset:
     """A map that sleeps for each batch."""
 
     def pause(x: np.ndarray) -> np.ndarray:
@@ -234,7 +238,7 @@ def slow_map(injected: Injected, rows: int = ROWS, **options: Any) -> tf.data.Da
     def paused(x: tf.Tensor, y: tf.Tensor) -> tuple:
         return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), y
 
-    return dataset(rows).map(paused, **options)
+    return dataset().map(paused, **options)
 
 
 def slow_generator(injected: Injected) -> tf.data.Dataset:
@@ -248,7 +252,7 @@ def python_batches(injected: Injected) -> Iterator:
     """Batches of Python, each after a sleep."""
     x, y = arrays()
     for i in range(0, len(x), ROWS):
-        injected.sleep()
+        injected.sleep(3)  # of which a step hides a small part: how much is not set
         yield x[i : i + ROWS], y[i : i + ROWS]
 
 
@@ -269,7 +273,7 @@ class SlowFiles(keras.utils.PyDataset):
         return STEPS
 
     def __getitem__(self, index: int) -> tuple:
-        self._injected.sleep()
+        self._injected.sleep(3)
         return tuple(each[index * ROWS : (index + 1) * ROWS] for each in self._arrays)
 
 
@@ -541,7 +545,7 @@ def on_rank_1(callback: type) -> Callable[[Injected, Path], list]:
 
 def slow_map_on_rank_1(injected: Injected) -> tf.data.Dataset:
     """Data that the second rank alone waits for."""
-    return slow_map(injected, FEW_ROWS) if rank() == 1 else dataset(FEW_ROWS)
+    return slow_map(injected) if rank() == 1 else dataset()
 
 
 class Slower(keras.layers.Layer):
@@ -630,28 +634,27 @@ FAULTS: dict[str, Fault] = {
         unknown="it slows down computing itself, whose share it leaves as it is",
     ),
     "one thread": Fault(
-        ("threads",), unknown="it slows down computing itself, whose share it leaves as it is"
+        ("threads",),
+        data=many_rows,
+        unknown="it slows down computing itself, whose share it leaves as it is",
     ),
     "slow stage": Fault(
         ("imbalance: stage",),
         "imbalance",
-        data=few_rows,
         model=lambda: pipeline([WIDTH, "slow", WIDTH]),  # no partition divides a layer
-        seconds=of_uneven_stages,
+        seconds=of_uneven_stages(1),
         is_always_on=True,
     ),
     "unbalanced partition": Fault(
         ("imbalance: stage",),
         "imbalance",
-        data=few_rows,
         model=lambda: four_layers([["first", "later_1"], ["later_[234]", "later_last"]]),
-        seconds=of_uneven_stages,
+        seconds=of_uneven_stages(3 / 4),
         is_always_on=True,
     ),
     "few microbatches": Fault(
         ("bubble: schedule",),
         "bubble",
-        data=few_rows,
         model=lambda: equal_stages(2),
         seconds=of_the_schedule,
         is_always_on=True,
@@ -659,14 +662,12 @@ FAULTS: dict[str, Fault] = {
     "slow rank": Fault(
         ("imbalance: rank",),
         "imbalance",
-        data=few_rows,
         model=workers_with_a_slow_one,
         seconds=of_a_later_rank,
     ),
     "callback of one rank": Fault(
         ("imbalance: rank",),
         "imbalance",
-        data=few_rows,
         model=workers,
         callbacks=on_rank_1(SleepsAtTheEnd),
         seconds=of_a_later_rank,
@@ -681,7 +682,6 @@ FAULTS: dict[str, Fault] = {
     "link of 100 Mbit/s": Fault(
         ("communication: slow link",),
         "communication",
-        data=few_rows,
         model=workers,
         seconds=of_100_mbit_per_s,
     ),
@@ -732,31 +732,30 @@ CURED: dict[str, Fault] = {
     "ModelCheckpoint": Fault(("none",), "", callbacks=seldom),
     "retracing": Fault(("none",)),
     "run_eagerly": Fault(("none",)),
-    "one thread": Fault(("none",)),
-    "few microbatches": Fault(
-        ("none",), "", few_rows, model=lambda: equal_stages(8), is_always_on=True
-    ),
+    "one thread": Fault(("none",), data=many_rows),
+    "few microbatches": Fault(("none",), "", model=lambda: equal_stages(8), is_always_on=True),
     "unbalanced partition": Fault(
-        ("none",), "", few_rows, model=lambda: four_layers("balanced"), is_always_on=True
+        ("none",), "", model=lambda: four_layers("balanced"), is_always_on=True
     ),
-    "data of one rank": Fault(("none",), "", few_rows, model=workers),
-    "link of 100 Mbit/s": Fault(
-        ("none",), "", few_rows, model=lambda: workers(compression="power_sgd")
-    ),
+    "data of one rank": Fault(("none",), "", model=workers),
+    "link of 100 Mbit/s": Fault(("none",), "", model=lambda: workers(compression="power_sgd")),
 }
 
 
 HEALTHY: dict[str, Callable[[], tuple[keras.Model, Any]]] = {
-    "arrays": lambda: (plain_model(), arrays()),
-    "tf.data": lambda: (plain_model(), batches()),
-    "tf.data, prefetched": lambda: (plain_model(), batches().prefetch(2)),
-    "a cheap map": lambda: (plain_model(), batches().map(lambda x, y: (x * 2, y))),
-    "shuffled": lambda: (plain_model(), batches().shuffle(8)),
-    "adam": lambda: (_compiled("adam"), batches()),
-    "rmsprop": lambda: (_compiled("rmsprop"), batches()),
-    "one device": lambda: (_under("OneDeviceStrategy", "CPU:0"), batches()),
-    "mirrored": lambda: (_under("MirroredStrategy", 2), batches()),
-    "central storage": lambda: (_under("CentralStorageStrategy", ["CPU:0", "CPU:1"]), batches()),
+    "arrays": lambda: (plain_model(), arrays(STEPS * MANY_ROWS)),
+    "tf.data": lambda: (plain_model(), batches(MANY_ROWS)),
+    "tf.data, prefetched": lambda: (plain_model(), batches(MANY_ROWS).prefetch(2)),
+    "a cheap map": lambda: (plain_model(), batches(MANY_ROWS).map(lambda x, y: (x * 2, y))),
+    "shuffled": lambda: (plain_model(), batches(MANY_ROWS).shuffle(8)),
+    "adam": lambda: (_compiled("adam"), batches(MANY_ROWS)),
+    "rmsprop": lambda: (_compiled("rmsprop"), batches(MANY_ROWS)),
+    "one device": lambda: (_under("OneDeviceStrategy", "CPU:0"), batches(MANY_ROWS)),
+    "mirrored": lambda: (_under("MirroredStrategy", 2), batches(MANY_ROWS)),
+    "central storage": lambda: (
+        _under("CentralStorageStrategy", ["CPU:0", "CPU:1"]),
+        batches(MANY_ROWS),
+    ),
 }
 
 
@@ -822,7 +821,7 @@ def _measured(
             verdicts.append(measure.verdict)
 
     x, y = data if isinstance(data, tuple) else (data, None)
-    batch = ROWS if y is not None else None
+    batch = len(x) // STEPS if y is not None else None
     # Marks first: what others do at an epoch's beginning is of the epoch.
     model.fit(
         x,

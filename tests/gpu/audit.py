@@ -136,7 +136,7 @@ def _places(graph, default: str, given: dict, result: Audit) -> dict:
         device = fixed.get(operation, operation.device)
         if operation.type not in _FUNCTIONAL | {"RemoteCall"}:
             handles = [x.op for x in operation.inputs if x.dtype == tf.resource and x.op in fixed]
-            device = devices[handles[0]] if handles else device
+            device = fixed[handles[0]] if handles else device
         device = device if tf.DeviceSpec.from_string(device).device_type else default
         if is_stand_in(device) and _host_arguments(operation) is None:
             types = {x.dtype.name for x in [*operation.inputs, *operation.outputs]}

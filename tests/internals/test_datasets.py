@@ -1,10 +1,21 @@
-"""What of a pipeline is not the same each time it is read."""
+"""What of a pipeline is not the same each time it is read, and how its iterators go."""
 
+import threading
+import time
+import weakref
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.internals import datasets
-from tfparallel.internals.datasets import unrepeatable_functions, unrepeatable_parts
+from tests.helpers import tiny_model
+from tfparallel import MirroredStrategy
+from tfparallel.internals import datasets, keras_trainer
+from tfparallel.internals.datasets import (
+    let_go_beside,
+    unrepeatable_functions,
+    unrepeatable_parts,
+)
 
 Dataset = tf.data.Dataset
 NUMBERS = Dataset.range(8)
@@ -92,3 +103,38 @@ def test_an_interleave_is_not_asked_for_its_order_at_the_cost_of_large_arrays(mo
     table = tf.zeros([13], tf.int64)
     captured = NUMBERS.map(lambda x: tf.gather(table, x))
     assert unrepeatable_parts(read_in_turn(False, captured)) == []
+
+
+def test_another_thread_lets_go_of_an_iterator():
+    iterator = iter(NUMBERS)
+    let_go_beside(iterator)
+    threads = []
+    resource = weakref.ref(
+        iterator._iterator_resource, lambda _: threads.append(threading.current_thread())
+    )
+    del iterator
+    deadline = time.monotonic() + 20
+    while resource() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+
+
+def test_what_is_no_iterator_of_tensorflow_goes_as_it_does():
+    batches = iter([1])
+    let_go_beside(batches)
+    assert next(batches) == 1
+
+
+def test_each_epoch_of_a_fit_has_its_iterator_let_go_beside_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(keras_trainer, "let_go_beside", seen.append)
+    with MirroredStrategy(2).scope():
+        model = tiny_model()
+        model.compile("sgd", "mse")
+    x = np.zeros((8, *model.input_shape[1:]), "float32")
+    y = np.zeros((8, *model.output_shape[1:]), "float32")
+    data = (x[:4], y[:4])
+    model.fit(x, y, batch_size=4, epochs=2, validation_data=data, verbose=0)
+    assert len(set(map(id, seen))) == 4
+    assert all(isinstance(each, tf.data.Iterator) for each in seen)

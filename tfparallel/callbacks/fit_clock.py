@@ -157,8 +157,8 @@ class FitClock:
         while True:
             began_s = clock.now()
             first, last, batches = next(steps, _NO_STEP)
-            if batches is not known:
-                known, measured = batches, self._measured(batches)
+            if batches is not known or not isinstance(batches, tf.data.Iterator):
+                known, measured = batches, self._measured(batches)  # Python's: one each execution
             clock.epoch.spent.iterators_s += clock.now() - began_s
             if batches is None:
                 return

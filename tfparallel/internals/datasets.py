@@ -1,5 +1,8 @@
 """What a `tf.data.Dataset` keeps to itself, and the arrays behind one of Keras's."""
 
+import functools
+import queue
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -38,6 +41,7 @@ __all__ = [
     "fills_a_cache",
     "flat_output",
     "iterator_over",
+    "let_go_beside",
     "num_shuffles",
     "repeats_a_shuffle",
     "set_state_of_iterator",
@@ -48,6 +52,10 @@ __all__ = [
 ]
 
 _STATE = "_STATE"  # the key of an iterator's state in a checkpoint
+_A_MOMENT_S = 0.05  # until whoever had an iterator last has no part of it any more
+# What iterators leave. They may go while garbage is collected, wherever their thread is then: it
+# must not wait there for a lock, as whoever starts a thread does.
+_left: queue.SimpleQueue[list] = queue.SimpleQueue()
 
 
 class Arrays(NamedTuple):
@@ -92,6 +100,30 @@ def set_state_of_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
 def flat_output(iterator: tf.data.Iterator) -> tuple[list, list]:
     """Types and shapes of the tensors that a `tf.data` iterator's operation gives, in order."""
     return iterator._flat_output_types, iterator._flat_output_shapes
+
+
+def let_go_beside(iterator: object) -> None:
+    """Has another thread let go of what a `tf.data` iterator has, when nobody has it any more.
+
+    Whoever does waits for tf.data's thread that tunes it. That thread is woken, and then asks
+    whether it is to end, which may be said just after it has asked. Then it sleeps on: about as
+    long as the iterator has been there, up to a minute (`Model::OptimizeLoop` in `model.cc`,
+    `CancellationManager` in `cancellation.cc` of TensorFlow).
+    """
+    if isinstance(iterator, tf.data.Iterator):
+        _start_letting_go()
+        weakref.finalize(iterator, _left.put, [iterator._iterator_resource]).atexit = False
+
+
+@functools.cache
+def _start_letting_go() -> None:
+    threading.Thread(target=_let_go, name="tfparallel-iterators", daemon=True).start()
+
+
+def _let_go() -> None:
+    """Has a thread for each, as one may wait for a minute."""
+    while True:
+        threading.Timer(_A_MOMENT_S, _left.get().clear).start()
 
 
 def iterator_over(

@@ -311,8 +311,9 @@ class MovedFunction(atomic_function.AtomicFunction):
     ):
         kind, options = original.function_type, original.call_options
         super().__init__(name, context.context(), kind, list(children), options, original.graph)
+        graph = original.graph
         self.devices = devices
-        self.ends = getattr(original, "ends", None)  # None: the program's own function
+        self.ends = getattr(original, "ends", (graph.inputs, graph.outputs))  # a program's has none
 
 
 def on_other_devices(

@@ -23,6 +23,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 # What a method that is a `tf.function` is bound to, in the place of its object.
 from tensorflow.python.eager.polymorphic_function import tf_method_target
 
+from tfparallel.internals.datasets import let_go_beside
 from tfparallel.internals.hooks import hook_once, shadowed, wrapped
 from tfparallel.internals.running_call import RunningCall
 
@@ -88,6 +89,29 @@ def surround_epochs(call: TrainerCall, make_context: Callable) -> None:
         "catch_stop_iteration",
         catch_stop_iteration,
         why="An error within an epoch names the process that is lost.",
+    )
+
+
+def let_iterators_go_beside(call: TrainerCall) -> None:
+    """Has no epoch of a call wait for the iterator of the one before."""
+    iterator: Any = call.epoch_iterator
+    original = type(iterator)._enumerate_iterator
+    known = weakref.ref(iterator)  # it shall go, with its data, when the call is over
+
+    def enumerate_iterator() -> Iterator[tuple]:
+        last = None
+        for step in original(known()):
+            if step[-1] is not last:
+                last = step[-1]
+                let_go_beside(last)
+            yield step
+
+    hook_once(
+        iterator,
+        "_enumerate_iterator",
+        enumerate_iterator,
+        why="No epoch waits until tf.data has let go of the iterator of the one before.",
+        mark="_tfparallel_lets_go",
     )
 
 

@@ -326,7 +326,9 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.framework.ops.Operation": (
         "_add_control_input",
+        "_add_control_inputs",
         "_is_stateful",
+        "_remove_all_control_inputs",
         "_set_attr",
         "_set_device",
         "_update_input",

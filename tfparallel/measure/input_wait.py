@@ -13,7 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable
-from tfparallel.internals.datasets import flat_output, iterator_over, slowest_stage
+from tfparallel.internals.datasets import (
+    flat_output,
+    iterator_over,
+    let_go_beside,
+    slowest_stage,
+)
 
 _ENDLESS = 1 << 62
 
@@ -43,6 +48,8 @@ class InputWait:
         """The measured iterator over `iterator`; the same one, as long as that is the same."""
         if self._known[0] is not iterator:
             self._known = (iterator, self._make(iterator))
+            for each in self._known:
+                let_go_beside(each)
         return self._known[1]
 
     def slowest_stage(self) -> dict[str, object]:

@@ -173,9 +173,7 @@ class TrainingClock:
     def enter_step(self) -> None:
         """Keras tells callbacks of the step.
 
-        Before it tells of an epoch's first one it lets go of the iterator of the epoch before. That
-        waits for tf.data's own thread, which may miss that it is to end, and then sleeps on: for as
-        long as the epoch took, up to a minute (`Model::OptimizeLoop` in TensorFlow's `model.cc`).
+        Before it tells of an epoch's first one it lets go of the iterator of the epoch before.
         """
         step, epoch = self._step, self.epoch
         if step is None or epoch.times_s or epoch.traced_s:

@@ -96,8 +96,7 @@ def _input(record: Record, setting: Setting, details: Mapping[str, Any]) -> tupl
     if iterators_s > record.seconds["input"] / 2:
         return "iterators", (
             f"{_percent(record, 'input')} passes before first steps of epochs, {iterators_s:.1f} s "
-            "in all: iterators are made, and those of the epochs before let go, whose threads may "
-            "sleep on where processors are busy. repeat() and steps_per_epoch make epochs longer."
+            "in all: each makes an iterator. repeat() and steps_per_epoch make epochs longer."
         )
     start = (
         f"{_percent(record, 'input')} waits for data, {_per_step_ms(record, 'input'):.1f} ms a step"

@@ -20,6 +20,7 @@ from tfparallel.internals import (
     context,
     owner_of_new_variable,
 )
+from tfparallel.internals.datasets import let_go_beside
 from tfparallel.internals.keras_trainer import surround_epochs
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
@@ -242,6 +243,7 @@ class AgreedIterator:
     """
 
     def __init__(self, iterator: Iterator, agreement: Agreement, convert: Callable):
+        let_go_beside(iterator)
         self._batches, self._number = PeekedIterator(iterator), 0
         self.position = iterator if isinstance(iterator, tf.data.Iterator) else None
         self._agreement, self._convert = agreement, convert

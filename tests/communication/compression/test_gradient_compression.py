@@ -185,4 +185,4 @@ class Workers:
     """What sums over workers, of a strategy."""
 
     def __init__(self, transport):
-        self._sum_list_across_workers = transport.all_reduce_sum
+        self._sum_list_between_hosts = transport.all_reduce_sum
