@@ -55,6 +55,7 @@ WITHOUT_LIMIT = {
     "coordination/listening.py": "only when there is something to accept, as select has said",
     "coordination/probe.py": "threads that each ask for two seconds at most; " + _LIMITED,
     "coordination/tcp_store.py": "rank 0's threads serve who is there; the others' " + _LIMITED,
+    "internals/datasets.py": "a thread of this process, whose work it is to wait",
     "launch/leftovers.py": _OF_LAUNCHER,
     "launch/output.py": _OF_LAUNCHER,
     "machine/link.py": _LIMITED,
