@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.communication import horovod_collectives as horovod
-from tfparallel.communication.horovod_collectives import HorovodInternalError, HostsUpdatedInterrupt
+from tfparallel.communication import horovod_start as horovod
+from tfparallel.communication.horovod_start import HorovodInternalError, HostsUpdatedInterrupt
 from tfparallel.coordination.agreement import PeerEndedError
 from tfparallel.coordination.writer import end_all
 from tfparallel.internals import context

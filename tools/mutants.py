@@ -58,6 +58,7 @@ FILES = [
     "communication/bucketed_all_reduce.py",
     "communication/bucketing.py",
     "communication/horovod_collectives.py",
+    "communication/horovod_start.py",
     "communication/horovod_reductions.py",
     "communication/joining.py",
     "communication/neighbours.py",

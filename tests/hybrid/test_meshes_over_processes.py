@@ -160,14 +160,14 @@ def test_four_ranks_of_horovod_share_two_copies(workers):
 )
 def test_the_launcher_tells_how_many_ranks_there_are(monkeypatch, environment, expected):
     pytest.importorskip("horovod.tensorflow")
-    from tfparallel.communication import horovod_collectives
+    from tfparallel.communication import horovod_start
 
-    monkeypatch.setattr(horovod_collectives.hvd, "is_initialized", lambda: False)
+    monkeypatch.setattr(horovod_start.hvd, "is_initialized", lambda: False)
     for name in [name for name in os.environ if name.startswith(("HOROVOD_", "OMPI_", "PMI_"))]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert horovod_collectives.num_ranks() == expected
+    assert horovod_start.num_ranks() == expected
 
 
 # ---- which axes go over processes ----------------------------------------------------------------

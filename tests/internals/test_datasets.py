@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.helpers import tiny_model
 from tfparallel import MirroredStrategy
-from tfparallel.internals import datasets, keras_trainer
+from tfparallel.internals import datasets, keras_epochs
 from tfparallel.internals.datasets import (
     let_go_beside,
     unrepeatable_functions,
@@ -128,7 +128,7 @@ def test_what_is_no_iterator_of_tensorflow_goes_as_it_does():
 
 def test_each_epoch_of_a_fit_has_its_iterator_let_go_beside_it(monkeypatch):
     seen = []
-    monkeypatch.setattr(keras_trainer, "let_go_beside", seen.append)
+    monkeypatch.setattr(keras_epochs, "let_go_beside", seen.append)
     with MirroredStrategy(2).scope():
         model = tiny_model()
         model.compile("sgd", "mse")

@@ -239,7 +239,7 @@ def what_a_step_exchanges() -> dict:
 @_case
 def what_horovod_exchanges_in_a_step() -> dict:
     """The same, by Horovod's own timeline, which the first rank writes."""
-    from tfparallel.communication.horovod_collectives import hvd
+    from tfparallel.communication.horovod_start import hvd
 
     strategy = _strategy({**PAIR, ".*up/bias": ("model",)}, check_weights_every=3)
     with strategy.scope():

@@ -3,7 +3,8 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.internals.keras_trainer import Fit, dataset_of_iterator
+from tfparallel.internals.keras_epochs import dataset_of_iterator
+from tfparallel.internals.keras_trainer import Fit
 
 
 def batch_spec(fit: Fit) -> tuple[object, int]:

@@ -13,7 +13,8 @@ from tfparallel.callbacks.backup.callback import BackupAndRestore
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.internals.eager import is_op_determinism_enabled
 from tfparallel.internals.hooks import shadowed, wrapped
-from tfparallel.internals.keras_trainer import Fit, graphs_of_step, surrounded_steps
+from tfparallel.internals.keras_epochs import surrounded_steps
+from tfparallel.internals.keras_trainer import Fit, graphs_of_step
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.training_clock import Sources, TrainingClock
 from tfparallel.replicas.batches_ahead import BatchesAhead

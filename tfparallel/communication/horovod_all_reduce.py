@@ -5,7 +5,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
-from tfparallel.communication.horovod_collectives import ProcessSet, all_gather, all_reduce_sum
+from tfparallel.communication.horovod_collectives import all_gather, all_reduce_sum
+from tfparallel.communication.horovod_start import ProcessSet
 
 
 class HorovodAllReduce(BucketedAllReduce):

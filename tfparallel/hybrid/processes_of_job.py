@@ -149,13 +149,13 @@ class _Ranks:
         self._timeouts = timeouts
 
     def _started(self) -> Any:
-        from tfparallel.communication.horovod_collectives import hvd, start
+        from tfparallel.communication.horovod_start import hvd, start
 
         start(False, SENT_BUCKET_BYTES, self._timeouts.start_s)
         return hvd
 
     def _num_ranks(self) -> tuple[int, int]:
-        from tfparallel.communication.horovod_collectives import num_ranks
+        from tfparallel.communication.horovod_start import num_ranks
 
         told = num_ranks()
         if told is not None:

@@ -105,12 +105,8 @@ def _job_of_ring(strategy: tf.distribute.Strategy, timeouts: WorkerTimeouts) -> 
 def _job_of_horovod(
     strategy: tf.distribute.Strategy, timeouts: WorkerTimeouts, copies_of: Callable[[int], int]
 ) -> JobOfRanks:
-    from tfparallel.communication.horovod_collectives import (
-        HorovodCollectives,
-        hvd,
-        process_sets,
-        start,
-    )
+    from tfparallel.communication.horovod_collectives import HorovodCollectives
+    from tfparallel.communication.horovod_start import hvd, process_sets, start
     from tfparallel.data_parallel.horovod import HorovodExtended
 
     def groups(count: int) -> list[Sequence[int]]:

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import SENT_BUCKET_BYTES
-from tfparallel.communication.horovod_collectives import (
-    HorovodCollectives,
-    ProcessSet,
-    hvd,
-    process_sets,
-    start,
-)
+from tfparallel.communication.horovod_collectives import HorovodCollectives
+from tfparallel.communication.horovod_start import ProcessSet, hvd, process_sets, start
 from tfparallel.coordination.ends_together import EndsTogether
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.horovod import HorovodExtended

@@ -74,6 +74,7 @@ from tfparallel.internals.graphs import (
     unique_number,
     with_body,
 )
+from tfparallel.internals.keras_epochs import surround_epochs
 from tfparallel.internals.keras_layers import (
     BaseOptimizer,
     Functional,
@@ -103,7 +104,6 @@ from tfparallel.internals.keras_trainer import (
     is_stock_step,
     is_symbolic_build,
     model_of_predict_step,
-    surround_epochs,
     trainer_that_builds,
 )
 

@@ -173,7 +173,7 @@ class TensorParallel(WithMemory):
     def _devices(self) -> list[str]:
         """As a mesh calls them; of processes by their numbers, as TensorFlow has not started."""
         if self.transport == "horovod":
-            from tfparallel.communication.horovod_collectives import num_ranks
+            from tfparallel.communication.horovod_start import num_ranks
 
             told = num_ranks()
             return [f"cpu:{i}" for i in range(1 if told is None else told[0])]

@@ -59,7 +59,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         own_executor()
-        surround_epochs(call, self._watched)
+        surround_epochs(call.epoch_iterator, self._watched)
         model: Any = call.model
         if model.run_eagerly or model.jit_compile:
             return super()._keras_dataset(dataset, call)

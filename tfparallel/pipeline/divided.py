@@ -89,7 +89,7 @@ class DividedModels(PlacedInStages):
         if call.model not in self._known_stages:
             self._batches.note_arrays(call)
         if self._cluster is not None:
-            surround_epochs(call, self._cluster.reports_lost_stages)
+            surround_epochs(call.epoch_iterator, self._cluster.reports_lost_stages)
         return super()._keras_dataset(dataset, call)
 
     def _note_batch(self, model: keras.Model, data: object) -> None:

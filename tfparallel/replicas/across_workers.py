@@ -21,7 +21,7 @@ from tfparallel.internals import (
     owner_of_new_variable,
 )
 from tfparallel.internals.datasets import let_go_beside
-from tfparallel.internals.keras_trainer import surround_epochs
+from tfparallel.internals.keras_epochs import surround_epochs
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.optimizer_hooks import GradientSource
 from tfparallel.replicas.peeked_iterator import PeekedIterator
@@ -117,7 +117,7 @@ class WorkersExtended(SumsOfProcesses, ReplicatedExtended):
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if self._num_workers == 1:
             return dataset
-        surround_epochs(call, lambda: self._around_epoch(call))
+        surround_epochs(call.epoch_iterator, lambda: self._around_epoch(call))
         policy = dataset.options().experimental_distribute.auto_shard_policy
         shards = call.is_dataset_of_user and policy == tf.data.experimental.AutoShardPolicy.FILE
         self._agreement.require_equal(

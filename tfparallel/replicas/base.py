@@ -33,8 +33,8 @@ from tfparallel.internals import (
     trainer_that_builds,
 )
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.keras_epochs import let_iterators_go_beside
 from tfparallel.internals.keras_integers import integers_stay
-from tfparallel.internals.keras_trainer import let_iterators_go_beside
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
@@ -215,7 +215,7 @@ class KerasStrategy(DescribedStrategy):
         if self.extended._divides_data:
             checks.check_states_of_rows(self, call.model)
         build_without_reading(call, dataset.element_spec)
-        let_iterators_go_beside(call)
+        let_iterators_go_beside(call.epoch_iterator)
         return with_batches_ahead(self.extended, self.extended._keras_dataset(dataset, call), call)
 
     def check(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfparallel.internals import TrainerCall
-from tfparallel.internals.keras_trainer import steps_of_iterator
+from tfparallel.internals.keras_epochs import steps_of_iterator
 from tfparallel.replicas.local_replicas import LocalReplicas
 from tfparallel.replicas.placed_batch import BatchPlacement, PlacedBatch, can_be_placed
 

@@ -6,11 +6,6 @@ import tensorflow as tf
 
 from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.communication.compression.compression_report import CompressionReport
-from tfparallel.communication.horovod_collectives import (
-    ProcessSet,
-    hvd,
-    start,
-)
 from tfparallel.communication.horovod_reductions import (
     REDUCTIONS,
     Job,
@@ -18,6 +13,7 @@ from tfparallel.communication.horovod_reductions import (
     lack_of_job,
     slow_on_gpus,
 )
+from tfparallel.communication.horovod_start import ProcessSet, hvd, start
 from tfparallel.communication.local_sgd import Meeting, as_meeting
 from tfparallel.data_parallel.horovod import HorovodExtended
 from tfparallel.replicas.base import KerasStrategy

@@ -17,7 +17,7 @@ from tfparallel.internals import (
     distribute_lib,
     values_util,
 )
-from tfparallel.internals.keras_trainer import surround_epochs
+from tfparallel.internals.keras_epochs import surround_epochs
 from tfparallel.replicas.device_names import names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.tensor_parallel.gradients import as_whole, in_parts, sum_parts
@@ -62,7 +62,7 @@ class TensorParallelExtended(HoldsParts, LocalExtended):
 
     def _keras_dataset(self, dataset: tf.data.Dataset, call: TrainerCall) -> Iterable[object]:
         if self.reports_lost_processes is not None:
-            surround_epochs(call, self.reports_lost_processes)
+            surround_epochs(call.epoch_iterator, self.reports_lost_processes)
         return super()._keras_dataset(dataset, call)
 
     # ---- groups ----------------------------------------------------------------------------------

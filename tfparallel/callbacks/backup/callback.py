@@ -24,7 +24,8 @@ from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.writer import Writer, writer_for
-from tfparallel.internals.keras_trainer import fit_that_tells, hook_steps
+from tfparallel.internals.keras_epochs import hook_steps
+from tfparallel.internals.keras_trainer import fit_that_tells
 from tfparallel.version import __version__
 
 _SHORTEST_LEASE_S = 1.0

@@ -17,15 +17,17 @@ from tfparallel.callbacks.backup.model_state import count_mirrored
 from tfparallel.callbacks.backup.plain_variables import unsaved_variables
 from tfparallel.callbacks.backup.storage import BackupError
 from tfparallel.internals.hooks import hook_next_call, shadowed, wrapped
-from tfparallel.internals.keras_trainer import (
+from tfparallel.internals.keras_epochs import (
     EpochIterator,
     dataset_of_iterator,
+    set_steps_seen,
+    steps_of_epoch,
+)
+from tfparallel.internals.keras_trainer import (
     fit_that_tells,
     is_fit_under,
     running_fit,
     set_first_epoch,
-    set_steps_seen,
-    steps_of_epoch,
     strategy_of,
 )
 from tfparallel.internals.running_call import RunningCall

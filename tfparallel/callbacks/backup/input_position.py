@@ -57,7 +57,7 @@ from tfparallel.internals.datasets import (
     repeats_a_shuffle,
     unrepeatable_parts,
 )
-from tfparallel.internals.keras_trainer import (
+from tfparallel.internals.keras_epochs import (
     EpochIterator,
     dataset_of_iterator,
     hook_steps,
