@@ -1,8 +1,10 @@
 """The walks through the code that `docs/architecture.md` tells, against steps that are traced."""
 
+import json
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import keras
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import tfparallel
+from tests.horovod.launching import horovodrun
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tfparallel"
@@ -57,11 +60,22 @@ def entered(strategy) -> list[tuple[str, str]]:
     ],
 )
 def test_a_step_goes_the_way_that_is_told(title, make, most_files):
-    told = steps(title)
+    goes_as_told(title, entered(make()), most_files)
+
+
+@pytest.mark.turns
+def test_a_gradient_of_a_rank_goes_the_way_that_is_told(tmp_path):
+    pytest.importorskip("horovod.tensorflow")
+    status, output = horovodrun("walk", tmp_path / "entered.json")
+    assert status == 0, output
+    found = json.loads((tmp_path / "entered.json").read_text())
+    goes_as_told("One gradient under", map(tuple, found), 9)
+
+
+def goes_as_told(title: str, found: Iterable[tuple[str, str]], most_files: int) -> None:
+    told, taken = steps(title), iter(found)
     assert len({file for file, _ in told}) == len(told) <= most_files
-    taken = iter(entered(make()))
-    missed = [step for step in told if step not in taken]  # behind the one before
-    assert not missed
+    assert told and not [step for step in told if step not in taken]  # behind the one before
 
 
 def test_files_that_the_page_names_are_there():
