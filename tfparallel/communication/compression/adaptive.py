@@ -1,7 +1,6 @@
 """Compression that picks its own level, bucket by bucket, from what it measures."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,26 @@ from tfparallel.communication.compression.adaptive_orders import (
     Order,
 )
 from tfparallel.communication.compression.adaptive_plan import Controller
+from tfparallel.communication.compression.adaptive_rounds import (
+    Note,
+    rounds_of_bucket,
+    time_after,
+)
 from tfparallel.communication.compression.buckets import (
     Bucket,
     BucketReducer,
-    Ranks,
     uncompressed,
 )
 from tfparallel.communication.compression.cast import Cast
 from tfparallel.communication.compression.compressor import num_elements
-from tfparallel.communication.compression.low_rank import LowRank
-from tfparallel.communication.compression.power_sgd import PowerSGD, matrix_shape
+from tfparallel.communication.compression.power_sgd import PowerSGD
 from tfparallel.communication.compression.transport import (
     Reduction,
-    Rounds,
-    Sum,
     Transport,
     run_together,
 )
-from tfparallel.communication.joining import join, split
 from tfparallel.internals import (
-    FuncGraph,
     ResourceVariable,
-    call_one_branch,
-    run_independently,
 )
 
 
@@ -95,20 +91,6 @@ class Adaptive(PowerSGD):
         return AdaptiveReducer(self, buckets)
 
 
-class _Note:
-    """What a step measures of one bucket.
-
-    Attributes:
-        ready, done: scalars, seconds: when its gradients and when their sums were there.
-        probed: `[1 + levels]`, of a probing step: the gradients' energy and the levels' errors;
-            zeros otherwise.
-    """
-
-    ready: tf.Tensor
-    done: tf.Tensor
-    probed: tf.Tensor
-
-
 class AdaptiveReducer(BucketReducer):
     """Sends each bucket at the level that a `Controller` chose.
 
@@ -159,11 +141,12 @@ class AdaptiveReducer(BucketReducer):
         """As `BucketReducer.reduce`."""
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
-        levels = tf.unstack(self._levels())
-        notes = [_Note() for _ in buckets]
-        left = tf.unstack(self._left.read_value())
+        levels, left = tf.unstack(self._levels()), tf.unstack(self._left.read_value())
+        notes = [Note(bucket, 1 + len(self._adaptive.levels)) for bucket in buckets]
+        _, half, *low_ranks = self._adaptive.levels
+        of_ranks = [level.rank for level in low_ranks]
         reductions = [
-            self._rounds(*each, transport)
+            rounds_of_bucket(half, of_ranks, *each, transport)
             for each in zip(buckets, levels, left, notes, strict=True)
         ]
         starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
@@ -176,78 +159,7 @@ class AdaptiveReducer(BucketReducer):
         """`[buckets]`, of the next step."""
         return self._rows.read_value()[(self._countdown.read_value() - 1) % MOST_ROWS]
 
-    def _rounds(
-        self,
-        bucket: Bucket,
-        level: tf.Tensor,
-        is_left: tf.Tensor,
-        note: "_Note",
-        transport: Transport,
-    ) -> Rounds:
-        """Sends in two sums, of as many values as the level needs, maybe none.
-
-        So buckets of whatever levels share their collectives. Branches hold what is computed here
-        and now, but for float16, whose sum is in a branch.
-        """
-        note.ready = note.done = _time_after(bucket.tensors)
-        note.probed = nothing_probed = tf.zeros([1 + len(self._adaptive.levels)])
-        if not bucket.tensors:
-            return Reduction([])
-        shapes = [tensor.shape for tensor in bucket.tensors]
-        matrices = _with_residuals(bucket, is_left)
-        queries = [state["q"].read_value() for state in bucket.states]
-        of_ranks = [compressor.rank for compressor in self._adaptive.levels[2:]]
-        low_ranks = [LowRank(matrices, queries, rank) for rank in of_ranks]
-        low_ranks.append(LowRank(matrices, queries, max(of_ranks), probed=of_ranks))
-        half = self._adaptive.levels[1]
-        ranks = Ranks(transport.rank, transport.world_size)
-
-        def nothing() -> tf.Tensor:
-            return tf.zeros([0])
-
-        def sum_of_halves() -> tf.Tensor:
-            rounds = half.rounds(matrices, [{} for _ in matrices], ranks)
-            (reduction,) = run_together([rounds], [0], transport)
-            return join(reduction.sums)
-
-        def whole(total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
-            sums = split(total, [matrix.shape for matrix in matrices])
-            return sums, residuals, queries, nothing_probed
-
-        def exact() -> tuple:
-            return whole(first, _zeros(bucket, is_left))
-
-        def cast() -> tuple:
-            sent = [half.decompress(*half.compress(m, {}, ranks)) for m in matrices]
-            return whole(halves, [m - s for m, s in zip(matrices, sent, strict=True)])
-
-        def approximate(low_rank: LowRank) -> tuple:
-            *results, energy, errors = low_rank.third(first, own, second)
-            if low_rank is not low_ranks[-1]:
-                return *results, nothing_probed
-            return *results, tf.concat([[energy, 0.0, _cast_error(matrices)], errors], 0)
-
-        def branches(*others: Callable, of_rank: Callable) -> tf.Tensor:
-            of_ranks = [functools.partial(of_rank, low_rank) for low_rank in low_ranks]
-            return call_one_branch(level, [*others, *of_ranks])
-
-        sent = branches(lambda: join(matrices), nothing, of_rank=LowRank.first)
-        (first,) = yield Sum([sent])
-        halves = tf.cond(tf.equal(level, 1), sum_of_halves, nothing)
-        own = branches(nothing, nothing, of_rank=lambda low_rank: low_rank.second(first))
-        (second,) = yield Sum([own])
-        results = branches(exact, cast, of_rank=approximate)
-        sums, residuals, next_queries, note.probed = results
-        note.done = _time_after(sums)
-        updates = []
-        for shape, state, residual, query in zip(
-            shapes, bucket.states, residuals, next_queries, strict=True
-        ):
-            updates += [(state["residual"], tf.reshape(residual, shape)), (state["q"], query)]
-        sums = [tf.reshape(total, shape) for total, shape in zip(sums, shapes, strict=True)]
-        return Reduction(sums, updates, [first, halves, second])
-
-    def _advance(self, notes: "Sequence[_Note]", transport: Transport) -> None:
+    def _advance(self, notes: Sequence[Note], transport: Transport) -> None:
         """Asks the controller, if its time has come, and takes rank 0's answer."""
         now = tf.stack([[note.ready for note in notes], [note.done for note in notes]])
         probed = tf.concat([note.probed for note in notes], 0)
@@ -264,7 +176,7 @@ class AdaptiveReducer(BucketReducer):
             self._countdown.assign(answer[0], read_value=False)
             self._payload_bytes.assign(answer[1], read_value=False)
             self._rows.assign(tf.reshape(answer[2:], self._rows.shape), read_value=False)
-            self._began_s.assign(_time_after([answer]), read_value=False)
+            self._began_s.assign(time_after([answer]), read_value=False)
             return tf.constant(True)
 
         left = self._countdown.assign_sub(1)
@@ -282,10 +194,10 @@ class AdaptiveReducer(BucketReducer):
             for rows in (1, size, size):
                 with tf.control_dependencies([after]):
                     payload = tf.zeros([rows], tf.uint8)
-                began_s = _time_after([payload])
+                began_s = time_after([payload])
                 with tf.control_dependencies([began_s]):
                     after = transport.all_gather_rows(tf.identity(payload))
-                times.append(_time_after([after]) - began_s)
+                times.append(time_after([after]) - began_s)
             return [times[0][tf.newaxis], times[2][tf.newaxis]]
 
         nothing = tf.zeros([1], tf.float64)
@@ -328,54 +240,8 @@ def _sent_bytes(shapes: Sequence[tuple[int, ...]], levels: Sequence) -> list[int
     return [exact, *(sum(map(level.payload_bytes, shapes)) for level in levels[1:])]
 
 
-# Residuals are as large as weights: they are neither read nor written while they are zeros.
-
-
-def _with_residuals(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
-    """The gradients as matrices, with their residuals if these are not zeros."""
-
-    def add() -> list[tf.Tensor]:
-        pairs = zip(bucket.tensors, bucket.states, strict=True)
-        return [tensor + state["residual"] for tensor, state in pairs]
-
-    return _matrices(tf.cond(is_left, add, lambda: bucket.tensors))
-
-
-def _zeros(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
-    """As matrices, the residuals of an exact step: those that are there if these are zeros."""
-    kept = [state["residual"] for state in bucket.states]
-    zeros = tf.cond(
-        is_left,
-        lambda: [tf.zeros(residual.shape) for residual in kept],
-        lambda: [residual.read_value() for residual in kept],
-    )
-    return _matrices(zeros)
-
-
-def _matrices(tensors: object) -> list[tf.Tensor]:
-    return [tf.reshape(each, matrix_shape(each.shape)) for each in tf.nest.flatten(tensors)]
-
-
-def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The time in seconds when all of `tensors` are computed, float64."""
-    with tf.control_dependencies(tensors):
-        time = tf.timestamp()
-    graph = tf.compat.v1.get_default_graph()
-    if isinstance(graph, FuncGraph):  # or it would also wait for the collectives traced before
-        run_independently(graph, [time.op])
-    return time
-
-
 def _gathered(numbers: tf.Tensor, transport: Transport) -> tf.Tensor:
     """`[world_size, *shape]`."""
     shape = [transport.world_size, *numbers.shape, numbers.dtype.size]
     (gathered,) = transport.all_gather([tf.reshape(tf.bitcast(numbers, tf.uint8), [-1])])
     return tf.bitcast(tf.reshape(gathered, shape), numbers.dtype)
-
-
-def _cast_error(matrices: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The relative error of float16."""
-    halves = [tf.cast(tf.cast(matrix, tf.float16), tf.float32) for matrix in matrices]
-    left_out = [tf.reduce_sum((m - h) ** 2) for m, h in zip(matrices, halves, strict=True)]
-    squares = [tf.reduce_sum(m**2) for m in matrices]
-    return tf.sqrt(tf.math.divide_no_nan(tf.add_n(left_out), tf.add_n(squares)))
