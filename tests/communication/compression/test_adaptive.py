@@ -141,7 +141,7 @@ def test_a_level_takes_the_time_that_its_bytes_need(half_bytes, level):
         (3, 3): [0.9, 1.8],
     }
     clock, now_s, taken = Clock(plan), 0.0, []
-    for _ in range(1 + 3 * MEASURED_STEPS + 2):
+    for _ in range(1 + 4 * MEASURED_STEPS + 2):
         taken.append(clock.levels)
         ready_s, done = np.full(2, now_s), now_s + np.array(done_s[tuple(taken[-1])])
         clock.tick(ready_s, done, np.tile([0, 1e-4, 0.3], (1, 2, 1)))
@@ -231,6 +231,12 @@ def test_on_a_fast_link_all_is_sent_exactly():
     assert sum("all is sent as exact" in line for line in plan.log) == 1
 
 
+def test_exact_steps_that_other_work_makes_slow_are_timed_once_more():
+    busy = 1 + MEASURED_STEPS
+    taken = drive(controller(), lambda level, n: 5.0 if n < busy else FAST[level], 0.3, 40)
+    assert taken == [[2, 2], *[[0, 0]] * 39]
+
+
 def test_a_small_model_begins_with_an_exact_step():
     """What is approximated in the first steps misleads Adam for long."""
     sent_bytes, names = np.array([[4e5, 2e5, 3e4]]), ["exact", "half", "coarse"]
@@ -286,7 +292,7 @@ def test_a_plan_of_several_levels_stays_if_its_steps_are_worth_as_much(mixing_s,
     """The first bucket hides behind the second's computation, so says the plan."""
     plan, times = controller(max_error=0.6), {0: 1.0, 1: 1.0, 2: 0.8, 3: 0.1, 4: 0.1}
     taken = drive(plan, lambda level, _: times[level], 0.1, 60, mixing_s)
-    first = 1 + MEASURED_STEPS + 1 + 2 * MEASURED_STEPS  # exact and coarsest
+    first = 1 + MEASURED_STEPS + 1 + 3 * MEASURED_STEPS  # exact ones twice, and coarsest
     turns = [[0, 0], [0, 3], [3, 3]] * TURNS  # with exact ones, which take little longer
     assert taken[first : first + len(turns) + 10] == turns + [decided] * 10
     assert ("exact, one took" in plan.log[0]) == (mixing_s > 0)
@@ -296,7 +302,7 @@ def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
     plan, times = controller(), {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.4, 4: 1.5}
 
     def duration(level, number):
-        return 0.7 if level == 1 and number < 14 else times[level]
+        return 0.7 if level == 1 and number < 17 else times[level]
 
     taken = drive(plan, duration, 0.3, 60)
     first = taken.index([0, 1]) - 1  # which is the plan
@@ -311,7 +317,7 @@ def test_a_step_lasts_until_the_bucket_that_is_done_last():
     plan = Controller(sent_bytes, names, [0, 1], probe=2, max_error=0.6, interval=10)
     done_s = {(0, 0): [3.0, 4.0], (1, 1): [5.0, 5.1], (0, 1): [6.0, 1.0], (2, 2): [5.0, 5.1]}
     clock, now_s, taken = Clock(plan), 0.0, []
-    for _ in range(1 + 1 + 2 * MEASURED_STEPS + 2 * TURNS + 1):
+    for _ in range(1 + 1 + 3 * MEASURED_STEPS + 2 * TURNS + 1):
         taken.append(clock.levels)
         done, errors = now_s + np.array(done_s[tuple(taken[-1])]), np.tile([0, 0.1], (1, 2, 1))
         clock.tick(np.full(2, now_s), done, errors)
@@ -330,7 +336,7 @@ def test_it_measures_again_when_times_change_for_good():
         byte_s=1e-6,
     )
     assert hiccup[start : start + 13] == [*[[2, 2]] * 12, PROBE]
-    start += MEASURED_STEPS  # exact steps, as payloads tell nothing
+    start += 2 * MEASURED_STEPS  # exact steps, as payloads tell nothing
     plan = controller()
     times = lambda level, n: (SLOW if n < start + 5 else FAST)[level]  # noqa: E731
     taken = drive(plan, times, 0.3, 60)

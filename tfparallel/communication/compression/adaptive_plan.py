@@ -46,8 +46,8 @@ class Controller:
 
     The first step, which is traced, is exact if there is little to send, and of the finest
     approximate level otherwise; a payload with it shows what bytes take. If exact sums take no
-    long time by that, exact steps are timed, and stay if hardly a part of them is waiting that
-    compression could spare: then no gradient of a training is ever approximated.
+    long time by that, exact steps are timed, twice if need be, and stay if hardly a part of them is
+    waiting that compression could spare: then no gradient of a training is ever approximated.
 
     Otherwise it times the finest of the approximate levels and estimates errors in one probing
     step. Of what was never timed it hopes for the best: it plans, and times what the plan uses,
@@ -111,6 +111,8 @@ class Controller:
         while True:
             if self._exact_s <= _AT_ONCE_S:
                 yield from self._time(0)
+                if not self._is_nearly_free():  # beside other work sums are waited for, too
+                    yield from self._time(0)
             is_as_expected = True
             while is_as_expected:
                 levels = self._for_all(0)
