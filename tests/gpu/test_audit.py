@@ -213,7 +213,7 @@ def test_a_host_that_waits_for_a_gpu_is_found():
 
 def test_an_int32_through_a_remote_call_is_found():
     from tfparallel.internals import FuncGraph
-    from tfparallel.internals.graphs import RemoteFunction, function_of_graph
+    from tfparallel.internals.graph_functions import RemoteFunction, function_of_graph
 
     inner = FuncGraph("inner")
     with inner.as_default():

@@ -62,16 +62,18 @@ from tfparallel.internals.eager import (
     variable_accessed,
     variables_alive,
 )
+from tfparallel.internals.graph_functions import (
+    RemoteFunction,
+    function_of_graph,
+    unique_number,
+)
 from tfparallel.internals.graphs import (
     FuncGraph,
-    RemoteFunction,
     UnconvertedError,
     call_one_branch,
     changed_variables,
-    function_of_graph,
     gradients_in_graph,
     run_independently,
-    unique_number,
     with_body,
 )
 from tfparallel.internals.keras_epochs import surround_epochs

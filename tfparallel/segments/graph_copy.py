@@ -18,10 +18,10 @@ from tfparallel.internals import (
     record,
     unique_number,
 )
+from tfparallel.internals.graph_functions import on_other_devices
 from tfparallel.internals.graphs import (
     add_function,
     functions_of,
-    on_other_devices,
     only_wait_for,
 )
 from tfparallel.segments.threads import has_one_thread
