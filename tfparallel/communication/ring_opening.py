@@ -8,7 +8,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tfparallel.communication.alpha_beta import SMALL_BYTES
@@ -22,6 +22,7 @@ from tfparallel.coordination.proof import introduce, key_of, until
 _TOKEN_BYTES = 16
 _GUEST = struct.Struct("<q")  # what a guest says: its rank, as a partner, or
 _PREVIOUS = -1
+_NEXT = -2  # whose guest this worker is
 _OPEN = "open a ring"
 NOTHING = -1  # is small
 
@@ -60,37 +61,18 @@ def connect_ring(
         OSError: if a worker could not reach another. All workers raise, and say which ones failed.
         PeerLostError: if a worker ends while links are measured.
     """
-    token = secrets.token_hex(_TOKEN_BYTES)
-    problem = None
-    connections: dict[int, socket.socket] = {}
-    to_next: list[socket.socket] = []
     exchanges = all_reduce_exchanges(rank, num_workers) if small_bytes != NOTHING else []
     partners = {each.partner for each in exchanges}
-    expected = {_PREVIOUS, *(each for each in partners if each > rank)}
-    with listen(host) as listener:
-        addresses = exchange(_OPEN, [host, listener.getsockname()[1], token])
-        deadline = time.monotonic() + answer_s
-        try:
-            with _letting_in(listener, key_of(token), expected, deadline, connections):
-                next_rank = (rank + 1) % num_workers
-                to_next.append(_connect(next_rank, addresses[next_rank], _PREVIOUS, deadline))
-                for partner in sorted(each for each in partners if each < rank):
-                    connections[partner] = _connect(partner, addresses[partner], rank, deadline)
-        except OSError as error:
-            problem = f"rank {rank} at {host}: {error}"
-    problems = [each for each in exchange("have opened a ring", problem) if each]
-    if problems:
-        for connection in (*to_next, *connections.values()):
-            connection.close()
-        raise ConnectionError("; ".join(problems))
-    ends = to_next[0], connections.pop(_PREVIOUS)
+    next_rank = (rank + 1) % num_workers
+    connections, hosts = _connections(rank, host, exchange, partners, next_rank, answer_s)
+    ends = connections.pop(_NEXT), connections.pop(_PREVIOUS)
     neighbours = Neighbours(
         rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections, names=names
     )
     ring = Ring(neighbours, SMALL_BYTES if small_bytes is None else small_bytes)
     if small_bytes is None and num_workers == 2:
         ring.measure()
-    groups = equal_groups([host for host, *_ in addresses]) if hosts_first else []
+    groups = equal_groups(hosts) if hosts_first else []
     if not groups:
         return ring
     of_host, of_place = _parts_of(rank, groups)
@@ -98,6 +80,38 @@ def connect_ring(
     within = _ring_of(of_host, "within hosts", *common)
     across = _ring_of(of_place, "across hosts", *common)
     return RingOfHosts(neighbours, ring.small_bytes, within, across, groups)
+
+
+def _connections(
+    rank: int,
+    host: str,
+    exchange: Callable[[str, object], list],
+    partners: Collection[int],
+    next_rank: int,
+    answer_s: float,
+) -> tuple[dict[int, socket.socket], list[str]]:
+    """By partner, `_NEXT` or `_PREVIOUS`, and the host of each worker. None raises alone."""
+    token = secrets.token_hex(_TOKEN_BYTES)
+    problem = None
+    connections: dict[int, socket.socket] = {}
+    expected = {_PREVIOUS, *(each for each in partners if each > rank)}
+    with listen(host) as listener:
+        addresses = exchange(_OPEN, [host, listener.getsockname()[1], token])
+        deadline = time.monotonic() + answer_s
+        try:
+            with _letting_in(listener, key_of(token), expected, deadline, connections):
+                to_next = _connect(next_rank, addresses[next_rank], _PREVIOUS, deadline)
+                connections[_NEXT] = to_next
+                for partner in sorted(each for each in partners if each < rank):
+                    connections[partner] = _connect(partner, addresses[partner], rank, deadline)
+        except OSError as error:
+            problem = f"rank {rank} at {host}: {error}"
+    problems = [each for each in exchange("have opened a ring", problem) if each]
+    if problems:
+        for connection in connections.values():
+            connection.close()
+        raise ConnectionError("; ".join(problems))
+    return connections, [where for where, *_ in addresses]
 
 
 def _parts_of(rank: int, groups: list[list[int]]) -> tuple[list[int], list[int]]:

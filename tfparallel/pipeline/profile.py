@@ -9,7 +9,7 @@ import collections
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -24,7 +24,7 @@ from tfparallel.pipeline.crossing_bytes import CrossingBytes, nbytes
 from tfparallel.pipeline.link_speed import seconds_per_byte
 from tfparallel.pipeline.memory import num_values, trained_bytes
 from tfparallel.pipeline.no_trace import without_trace
-from tfparallel.pipeline.parts import Calls, Part, members, variables_by_part
+from tfparallel.pipeline.parts import Calls, Member, Part, members, variables_by_part
 from tfparallel.pipeline.timed_calls import TimedCalls
 from tfparallel.replicas.all_rows import own_rows_alone
 
@@ -204,12 +204,15 @@ def _zeros(graph: Functional) -> object:
     return keras.tree.map_structure(lambda x: zeros_like_spec(x, ROWS), graph.input)
 
 
-@contextlib.contextmanager
-def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured) -> Iterator[None]:
-    """Within it, parts are timed where they are called."""
-    around: list[Calls] = [()]
+class _CalledParts:
+    """Calls of parts that are timed, each known by the calls that it is within."""
 
-    def run(
+    def __init__(self, measured: _Measured):
+        self._measured = measured
+        self._around: list[Calls] = [()]
+
+    def run_graph(
+        self,
         graph: Functional,
         own: Sequence,
         original: Callable,
@@ -217,20 +220,14 @@ def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured)
         operation_fn: Callable,
         **rest: object,
     ) -> object:
-        if measured.is_timing:
+        """In the place of `Function._run_through_graph`, which keeps all tensors to the end."""
+        if self._measured.is_timing:
             return original(inputs, operation_fn, **rest)
         wanted = collections.Counter(id(x) for member in own for x in member.node.input_tensors)
         wanted.update(map(id, graph.outputs))
         tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
         for member in own:
-            args, kwargs = member.node.arguments.fill_in(tensors)
-            key = member.key(around[-1])
-            around.append(member.within(around[-1]))
-            call = operation_fn(member.operation)
-            outputs = measured.call(key, member.operation, call, args, kwargs)
-            around.pop()
-            tensors.update(zip(map(id, member.node.outputs), keras.tree.flatten(outputs)))
-            del args, kwargs, outputs
+            tensors.update(self._outputs(member, operation_fn(member.operation), tensors))
             wanted.subtract(map(id, member.node.input_tensors))
             for x in (*member.node.input_tensors, *member.node.outputs):
                 if not wanted[id(x)]:
@@ -238,18 +235,32 @@ def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured)
         outputs = [tensors[id(x)] for x in graph.outputs]
         return keras.tree.pack_sequence_as(outputs_structure(graph), outputs)
 
-    def time_layer(
-        layer: keras.Layer, original: Callable, *args: object, **kwargs: object
-    ) -> object:
-        return measured.call((around[-1], id(layer)), layer, original, args, kwargs)
+    def _outputs(self, member: Member, call: Callable, tensors: Mapping) -> Iterable[tuple]:
+        args, kwargs = member.node.arguments.fill_in(tensors)
+        key = member.key(self._around[-1])
+        self._around.append(member.within(self._around[-1]))
+        outputs = self._measured.call(key, member.operation, call, args, kwargs)
+        self._around.pop()
+        return zip(map(id, member.node.outputs), keras.tree.flatten(outputs))
 
+    def call_layer(
+        self, layer: keras.Layer, original: Callable, *args: object, **kwargs: object
+    ) -> object:
+        """In the place of `layer.call`."""
+        return self._measured.call((self._around[-1], id(layer)), layer, original, args, kwargs)
+
+
+@contextlib.contextmanager
+def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured) -> Iterator[None]:
+    """Within it, parts are timed where they are called."""
+    timed = _CalledParts(measured)
     models = {id(each): each for part in parts for each in (model, *part.models)}.values()
     graphs = [(functional_graph(each), each) for each in models]
     layers = {id(part.operation): part.operation for part in parts if part.node is None}
     with contextlib.ExitStack() as hooks:
         for graph, each in graphs:
             if graph is not None:
-                noting = functools.partial(run, graph, members(each))
+                noting = functools.partial(timed.run_graph, graph, members(each))
                 hooks.enter_context(
                     shadowed(
                         graph,
@@ -264,7 +275,7 @@ def _timed_parts(model: keras.Model, parts: Sequence[Part], measured: _Measured)
                 shadowed(
                     layer,
                     "call",
-                    wrapped(layer, "call", functools.partial(time_layer, layer)),
+                    wrapped(layer, "call", functools.partial(timed.call_layer, layer)),
                     during="the measuring of layers",
                     why="A layer of a subclassed model is timed as it is called.",
                 )
