@@ -36,3 +36,21 @@ def test_an_axis_that_is_not_there_has_size_1():
 def test_what_does_not_fit_is_told(sizes, names, devices, message):
     with pytest.raises(ValueError, match=message):
         mesh_of(sizes, names, devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices_each", "says"),
+    [
+        ({"data": 4, "model": 2}, 8, ["'data' (4) stays inside", "'model' (2) stays inside"]),
+        ({"data": 4, "model": 2}, 4, ["'data' (4) crosses 2 proc", "'model' (2) stays inside"]),
+        ({"batch": 2, "fsdp": 4}, 2, ["'batch' (2) crosses 2 proc", "'fsdp' (4) crosses 2 proc"]),
+        ({"shard": 8, "model": 1}, 1, ["'shard' (8) crosses 8 proc"]),
+        ({"model": 4, "data": 2}, 2, ["'data' (2) stays inside", "'model' (4) crosses 4 proc"]),
+    ],
+    ids=str,
+)
+def test_says_which_axis_leaves_a_process(sizes, devices_each, says):
+    mesh = mesh_of(list(sizes.values()), list(sizes), [str(i) for i in range(8)])
+    text = mesh.over_processes(mesh.devices.astype(int) // devices_each)
+    lines = text.split("Axis ")[1:]
+    assert all(line.startswith(own) for line, own in zip(lines, says, strict=True))

@@ -43,6 +43,16 @@ class Mesh:
         """Places along an axis."""
         return self.devices.shape[AXES.index(axis)]
 
+    def over_processes(self, processes: np.ndarray) -> str:
+        """For each axis of several places, whether it leaves a process.
+
+        Args:
+            processes: of each device its process, `[data, shard, pipeline, model]`.
+        """
+        axes = {axis: np.moveaxis(processes, i, -1) for i, axis in enumerate(AXES)}
+        several = [axis for axis in AXES if self.size(axis) > 1]
+        return " ".join(says_of_axis(self.names[axis], axes[axis]) for axis in several)
+
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if axis in self.names)
 
@@ -72,6 +82,19 @@ def mesh_of(sizes: Sequence[int], axis_names: Sequence[str], devices: Sequence[s
     order = [*known, *missing]
     grid = grid.transpose([order.index(axis) for axis in AXES])
     return Mesh(grid, dict(zip(known, axis_names, strict=True)))
+
+
+def says_of_axis(name: str, processes: np.ndarray) -> str:
+    """Whether an axis leaves a process.
+
+    Args:
+        name: what the user calls it.
+        processes: of each device its process, `[..., axis]`.
+    """
+    size = processes.shape[-1]
+    crossed = max(len(set(row)) for row in processes.reshape(-1, size).tolist())
+    over = f"crosses {crossed} processes: what it sends goes over their link"
+    return f"Axis '{name}' ({size}) {over if crossed > 1 else 'stays inside of a process'}."
 
 
 def _axis(name: str) -> str:

@@ -123,6 +123,53 @@ def test_options_of_a_pipeline_are_options_of_groups(options):
     assert_same_training(train(None), train(groups(3, **options)))
 
 
+def one_slow_stage(sizes, numbers, **options):
+    """A device that is named twice is all that its stage has; layers of both kinds are in parts."""
+    devices = [f"cpu:{number}" for number in numbers]
+    mesh = keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map["dense_[13].*kernel"] = (None, "model")
+    layout_map["dense_2.*kernel"] = ("model", None)
+    partition = [["dense_0"], ["dense_1", "dense_2"], ["dense_3"]]
+    if sizes["pipeline"] == 2:
+        partition[1:] = [["dense_[123]"]]
+    pipeline = PipelineOptions(4, partition=partition, **options)
+    return HybridStrategy(mesh, pipeline=pipeline, layout_map=layout_map)
+
+
+def four_layers():
+    x = y = keras.Input((6,))
+    for i in range(3):
+        y = layers.Dense(8, "tanh", name=f"dense_{i}")(y)
+    return keras.Model(x, layers.Dense(3, name="dense_3")(y))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers", "options"),
+    [
+        ({"pipeline": 3, "model": 2}, [0, 0, 1, 2, 3, 3], {}),
+        ({"pipeline": 3, "model": 2}, [0, 0, 1, 2, 3, 3], {"schedule": "zero_bubble"}),
+        ({"pipeline": 3, "model": 2}, [0, 0, 1, 2, 3, 3], {"rematerialize": "full"}),
+        ({"data": 2, "pipeline": 2, "model": 2}, [0, 0, 1, 1, 2, 2, 3, 3], {}),
+        ({"shard": 2, "pipeline": 2, "model": 2}, [0, 0, 1, 1, 2, 2, 3, 3], {}),
+    ],
+    ids=str,
+)
+def test_a_stage_may_have_fewer_devices_than_others(sizes, numbers, options):
+    strategy = one_slow_stage(sizes, numbers, **options)
+    training = train(strategy, four_layers, optimizer=clipped_adam)
+    assert_same_training(train(None, four_layers, optimizer=clipped_adam), training)
+    stages, _ = strategy.summary(training.model).tables
+    own = [stage.device for stage in stages.stages]
+    by_stages = {2: ["CPU:0, CPU:2", "CPU:1, CPU:3"], 3: ["CPU:0", "CPU:1, CPU:2", "CPU:3"]}
+    assert own == by_stages[sizes["pipeline"]]
+
+
+def test_a_device_of_two_stages_is_refused():
+    with pytest.raises(ValueError, match="must name each device once. Received: 'CPU:1' and"):
+        one_slow_stage({"pipeline": 3, "model": 2}, [0, 1, 1, 2, 3, 3])
+
+
 def test_one_microbatch_needs_no_schedule():
     assert_same_training(train(None), train(groups(1)))
 

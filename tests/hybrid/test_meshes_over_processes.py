@@ -62,6 +62,10 @@ def test_two_processes_of_two_devices_train_as_one_device(workers, sizes, option
     replies = workers(2, 2).ask({"sizes": sizes, **options}, timeout_s=570)
     for reply in replies:
         assert " x ".join(f"{axis} {size}" for axis, size in sizes.items()) in reply["shown"]
+        outermost, *inner = sizes
+        assert f"Axis '{outermost}' ({sizes[outermost]}) crosses 2 processes" in reply["summary"]
+        for axis in inner:
+            assert f"Axis '{axis}' (2) stays inside of a process." in reply["summary"]
         if share is not None:
             assert reply["stored"] / reply["whole"] == pytest.approx(share, rel=0.05)
 

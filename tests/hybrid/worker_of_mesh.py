@@ -69,7 +69,12 @@ def _trained(
         (report,) = strategy.compression_report()
         assert report.bytes_sent < report.bytes_uncompressed, report
     assert_same_training(expected, candidate, atol=atol)
-    return {"stored": sum(stored), "whole": sum(whole), "shown": str(strategy)}
+    return {
+        "stored": sum(stored),
+        "whole": sum(whole),
+        "shown": str(strategy),
+        "summary": str(strategy.summary(candidate.model)),
+    }
 
 
 def _adam() -> keras.optimizers.Optimizer:

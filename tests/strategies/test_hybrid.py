@@ -14,6 +14,8 @@ import tensorflow as tf
 import tfparallel
 from tests.helpers import assert_same_training, tiny_data, train
 from tests.helpers import cpu_mesh_of as mesh
+from tests.hybrid.meshes import hybrid
+from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy, Sharding
 
 pytestmark = pytest.mark.turns
@@ -233,6 +235,51 @@ def test_the_stages_are_told_with_the_devices_of_all_pipelines():
     assert "CPU:2" in text
     lane = strategy.profile(training.model, tiny_data(12))
     assert "CPU:1" in str(lane)
+
+
+def test_a_mesh_of_one_axis_is_what_the_strategy_of_that_axis_is():
+    two = ["CPU:0", "CPU:1"]
+    layout = LayoutOfAnything(mesh(model=2))
+    alone = {
+        "data": tfparallel.MirroredStrategy(two),
+        "shard": tfparallel.ShardedStrategy(two),
+        "pipeline": PipelineStrategy(two, 2),
+        "model": tfparallel.TensorParallelStrategy(layout),
+    }
+    for axis, strategy in alone.items():
+        assert type(hybrid({axis: 2}).extended) is type(strategy.extended)
+
+
+def test_more_stages_than_layers_are_refused_by_numbers():
+    with pytest.raises(ValueError, match="4 stages for .* of 1 layers. Use at most 1 stages"):
+        train(HybridStrategy(mesh(pipeline=4), pipeline=PipelineOptions(4)), one_layer)
+
+
+def one_layer():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tables"),
+    [
+        ({"data": 4}, []),
+        ({"data": 2, "shard": 2}, ["Bytes that a step"]),
+        ({"data": 2, "pipeline": 2}, ["Stages of"]),
+        ({"shard": 2, "model": 2}, ["largest bytes"]),
+        ({"pipeline": 2, "model": 2}, ["Stages of", "largest bytes"]),
+    ],
+    ids=str,
+)
+def test_the_summary_has_a_table_for_each_axis_and_says_that_none_leaves_the_process(sizes, tables):
+    strategy = hybrid(sizes)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), *map(keras.layers.Dense, (8, 3))])
+        model.compile("sgd", "mse")
+    text = str(strategy.summary(model))
+    known = ("Bytes that a step", "Stages of", "largest bytes")
+    assert [heading for heading in known if heading in text] == tables
+    for axis, size in sizes.items():
+        assert f"Axis '{axis}' ({size}) stays inside of a process." in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ def mesh_here(mesh: object) -> Mesh:
 
     Raises:
         TypeError: for what is no mesh.
-        ValueError: for axes of unknown names, or that do not multiply to the devices.
+        ValueError: for axes of unknown names, or that do not multiply to the devices, and for a
+            device in several places, unless these are one stage's on the axis of the model.
     """
     if isinstance(mesh, keras.distribution.DeviceMesh):
         sizes, names = list(mesh.shape), list(mesh.axis_names)
@@ -31,7 +32,16 @@ def mesh_here(mesh: object) -> Mesh:
             "Expected a keras.distribution.DeviceMesh, or the size of each axis by its name, such "
             f"as {{'data': 2, 'pipeline': 2}}. Received: {mesh!r}."
         )
-    return mesh_of(sizes, names, check_devices(devices, "devices of the mesh") or [])
+    found = mesh_of(sizes, names, devices)
+    check_devices(_named_once(found), "devices of the mesh")
+    return found
+
+
+def _named_once(mesh: Mesh) -> list[str]:
+    """The devices of all places, once where a stage has fewer than others, and fills up with it."""
+    group_size = mesh.size("model") if "pipeline" in mesh.names else 1
+    groups = mesh.devices.reshape(-1, group_size).tolist()
+    return [device for group in groups for device in dict.fromkeys(group)]
 
 
 def _check_layout_map(mesh: Mesh, layout_map: object) -> None:

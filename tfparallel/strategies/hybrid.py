@@ -16,6 +16,7 @@ from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.hybrid.groups_as_stages import PipelinesOfGroupsExtended
 from tfparallel.hybrid.mesh_options import check_options, mesh_here, sharding_on, told_of
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
+from tfparallel.hybrid.mesh_summary import MeshSummary
 from tfparallel.hybrid.processes_of_job import (
     GradientsCrossing,
     ProcessesOfJob,
@@ -41,7 +42,9 @@ from tfparallel.replicas.inner import inside_of, made
 from tfparallel.replicas.interface import KerasExtended
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
+from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
+from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel import rules  # noqa: F401  (registers the rules of Keras's layers)
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
@@ -80,7 +83,8 @@ class HybridStrategy(KerasStrategy):
 
     Args:
         mesh: a `keras.distribution.DeviceMesh`, or the size of each axis by its name, which takes
-            all GPUs, or all logical CPUs where there are none.
+            all GPUs, or all logical CPUs where there are none. Beside a pipeline the places of a
+            stage along "model" may name a device several times, if it has fewer than others.
         shard: what is in parts, `tfparallel.Sharding`. Its parts are along "shard", or along "data"
             where the mesh has no such axis.
         pipeline: `tfparallel.PipelineOptions`, of each pipeline.
@@ -179,6 +183,7 @@ class HybridStrategy(KerasStrategy):
         seed_by: str,
     ) -> tuple[KerasExtended, Callable | None]:
         self._mesh = mesh_here(mesh)
+        self._axes = self._mesh.over_processes(np.zeros(self._mesh.devices.shape))
         shard = sharding_on(self._mesh, shard)
         check_options(self._mesh, shard, pipeline, layout_map)
         pipeline = (pipeline or PipelineOptions()).keeping(memory)
@@ -208,6 +213,7 @@ class HybridStrategy(KerasStrategy):
         has_parts = options["shard"] is not None
         laid = laid_over_processes(mesh, job.num_processes, job.devices_each, has_parts)
         self._mesh = laid.mesh
+        self._axes = laid.mesh.over_processes(laid.mesh.devices.astype(int) // job.devices_each)
         shard = sharding_on(self._mesh, options["shard"])
         check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
         if laid.inner is None and shard is not None:
@@ -317,8 +323,14 @@ class HybridStrategy(KerasStrategy):
         return [] if self._workers is None else self._workers.compression_report()
 
     def stages(self, model: keras.Model) -> Stages:
-        """Which stage each part of `model` runs on; as `PipelineStrategy.stages`."""
-        return self._of_axis("pipeline")._stages_of(model)
+        """Which stage each part of `model` runs on; as `PipelineStrategy.stages`.
+
+        Raises:
+            ValueError: on a mesh without an axis "pipeline".
+        """
+        if "pipeline" not in self._mesh.names:
+            raise ValueError(f"Expected a mesh with an axis 'pipeline'. Received: {self._mesh}.")
+        return self.extended._stages_of(model)  # type: ignore[attr-defined]
 
     def profile(self, model: keras.Model, batch: object) -> DrawnStep:
         """With pipelines, the passes of all; as `PipelineStrategy.profile`."""
@@ -326,29 +338,33 @@ class HybridStrategy(KerasStrategy):
             return measure_step(self, model, batch)
         return super().profile(model, batch)
 
-    def summary(self, model: keras.Model) -> Summary | LayoutSummary | str:
-        """A table of the stages of `model`, of its weights in parts, or both; `print` it.
+    def summary(self, model: keras.Model, inputs: object = None) -> MeshSummary:
+        """What the mesh made of `model`, and which of its axes leave a process; `print` it.
+
+        Its tables are those of the strategies of its axes: of stages, of weights in parts, and on a
+        mesh of data and shards of what a step takes of each device.
+
+        Args:
+            model: built under this strategy.
+            inputs: a batch of what it is called with, of all replicas: for activations of the last
+                table, and for a layout of a model that is not functional.
 
         Raises:
-            ValueError: on a mesh with neither a pipeline nor an axis of the model.
+            ValueError: for a model that is not built, where state is in parts; under "auto", where
+                the model's inputs are not known.
         """
-        if "model" not in self._mesh.names:
-            return self._summary_of_stages(model)
-        layouts = self._of_axis("model").layouts
-        if isinstance(layouts, FoundLayouts):
-            lay_out(self, model)
-        weights = summary_of_layout(model, layouts)
-        if "pipeline" not in self._mesh.names:
-            return weights
-        return f"{self._summary_of_stages(model)}\n{weights}"
-
-    def _summary_of_stages(self, model: keras.Model) -> Summary:
-        return self._of_axis("pipeline")._summary_of(model)
-
-    def _of_axis(self, axis: str) -> Any:
-        if axis not in self._mesh.names:
-            raise ValueError(f"Expected a mesh with an axis {axis!r}. Received: {self._mesh}.")
-        return self.extended
+        tables: list[Summary | LayoutSummary | MemoryTable] = []
+        extended: Any = self.extended
+        if "pipeline" in self._mesh.names:
+            tables.append(extended._summary_of(model))
+        if "model" in self._mesh.names:
+            if isinstance(extended.layouts, FoundLayouts):
+                lay_out(self, model, inputs)
+            tables.append(summary_of_layout(model, extended.layouts, inputs))
+        if isinstance(extended, ShardedExtended):
+            with self.scope():
+                tables.append(memory_table(extended, model, inputs))
+        return MeshSummary(tuple(tables), self._axes)
 
 
 class _InProcessThatShares(HybridStrategy):

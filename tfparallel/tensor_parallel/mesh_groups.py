@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.mesh import says_of_axis
 from tfparallel.replicas.checks import check_devices
 from tfparallel.replicas.device_names import devices_here
 
@@ -42,16 +43,9 @@ class MeshGroups:
         tasks = np.array([[_task(device) for device in group] for group in self.groups])
         if len(set(tasks.flatten())) == 1:
             return ""
-        axes = {self.model_axis: tasks, self.batch_axis: tasks.T}
-        lines = []
-        for axis, rows in axes.items():
-            if axis is None or rows.shape[1] == 1:
-                continue
-            processes = max(len(set(row)) for row in rows)
-            over = f"crosses {processes} processes: what it sends goes over their link"
-            says = over if processes > 1 else "stays inside of a process"
-            lines.append(f"Axis '{axis}' ({rows.shape[1]}) {says}.")
-        return " ".join(lines)
+        axes = ((self.model_axis, tasks), (self.batch_axis, tasks.T))
+        several = [(axis, each) for axis, each in axes if axis is not None and each.shape[1] > 1]
+        return " ".join(says_of_axis(axis, each) for axis, each in several)
 
 
 def mesh_groups(

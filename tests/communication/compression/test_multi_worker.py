@@ -154,7 +154,9 @@ def test_a_mesh_in_each_worker_sends_what_one_device_would(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["shard x pipeline", "data x model", "data x shard"])
+@pytest.mark.parametrize(
+    "mesh", ["data x pipeline", "shard x pipeline", "data x model", "data x shard"]
+)
 def test_meshes_in_workers_train_alike_with_compression_that_decides(workers, uncompressed, mesh):
     result = trained(workers, compression="adaptive", mesh=MESHES[mesh])
     assert abs(result["history"][-1] - uncompressed["history"][-1]) < 0.1
