@@ -1,12 +1,14 @@
 """The replica of a step, or of a layer's call, that is traced for what it does and never runs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, ReplicaContext
 from tfparallel.internals.distribute import first_replica_of_process
+
+Nest = TypeVar("Nest")
 
 
 class BuildContext(ReplicaContext):
@@ -46,7 +48,7 @@ class BuildContext(ReplicaContext):
         self.is_asked = True
         return rows
 
-    def of_all(self, own: object) -> Any:
+    def of_all(self, own: Nest) -> Nest:
         """`own`, as what replicas have in common: other tensors, which `met` has."""
         self.is_asked = True
         every = tf.nest.map_structure(tf.identity, own, expand_composites=True)
