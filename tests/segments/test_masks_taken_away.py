@@ -119,6 +119,46 @@ class Subclassed(keras.Model):
         return self.head(self.join([embedded, self.attention(same, same)]))
 
 
+class Residual(layers.Layer):
+    """An attention to its second input beside its first one, which Keras calls behind it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.attention = layers.MultiHeadAttention(2, 3)
+        self.join = layers.Average()
+
+    def build(self, shapes):
+        self.attention.build(shapes[1], shapes[1])
+
+    def call(self, inputs):
+        x, same = inputs
+        return self.join([x, self.attention(same, same)])
+
+
+def of_one_tensor_given_twice():
+    inputs = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(3, 6, mask_zero=True, name="embedding")(inputs)
+    same = layers.Activation("linear", name="same")(embedded)
+    joined = Residual(name="residual")([embedded, same])
+    return keras.Model(inputs, layers.Dense(2, name="head")(joined))
+
+
+class SubclassedTwice(keras.Model):
+    """A layer of it is given one tensor twice, and `linear` lies between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(3, 6, mask_zero=True, name="embedding")
+        self.same = layers.Activation("linear", name="same")
+        self.residual = Residual(name="residual")
+        self.head = layers.Dense(2, name="head")
+        self.output_names = ["head"]
+
+    def call(self, x):
+        embedded = self.embedding(x)
+        return self.head(self.residual([embedded, self.same(embedded)]))
+
+
 def pipeline(**stage_of):
     partition = [[name for name in stage_of if stage_of[name] == stage] for stage in range(3)]
     return PipelineStrategy(["CPU:0", "CPU:1", "CPU:2"], 3, partition=partition)
@@ -134,6 +174,7 @@ HELD = {"embedding": 0, "block": 1, "inner": 1, "dense": 2, "join": 2, "head_*":
 SAME = {"embedding": 0, "same": 1, "attention": 1, "inner": 1, "dense": 2, "join": 2, "head_*": 2}
 BEFORE = {"embedding": 0, "attention": 1, "join": 2, "tanh_*": 2, "head_*": 2}
 OWN = {"embedding": 0, "same": 1, "attention": 1, "join": 2, "head": 2}
+TWICE = {"embedding": 0, "same": 1, "residual": 2, "head": 2}
 GAVE = {"embedding": 0, "drop": 0, "attention": 1, "join": 2, "head_0": 2}
 
 
@@ -158,6 +199,10 @@ GAVE = {"embedding": 0, "drop": 0, "attention": 1, "join": 2, "head_0": 2}
         (of_what_was_there_before, lambda: pipeline(**BEFORE)),
         (Subclassed, lambda: pipeline(**OWN)),
         (Subclassed, lambda: pipeline(**{**OWN, "same": 0})),
+        (SubclassedTwice, lambda: pipeline(**TWICE)),
+        (SubclassedTwice, lambda: pipeline(**{**TWICE, "same": 0, "residual": 1})),
+        (of_one_tensor_given_twice, lambda: pipeline(**TWICE)),
+        (of_one_tensor_given_twice, lambda: pipeline(**{**TWICE, "same": 0, "residual": 1})),
     ],
 )
 def test_masks_are_those_of_one_device(build, make):

@@ -67,6 +67,7 @@ __all__ = [
     "own_losses",
     "own_state",
     "own_variables",
+    "own_weights",
     "projections_of",
     "reduction_axes",
     "remat_mode_of",
@@ -115,6 +116,11 @@ def remat_mode_of(layer: keras.Layer) -> RematMode | None:
 def own_state(layer: keras.Layer) -> list[keras.Variable]:
     """Those of `own_variables` that were created not trainable."""
     return layer._non_trainable_variables
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """Those of `own_variables` that were created trainable."""
+    return layer._trainable_variables
 
 
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:

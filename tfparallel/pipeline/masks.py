@@ -144,5 +144,14 @@ def note_same(like: Sequence[object], tensors: Sequence[object]) -> None:
                 setattr(each, _SAME, same)
 
 
+def as_on_one_device(tensors: Sequence) -> list:
+    """These `tensors`, one object where they are one on one device: a layer takes one mask then.
+
+    It is the one made last, so that nothing goes ahead of a layer that checked the others.
+    """
+    given = set(map(id, tensors))
+    return [[each for each in _same(x) if id(each) in given][-1] for x in tensors]
+
+
 def _same(tensor: object) -> list[object]:
     return getattr(tensor, _SAME, [tensor])

@@ -15,6 +15,7 @@ from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executors import Executors
 from tfparallel.pipeline.flat_tensors import Arguments, flat_tensors, present, split_at
 from tfparallel.pipeline.known_logits import origins_for
+from tfparallel.pipeline.masks import as_on_one_device
 from tfparallel.pipeline.parts import Calls
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.traced_result import TracedResult, losses_apart
@@ -84,7 +85,7 @@ class StageCalls:
         name: object,
         layers: Sequence,
         function: Callable,
-        inputs: list,
+        inputs: Sequence,
         **options: bool,
     ) -> Any:
         """`function(inputs)` on `stage`, or on a later stage if the inputs are made there.
@@ -102,6 +103,7 @@ class StageCalls:
         """
         counts = vars(self._thread).setdefault("counts", collections.Counter())
         counts[name] += 1
+        inputs = as_on_one_device(inputs)
         arguments = Arguments(inputs, origins_for(layers, inputs))
         given = self._changes.needed_by(layers)
         assigned = tuple(id(change.variable) for change in given)

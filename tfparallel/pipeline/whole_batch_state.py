@@ -26,10 +26,10 @@ import tensorflow as tf
 from tfparallel.internals import FuncGraph, in_stateless_scope, in_symbolic_scope
 from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import kept_losses, layers_of
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.state_changes import Change, StateChanges
-from tfparallel.replicas.step_build import BuildContext
 from tfparallel.replicas.whole_batch_layers import LayerArguments, may_keep_state
 
 

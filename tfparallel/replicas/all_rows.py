@@ -21,9 +21,9 @@ import tensorflow as tf
 from tfparallel.internals import UnconvertedError, distribute_lib, in_symbolic_scope
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.replicas.batch import Rows
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import check_is_no_trial
-from tfparallel.replicas.step_build import BuildContext
 
 Nest = TypeVar("Nest")
 _thread = threading.local()
@@ -66,6 +66,8 @@ def all_rows(strategy: tf.distribute.Strategy, tensors: Nest) -> Nest:
     flat = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(tensors)]
     _check_rows(flat)
     live, _ = rows_and_place(flat)
+    if isinstance(context, BuildContext):
+        live = context.of_all(live)
     return keras.tree.pack_sequence_as(tensors, live)
 
 

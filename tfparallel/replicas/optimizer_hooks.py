@@ -22,10 +22,10 @@ from tfparallel.internals.keras_layers import (
     step_counter_of,
     trained_by,
 )
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.checks import check_trained
 from tfparallel.replicas.repeated_rows import added_up
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.replicas.step_build import BuildContext
 
 _thread = threading.local()
 _IN_A_BRANCH = (

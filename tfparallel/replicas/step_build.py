@@ -15,7 +15,7 @@ So every variable is there before the first step, the same on all workers, and n
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -23,11 +23,9 @@ import tensorflow as tf
 from tfparallel.internals import (
     FuncGraph,
     Functional,
-    ReplicaContext,
     distribute_lib,
     is_stock_step,
 )
-from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import (
     clear_added_losses,
@@ -42,52 +40,15 @@ from tfparallel.internals.keras_trainer import (
     strategy_of,
 )
 from tfparallel.replicas import checks
+from tfparallel.replicas.assigned_weights import RefusedStepError, check_assigned_weights
 from tfparallel.replicas.batch import Batch
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
 
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
-
-
-class BuildContext(ReplicaContext):
-    """The only replica of a step that is traced for the variables it makes: this worker's first.
-
-    Args:
-        strategy: of the model.
-        graph: in which the step is traced.
-
-    Attributes:
-        is_asked: something was to be reduced or gathered.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
-        super().__init__(strategy, first_replica_of_process(strategy.extended))
-        self.graph = graph
-        self.is_asked = False
-
-    def all_reduce(self, reduce_op: object, value: object, options: object = None) -> object:
-        """`value`: there is no other replica."""
-        del reduce_op, options
-        self.is_asked = True
-        return value
-
-    def all_gather(self, value: object, axis: int, options: object = None) -> object:
-        """`value`: there is no other replica."""
-        del axis, options
-        self.is_asked = True
-        return value
-
-    def all_rows(self, tensors: Sequence) -> list:
-        """`tensors`: there is no other replica."""
-        self.is_asked = True
-        return list(tensors)
-
-    def own_rows_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        """`rows`: there is no other replica."""
-        self.is_asked = True
-        return rows
 
 
 def build(model: keras.Model, method: str, data_batch: object) -> None:
@@ -99,7 +60,8 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
         data_batch: nest of arrays, tensors or `TypeSpec`s: what a step gets.
 
     Raises:
-        ValueError: for a step that is a `tf.function` itself.
+        ValueError: for a step that is a `tf.function` itself, or assigns what depends on a
+            replica's own rows to a weight.
         Exception: what the step raises, for a step that would.
     """
     step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
@@ -114,6 +76,8 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
         return
     try:
         _trace(model, step, data_batch)
+    except RefusedStepError:
+        raise
     except Exception:
         if not model.run_eagerly:
             raise
@@ -171,15 +135,19 @@ def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
         graph = FuncGraph("build")
         stack.enter_context(graph.as_default())
         data = _placeholders(data_batch)
+        context, rows = None, tf.nest.flatten(data, expand_composites=True)
         stack.enter_context(tf.variable_creator_scope(_create_outside))
         if strategy is not None:
             data = Batch(strategy.extended, data).parts[0]
-            stack.enter_context(BuildContext(strategy, graph))
+            context = BuildContext(strategy, graph)
+            stack.enter_context(context)
             only = ReplicaStep(1, tf.ones(()), True, [], first_row=0)
             stack.enter_context(only.active())
             stack.enter_context(drawn_by_row(strategy.extended._row_seeds, model))
         step(data)
     clear_added_losses(model)
+    if context is not None:
+        check_assigned_weights(model, context, rows)
 
 
 def _placeholders(batch: object) -> object:

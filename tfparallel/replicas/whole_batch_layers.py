@@ -39,10 +39,10 @@ from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, kept_losses, layers_of, own_state
 from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import rows_and_place
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.local_copies import copies_here
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
-from tfparallel.replicas.step_build import BuildContext
 
 _ASSIGNMENTS = ("assign", "scatter", "batch_scatter")  # beginnings of names of methods
 _STEPS = ("train_step", "test_step", "predict_step")

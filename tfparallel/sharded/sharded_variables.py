@@ -27,8 +27,8 @@ from tfparallel.internals import (
     variable_accessed,
 )
 from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.one_piece import InOnePiece
-from tfparallel.replicas.step_build import BuildContext
 from tfparallel.replicas.variables import ReplicatedVariable
 from tfparallel.sharded.flat_shards import FlatShards
 from tfparallel.sharded.outside_of_loops import loops_around, outside_of

@@ -56,6 +56,39 @@ def momentum_teacher(run: Run):
     return _trained(run, MomentumTeacher, keras.losses.MeanSquaredError, {"x": x, "y": y})
 
 
+def _sharp(run: Run) -> keras.Model:
+    """Gradients where the loss is highest nearby (SAM), by the gradient of all rows."""
+    all_rows = run.strategy.all_rows if run.strategy else lambda tensors: tensors
+
+    class Sharp(keras.Model):
+        def _gradients(self, x, y):
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(y - self(x, training=True)))
+            return loss, tape.gradient(loss, self.trainable_variables)
+
+        def train_step(self, data):
+            x, y = all_rows(data)
+            _, gradients = self._gradients(x, y)
+            moves = [0.5 * each / tf.linalg.global_norm(gradients) for each in gradients]
+            for weight, move in zip(self.trainable_variables, moves, strict=True):
+                weight.assign_add(move)
+            loss, gradients = self._gradients(x, y)
+            for weight, move in zip(self.trainable_variables, moves, strict=True):
+                weight.assign_sub(move)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = keras.Input((5,))
+    return Sharp(inputs, layers.Dense(3)(layers.Dense(6, "tanh")(inputs)))
+
+
+@case(long=True)
+def sharpness_aware(run: Run):
+    rng = np.random.default_rng(1)
+    x, y = (rng.normal(size=(ODD_ROWS, n)).astype("float32") for n in (5, 3))
+    return _trained(run, lambda: _sharp(run), lambda: None, {"x": x, "y": y})
+
+
 class NodesOfGraph(keras.Model):
     """A batch is numbers of nodes; the graph that they are of is a constant of the model."""
 

@@ -116,3 +116,28 @@ def layers_made_outside_are_refused(run: Run):
             model = keras.Sequential([keras.Input((6,)), layer])
             _compile(model)
         _fit(model)
+
+
+class Descends(keras.Model):
+    """A weight moves by a gradient, without an optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weight = self.trainable_variables[0]
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return {"loss": loss}
+
+
+@claim()
+def a_weight_moved_by_a_gradient_of_own_rows_is_refused(run: Run):
+    """Every copy would go its own way."""
+    if run.row.num_replicas == 1:
+        return
+    with run.scope():
+        inner = tiny_model()
+        model = Descends(inner.inputs, inner.outputs)
+        _compile(model)
+    with pytest.raises(ValueError, match="must not assign to a weight .* 'descends' .*/kernel'"):
+        _fit(model)
