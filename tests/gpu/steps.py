@@ -74,7 +74,7 @@ SIZES = {"static": ROWS, "unknown": None}
 # sparse.
 COMPOSITES = {
     *(f"{job}_{name}" for job in ("multi_worker", "horovod") for name in INNER),
-    *("sharded_workers", "sharded_ranks", "pipeline_hosts"),
+    *("sharded_workers", "sharded_workers_nccl", "sharded_ranks", "pipeline_hosts"),
 }
 OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking")
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
@@ -105,6 +105,8 @@ BY_DEFAULT = {
     ("multi_worker", "embedding", "static"),
     ("multi_worker_shards", "embedding", "unknown"),
     ("sharded_workers", "mlp", "unknown"),
+    ("sharded_workers_nccl", "mlp", "unknown"),
+    ("sharded_ranks", "embedding", "unknown"),
     ("horovod", "embedding", "unknown"),
     ("horovod_pipeline", "mlp", "unknown"),
     ("pipeline_hosts", "mlp", "unknown"),
