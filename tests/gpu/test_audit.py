@@ -101,6 +101,16 @@ def test_predicting_gathers_on_the_hosts_as_training_does_there():
     assert all(each.endswith(" on HOST, ring") for each in found.collectives)
 
 
+@pytest.mark.parametrize("strategy", ["horovod", "sharded_workers_nccl"])
+def test_no_seed_waits_for_the_gpu_of_a_process_of_several(strategy):
+    """XLA is refused there, so that the seed of a Dropout may be on the host."""
+    if needs_horovod(strategy):
+        pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
+    found = audited_in_job(strategy, "dropout", "static")
+    assert not found.totals()["to_host"], found.copies["to_host"]
+    assert not found.waits
+
+
 _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definition
 _LOOPS = {"lstm", "masking"}  # whose gradient has int32 in it, plain Keras's too
 

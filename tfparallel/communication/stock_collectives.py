@@ -11,7 +11,7 @@ from tfparallel.internals.distribute import (
     gather_alike,
     launchers_of,
     reduces_by_nccl,
-    scatter_sum,
+    scatter_sum_by_nccl,
 )
 
 SUMMED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -86,7 +86,7 @@ class StockCollectives:
         if _is_empty(rows) or not reduces_by_nccl(launcher):
             return tf.reduce_sum(self._exchange(rows), 0)
         with tf.device(self._device):
-            return scatter_sum(launcher, tf.identity(rows))
+            return scatter_sum_by_nccl(launcher, tf.identity(rows))
 
     def _exchange(self, rows: tf.Tensor) -> tf.Tensor:
         if _is_empty(rows):

@@ -84,7 +84,7 @@ __all__ = [
     "strategy_behind",
     "numpy_dataset",
     "reduces_by_nccl",
-    "scatter_sum",
+    "scatter_sum_by_nccl",
     "values_util",
 ]
 
@@ -154,7 +154,7 @@ def reduces_by_nccl(launcher: cross_device_utils.CollectiveReplicaLauncher) -> b
     return launcher._options.implementation == CommunicationImplementation.NCCL
 
 
-def scatter_sum(launcher: object, rows: tf.Tensor) -> tf.Tensor:
+def scatter_sum_by_nccl(launcher: object, rows: tf.Tensor) -> tf.Tensor:
     """This worker's row of the sum of all workers' `[workers, length]`, by NCCL.
 
     TensorFlow has the operation, and no public function that calls it between workers.
