@@ -1096,6 +1096,34 @@ def _ranks_as_on_gpus() -> tf.distribute.Strategy:
     return strategy
 
 
+def _sharded_workers_as_on_gpus() -> tf.distribute.Strategy:
+    """Parts meet where gradients do, over TensorFlow's ring; it exchanges rows and adds them up."""
+    from tfparallel.internals import CollectiveAllReduce  # not before TensorFlow's are looked at
+
+    strategy = library().ShardedStrategy(min_size=1)
+    workers = strategy.extended
+    workers._local_device_type, workers._has_nccl = "GPU", True
+    workers._cross_device_ops = CollectiveAllReduce(
+        workers._devices,
+        workers._num_workers,
+        tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        ),
+        workers._collective_keys,
+    )
+    workers._watch_collectives(workers._cross_device_ops, workers._devices[0])
+    workers._meet_among_all("auto")
+    return strategy
+
+
+def _sharded_ranks_as_on_gpus() -> tf.distribute.Strategy:
+    """The same, over Gloo."""
+    strategy = library().ShardedStrategy(min_size=1)
+    strategy.extended._has_nccl = True
+    strategy.extended._meet_among_all()
+    return strategy
+
+
 # What is done with NCCL, without it; asked a few cases.
 WORKERS_AS_ON_GPUS = Row(
     "workers_as_on_gpus_2x2",
@@ -1112,6 +1140,25 @@ RANKS_AS_ON_GPUS = Row(
     devices_per_worker=1,
     environments=horovod_environments,
 )
+SHARDED_WORKERS_AS_ON_GPUS = Row(
+    "sharded_workers_as_on_gpus_2x1",
+    _sharded_workers_as_on_gpus,
+    num_replicas=2,
+    num_workers=2,
+    devices_per_worker=1,
+)
+SHARDED_RANKS_AS_ON_GPUS = Row(
+    "sharded_ranks_as_on_gpus_2x1",
+    _sharded_ranks_as_on_gpus,
+    num_replicas=2,
+    num_workers=2,
+    devices_per_worker=1,
+    environments=horovod_environments,
+)
 ONE_DEVICE = Row("reference", lambda: None, 1)  # plain Keras: no strategy at all
-OTHERS = [ONE_DEVICE, TENSORFLOW_COLLECTIVES, WORKERS_AS_ON_GPUS, RANKS_AS_ON_GPUS]
+AS_ON_GPUS = [
+    *(WORKERS_AS_ON_GPUS, RANKS_AS_ON_GPUS),
+    *(SHARDED_WORKERS_AS_ON_GPUS, SHARDED_RANKS_AS_ON_GPUS),
+]
+OTHERS = [ONE_DEVICE, TENSORFLOW_COLLECTIVES, *AS_ON_GPUS]
 ROWS = {row.name: row for row in [*OTHERS, *STRATEGIES]}

@@ -5,6 +5,8 @@ import pytest
 from tests.conformance.cases import CASES
 from tests.conformance.strategies import (
     RANKS_AS_ON_GPUS,
+    SHARDED_RANKS_AS_ON_GPUS,
+    SHARDED_WORKERS_AS_ON_GPUS,
     STRATEGIES,
     TENSORFLOW_COLLECTIVES,
     WORKERS_AS_ON_GPUS,
@@ -36,6 +38,17 @@ _OF_OTHERS = [
         "batch_norm.the_average_is_what_is_saved",
         "inputs.last_batch_of_one_row",
         "inputs.steps_per_execution",
+    ),
+    *(
+        (
+            row,
+            "inputs.last_batch_of_one_row",
+            "inputs.steps_per_execution",
+            "models.embedding",
+            "optimizers.global_clipnorm",
+            "saving.checkpoint",
+        )
+        for row in (SHARDED_WORKERS_AS_ON_GPUS, SHARDED_RANKS_AS_ON_GPUS)
     ),
 ]
 

@@ -49,22 +49,35 @@ class _ShardsOfWorkers(tfparallel.ShardedStrategy):
     Those of the ring are Python's, and of hosts.
     """
 
+    _num_devices = len(GPUS)
+
     def __init__(self):
-        with _stand_ins_of_workers():
+        with _stand_ins_of_workers(self._num_devices):
             super().__init__(min_size=1, transport="collectives")
 
     def reduce_as_on_gpus(self) -> None:
         _reduce_as_on_gpus(self.extended)
-        self.extended._in_copy = self.extended._among_all(has_ring=False)
+        self.extended._meet_among_all("collectives")
 
 
-def _stand_ins_of_workers() -> contextlib.AbstractContextManager:
+class _ShardsOfWorkersOverNccl(_ShardsOfWorkers):
+    """With a GPU each, between which parts go."""
+
+    _num_devices = 1
+
+    def reduce_as_here(self) -> None:
+        """Before variables of the next model are made: on CPUs TensorFlow has no reduce-scatter."""
+        self.extended._has_nccl = False
+        self.extended._meet_among_all("collectives")
+
+
+def _stand_ins_of_workers(count: int = len(GPUS)) -> contextlib.AbstractContextManager:
     choose = MultiWorkerExtended._initialize_local_devices
 
     def stand_ins(extended, *args):
         (cpu, *_), kind = choose(extended, *args)
         worker = cpu.rpartition("/device:")[0]
-        gpus = tuple(f"{worker}/device:{gpu}" for gpu in GPUS)
+        gpus = tuple(f"{worker}/device:{gpu}" for gpu in GPUS[:count])
         return gpus[:1] if extended._has_inner else gpus, kind
 
     return mock.patch.object(MultiWorkerExtended, "_initialize_local_devices", stand_ins)
@@ -83,7 +96,10 @@ def _of_ranks(make: Callable, **options) -> tf.distribute.Strategy:
     chosen = "tfparallel.data_parallel.horovod.device_of_rank"
     with mock.patch(chosen, return_value="/device:CPU:1"):
         strategy = make(**options)
-    getattr(strategy, "_workers", strategy.extended)._has_nccl = True
+    extended = getattr(strategy, "_workers", strategy.extended)
+    extended._has_nccl = True
+    if isinstance(strategy, tfparallel.ShardedStrategy):
+        extended._meet_among_all()
     return strategy
 
 
@@ -133,6 +149,7 @@ MAKE = {
         for name, make in INNER.items()
     },
     "sharded_workers": _ShardsOfWorkers,
+    "sharded_workers_nccl": _ShardsOfWorkersOverNccl,
     "sharded_ranks": lambda: _of_ranks(tfparallel.ShardedStrategy, min_size=1),
     "pipeline_hosts": _stages_on_hosts,
     "parameter_server_sync": lambda: _parameter_server(mode="sync"),
@@ -153,6 +170,8 @@ def answer(model: str | None, size: str) -> dict:
         return vars(audit(_gathering(_made[0])))
     if isinstance(_made[0], tfparallel.ParameterServerStrategy):  # its chief has no GPU
         return vars(audit(*step_graph(_made[0], model, SIZES[size]), default="/device:CPU:0"))
+    if isinstance(_made[0], _ShardsOfWorkersOverNccl):
+        _made[0].reduce_as_here()
     with tf.device(GPUS[0]):  # where TensorFlow puts what nobody places, if there are GPUs
         return vars(audit(*step_graph(_made[0], model, SIZES[size])))
 

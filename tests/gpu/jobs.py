@@ -16,6 +16,7 @@ NUM_CPUS = {  # of each process; the host is one, and of parameter servers this 
     "horovod_shards": 3,
     "horovod_groups": 3,
     "sharded_workers": 3,
+    "sharded_workers_nccl": 2,
     "sharded_ranks": 2,
     "pipeline_hosts": 3,
     "parameter_server_sync": 1,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests import helpers
-from tests.conformance.models import MODELS
+from tests.conformance.models import MODELS, ModelCase
 from tests.gpu.audit import Audit, audit
 from tests.gpu.jobs import NUM_CPUS, audited_in_job
 from tests.tensor_parallel.layouts import LayoutOfAnything
@@ -70,11 +70,17 @@ INNER = {  # of the processes of a job
     "groups": _tensor_parallel,
 }
 SIZES = {"static": ROWS, "unknown": None}
+# No model of the suite: replicas draw masks of their own.
+DROPOUT = ModelCase(
+    lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]),
+    helpers.tiny_compile_options,
+    helpers.tiny_data,
+)
 # Several processes around what has rows of its own: what is between them is dense, of statistics or
 # sparse.
 COMPOSITES = {
     *(f"{job}_{name}" for job in ("multi_worker", "horovod") for name in INNER),
-    *("sharded_workers", "sharded_ranks", "pipeline_hosts"),
+    *("sharded_workers", "sharded_workers_nccl", "sharded_ranks", "pipeline_hosts"),
 }
 OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking")
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
@@ -105,6 +111,8 @@ BY_DEFAULT = {
     ("multi_worker", "embedding", "static"),
     ("multi_worker_shards", "embedding", "unknown"),
     ("sharded_workers", "mlp", "unknown"),
+    ("sharded_workers_nccl", "mlp", "unknown"),
+    ("sharded_ranks", "embedding", "unknown"),
     ("horovod", "embedding", "unknown"),
     ("horovod_pipeline", "mlp", "unknown"),
     ("pipeline_hosts", "mlp", "unknown"),
@@ -146,7 +154,7 @@ def step_graph(
     """
     keras.utils.set_random_seed(helpers.SEED)
     keras.backend.clear_session()
-    model_case = MODELS[model_name]
+    model_case = {**MODELS, "dropout": DROPOUT}[model_name]
     with scope_of(strategy):
         model = model_case.build()
         inner = getattr(strategy, "inner", None) or strategy

@@ -71,7 +71,7 @@ def test_collectives_of_gpus_are_nccl_and_alike_on_all_and_those_of_hosts_a_ring
         by_place = row.get("collectives", {})
         places = {each.partition(" on ")[2].replace("GPU:1", "GPU:0") for each in by_place}
         expected = _COLLECTIVES.get(strategy, set())
-        if strategy.startswith("multi_worker") and model in _TABLES:
+        if strategy.startswith(("multi_worker", "sharded_workers")) and model in _TABLES:
             expected = expected | {"HOST, ring"}  # tell one another how many rows their GPUs have
         assert places == expected, name
         first, second = (
@@ -85,9 +85,9 @@ _INNER_OF_WORKERS = [f"multi_worker_{name}" for name in INNER]
 _COLLECTIVES = {
     **dict.fromkeys(("mirrored_nccl", "multi_worker", *_INNER_OF_WORKERS), {"GPU:0, nccl"}),
     **dict.fromkeys(("horovod", *(f"horovod_{name}" for name in INNER)), {"GPU:0, horovod"}),
-    # Parts go through the hosts; what exchanges them there knows one implementation.
-    "sharded_workers": {"GPU:0, nccl", "HOST, ring", "HOST, auto"},
-    "sharded_ranks": {"GPU:0, horovod", "HOST, horovod"},
+    "sharded_workers": {"GPU:0, nccl", "HOST, ring"},  # parts of several GPUs, through the hosts
+    "sharded_workers_nccl": {"GPU:0, nccl"},
+    "sharded_ranks": {"GPU:0, horovod"},
 }
 _ON_ALL_GPUS = {"mirrored_nccl", "multi_worker", "sharded_workers"}  # and not on the first of each
 
@@ -101,17 +101,28 @@ def test_predicting_gathers_on_the_hosts_as_training_does_there():
     assert all(each.endswith(" on HOST, ring") for each in found.collectives)
 
 
+@pytest.mark.parametrize("strategy", ["horovod", "sharded_workers_nccl"])
+def test_no_seed_waits_for_the_gpu_of_a_process_of_several(strategy):
+    """XLA is refused there, so that the seed of a Dropout may be on the host."""
+    if needs_horovod(strategy):
+        pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
+    found = audited_in_job(strategy, "dropout", "static")
+    assert not found.totals()["to_host"], found.copies["to_host"]
+    assert not found.waits
+
+
 _WEIGHTS_ON_THE_HOST = "central_storage"  # gradients go there, by its definition
 _LOOPS = {"lstm", "masking"}  # whose gradient has int32 in it, plain Keras's too
 
 
 _MOVED = {  # which are for that
     *(_WEIGHTS_ON_THE_HOST, "parameter_server_sync", "parameter_server_async", "pipeline_offload"),
-    *("sharded_workers", "sharded_ranks"),
+    "sharded_workers",
 }
 _CALLS = {  # of the model in a step, by replicas, devices or microbatches, as names begin; else 1
     **dict.fromkeys(("mirrored", "multi_worker", "sharded", "tensor_parallel"), 2),
     **dict.fromkeys(("horovod_shards", "horovod_groups"), 2),
+    **dict.fromkeys(("sharded_workers_nccl", "sharded_ranks"), 1),
     **dict.fromkeys(("hybrid_shards", "pipeline", "multi_worker_pipeline", "horovod_pipeline"), 4),
     "hybrid": 8,
 }

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from tests.docs.snippets import ROOT
 from tfparallel.segments.graph_copy import GraphFunction
 from tfparallel.selftest import exactness_checks, remote_integers
 from tfparallel.selftest.catalogue import CHECKS, FIRST, Check, why_not
@@ -39,6 +41,19 @@ def test_every_check_names_a_function_and_every_strategy_has_a_check():
         assert check.cure
     named = {check.name.removeprefix("exact: ") for check in CHECKS if "exact" in check.name}
     assert named == {*IN_ONE_PROCESS, *IN_SEVERAL_PROCESSES}
+
+
+def test_the_page_shows_every_check_and_says_of_each_what_it_is_and_what_to_do():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    _, shown, checked, cures = re.split(
+        r"^## What (?:it prints|is checked|to do)", page, flags=re.M
+    )
+    names = [check.name for check in (*FIRST, *CHECKS)]
+    assert re.findall(r"^│ (\S.*?) +│ (?:ok|skipped) ", shown, re.M) == names
+    families = {name.partition(":")[0] for name in names}
+    for table in (checked, cures.partition("\n## ")[0]):
+        rows = ", ".join(re.findall(r"^\| ([^|]+) \|", table, re.M)[1:])
+        assert families <= {each.partition(":")[0] for each in rows.split(", ")}
 
 
 def said(verdict: str, found: str = "text") -> str:

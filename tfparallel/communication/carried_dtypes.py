@@ -35,11 +35,14 @@ def summed_by(collective: Collective, tensor: tf.Tensor, known: Container[tf.DTy
 def moved_by(collective: Collective, tensor: tf.Tensor, known: Container[tf.DType]) -> tf.Tensor:
     """What a collective makes of `tensor` that only moves it, of dtypes beyond `known` as words.
 
-    Words of several numbers are a last axis of their own; narrow ones travel as int32.
+    Words of several numbers are a last axis of their own; those of two bytes travel as float16,
+    where that is known, and narrow ones as int32.
     """
     dtype = tensor.dtype
     if dtype in known:
         return collective(tensor)
+    if dtype.size == 2 and tf.float16 in known:
+        return tf.bitcast(collective(tf.bitcast(tensor, tf.float16)), dtype)
     return from_words(collective(as_words(tensor)), dtype)
 
 

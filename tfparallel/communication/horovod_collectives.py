@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.communication.horovod_start import ProcessSet, hvd
 from tfparallel.internals import ResourceVariable
+from tfparallel.internals.keras_integers import has_gpu
 
 __all__ = [
     "HorovodCollectives",
@@ -85,7 +86,7 @@ def all_gather_each(parts: Sequence[tf.Tensor], process_set: ProcessSet) -> list
     ]
 
 
-def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
+def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet, is_by_nccl: bool = False) -> tf.Tensor:
     """This rank's row of the sum of all ranks' `[ranks, length]`.
 
     Gloo's own halves what is exchanged, as often as there are halves. Of more than two ranks some
@@ -93,7 +94,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     that 4 send 7/6 of the least and 8 15/14; 3, by count, 5/4. Sums of what Gloo exchanges do not.
     """
     summed_as = _SCATTERED_AS.get(rows.dtype, rows.dtype)
-    if process_set.size() > 2 and not hvd.mpi_enabled():
+    if process_set.size() > 2 and not (is_by_nccl or hvd.mpi_enabled()):
         own = tf.reduce_sum(tf.cast(all_to_all(rows, process_set), summed_as), 0)
     else:
         sent = _unknown(tf.cast(rows, summed_as))
@@ -211,7 +212,8 @@ class HorovodCollectives:
         """As `Collectives.reduce_scatter`."""
         if rows.dtype.is_complex:
             return self.all_reduce(rows)[self.index]
-        return self._one(lambda: reduce_scatter(tf.identity(rows), self._process_set))
+        is_by_nccl = bool(hvd.nccl_built()) and has_gpu([self._device])
+        return self._one(lambda: reduce_scatter(tf.identity(rows), self._process_set, is_by_nccl))
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_gather`."""

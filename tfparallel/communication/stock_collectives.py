@@ -6,7 +6,13 @@ import tensorflow as tf
 
 from tfparallel.communication.carried_dtypes import as_words, from_words, moved_by, summed_by
 from tfparallel.internals import CollectiveAllReduce, DistributedValues, ReduceOp
-from tfparallel.internals.distribute import exchange_rows, gather_alike, launchers_of
+from tfparallel.internals.distribute import (
+    exchange_rows,
+    gather_alike,
+    launchers_of,
+    reduces_by_nccl,
+    scatter_sum_by_nccl,
+)
 
 SUMMED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 GATHERED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -31,8 +37,8 @@ class StockCollectives:
         return summed_by(self._sum, tensor, SUMMED)
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
-        """As `Collectives.reduce_scatter`: what is exchanged is added up here."""
-        return summed_by(lambda each: tf.reduce_sum(self._exchange(each), 0), rows, SUMMED)
+        """As `Collectives.reduce_scatter`; without NCCL what is exchanged is added up here."""
+        return summed_by(self._scatter_sum, rows, SUMMED)
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_gather`; in a `tf.function` only, as TensorFlow's."""
@@ -74,6 +80,13 @@ class StockCollectives:
         flat = tf.reshape(part, [-1])  # words of a wide number are two
         gathered = gather_alike(launchers_of(self._operations)[0], flat)
         return tf.reshape(gathered, [-1, *part.shape[1:]])
+
+    def _scatter_sum(self, rows: tf.Tensor) -> tf.Tensor:
+        launcher = launchers_of(self._operations)[0]
+        if _is_empty(rows) or not reduces_by_nccl(launcher):
+            return tf.reduce_sum(self._exchange(rows), 0)
+        with tf.device(self._device):
+            return scatter_sum_by_nccl(launcher, tf.identity(rows))
 
     def _exchange(self, rows: tf.Tensor) -> tf.Tensor:
         if _is_empty(rows):

@@ -92,7 +92,7 @@ def processes_of_job(transport: str, timeouts: WorkerTimeouts | None) -> Process
         return _Ranks(timeouts or WorkerTimeouts(stall_s=_STALL_TIMEOUT_S))
     cluster = read_tf_config()
     if cluster is not None:
-        return _Workers(cluster, transport != "collectives", timeouts or WorkerTimeouts())
+        return _Workers(cluster, transport, timeouts or WorkerTimeouts())
     if transport != "auto":
         raise ValueError(
             f"transport={transport!r} is between the workers of TF_CONFIG. Received: none in it. "
@@ -106,8 +106,8 @@ class _Workers:
 
     name = "the workers of TF_CONFIG"
 
-    def __init__(self, cluster: ClusterConfig, uses_ring: bool, timeouts: WorkerTimeouts):
-        self._cluster, self._uses_ring, self._timeouts = cluster, uses_ring, timeouts
+    def __init__(self, cluster: ClusterConfig, transport: str, timeouts: WorkerTimeouts):
+        self._cluster, self._transport, self._timeouts = cluster, transport, timeouts
 
     @property
     def num_processes(self) -> int:
@@ -120,14 +120,14 @@ class _Workers:
     def sharded(
         self, strategy: KerasStrategy, sharding: Sharding, num_copies: int
     ) -> ShardedExtended:
-        resolver, ring = self._cluster.cluster_resolver(), self._uses_ring
+        resolver, transport = self._cluster.cluster_resolver(), self._transport
         return WorkersShardedExtended(
-            strategy, resolver, sharding, ring, num_copies, self._timeouts
+            strategy, resolver, sharding, transport, num_copies, self._timeouts
         )
 
     def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:
         kinds = tf.distribute.experimental.CommunicationImplementation
-        implementation = kinds.AUTO if self._uses_ring else kinds.RING
+        implementation = kinds.RING if self._transport == "collectives" else kinds.AUTO
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         resolver = self._cluster.cluster_resolver()
         workers = MultiWorkerExtended(

@@ -47,7 +47,7 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         options = {"predivide": 1.0, "bucket_bytes": SENT_BUCKET_BYTES}
         super().__init__(container_strategy, hvd.global_process_set, False, False, options)
         self._sharding, self._num_copies = sharding, num_copies
-        self._in_copy = self._collectives
+        self._meet_among_all()
         if sets:
             around = groups_around(hvd.rank(), hvd.size(), num_copies)
             self._in_copy, self._across = (self._among(sets[group.number]) for group in around)
@@ -55,6 +55,10 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
             weakref.finalize(self, EndsTogether(self._agreement).stop)
         if timeouts.stall_s is not None:
             self._watch_for_stalls(timeouts.stall_s)
+
+    def _meet_among_all(self) -> None:
+        self._meets_on_gpus = self._can_meet_on_gpus
+        self._in_copy = self._on_device if self._meets_on_gpus else self._collectives
 
     def _among(self, process_set: ProcessSet) -> HorovodCollectives:
         """Of a process set, in one order with those of all ranks, and counted with them."""

@@ -20,8 +20,8 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
         container_strategy: the strategy.
         cluster_resolver: of `TF_CONFIG`.
         sharding: what is in parts.
-        uses_ring: whether parts go through the ring where there is one; else through TensorFlow's
-            collectives.
+        transport: "ring" takes the ring where there is one; "collectives" TensorFlow's; "auto"
+            TensorFlow's where they are NCCL's, else the ring.
         num_copies: by which the workers are divided, neighbours sharing one.
         timeouts: how long workers wait for one another.
 
@@ -34,7 +34,7 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
         container_strategy: tf.distribute.Strategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         sharding: Sharding,
-        uses_ring: bool = True,
+        transport: str = "auto",
         num_copies: int = 1,
         timeouts: WorkerTimeouts | None = None,
     ):
@@ -44,7 +44,7 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
         rank, num_workers = self._id_in_cluster, self._num_workers
         check_copies(num_copies, num_workers, rank)
         self._sharding, self._num_copies = sharding, num_copies
-        has_ring = uses_ring and self._ring_all_reduce is not None
+        has_ring = transport != "collectives" and self._ring_all_reduce is not None
 
         def among(group: WorkerGroup) -> Collectives:
             return ring_among(self, group, timeouts) if has_ring else stock_among(self, group)
@@ -53,11 +53,16 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
             of_copy, of_part = groups_around(rank, num_workers, num_copies)
             self._in_copy, self._across = among(of_copy), among(of_part)
         else:
-            self._in_copy = self._among_all(has_ring)
+            self._meet_among_all(transport)
 
-    def _among_all(self, has_ring: bool) -> Collectives:
-        place = self._host_device, self._num_workers, self._id_in_cluster
-        if has_ring:
-            assert self._ring_all_reduce is not None
-            return RingCollectives(self._ring_all_reduce, *place)
-        return StockCollectives(self._host_cross_device_ops, *place)
+    def _meet_among_all(self, transport: str) -> None:
+        """On GPUs in one order with the gradients that are summed there."""
+        self._meets_on_gpus = transport != "ring" and self._can_meet_on_gpus
+        place = self._meeting_device, self._num_workers, self._id_in_cluster
+        ring = self._ring_all_reduce
+        if self._meets_on_gpus:
+            self._in_copy = StockCollectives(self._cross_device_ops, *place)
+        elif transport != "collectives" and ring is not None:
+            self._in_copy = RingCollectives(ring, *place)
+        else:
+            self._in_copy = StockCollectives(self._host_cross_device_ops, *place)

@@ -35,6 +35,7 @@ CollectiveAllReduceExtended = collective_all_reduce_strategy.CollectiveAllReduce
 TPUExtended = tpu_strategy.TPUExtended
 CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
 CollectiveKeys = cross_device_utils.CollectiveKeys  # which groups of devices are told apart by
+CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
 ReductionToOneDevice = cross_device_ops.ReductionToOneDevice
 DistributedValues = values.DistributedValues
 DistributedVariable = values.DistributedVariable
@@ -82,6 +83,8 @@ __all__ = [
     "number_of_first_copy",
     "strategy_behind",
     "numpy_dataset",
+    "reduces_by_nccl",
+    "scatter_sum_by_nccl",
     "values_util",
 ]
 
@@ -140,26 +143,48 @@ def gather_alike(
 def exchange_rows(launcher: object, rows: tf.Tensor) -> tf.Tensor:
     """`[workers, length]`: row j goes to worker j, row i came from worker i.
 
-    TensorFlow reduce-scatters on GPUs only; this sends as many bytes, and its rows' sum is that.
+    TensorFlow reduce-scatters by NCCL only; this sends as many bytes, and its rows' sum is that.
     """
-    counted = getattr(launcher, _COUNTED, None)
-    exchange = functools.partial(_exchange_rows, launcher)
-    return exchange(rows) if counted is None else counted(exchange, rows)
+    exchange = functools.partial(_launched, tf.raw_ops.CollectiveAllToAllV2, launcher)
+    return tf.ensure_shape(_counted_by(launcher)(exchange, rows), rows.shape)
 
 
-def _exchange_rows(
-    launcher: cross_device_utils.CollectiveReplicaLauncher, rows: tf.Tensor
+def reduces_by_nccl(launcher: cross_device_utils.CollectiveReplicaLauncher) -> bool:
+    """Whether its collectives are NCCL's, on a GPU."""
+    return launcher._options.implementation == CommunicationImplementation.NCCL
+
+
+def scatter_sum_by_nccl(launcher: object, rows: tf.Tensor) -> tf.Tensor:
+    """This worker's row of the sum of all workers' `[workers, length]`, by NCCL.
+
+    TensorFlow has the operation, and no public function that calls it between workers.
+    """
+    reduce_scatter = functools.partial(
+        tf.raw_ops.CollectiveReduceScatterV2, merge_op="Add", final_op="Id"
+    )
+    own = _counted_by(launcher)(functools.partial(_launched, reduce_scatter, launcher), rows)
+    return tf.ensure_shape(own[0], rows.shape[1:])
+
+
+def _counted_by(launcher: object) -> Callable:
+    return getattr(launcher, _COUNTED, lambda launch, rows: launch(rows))
+
+
+def _launched(
+    collective: Callable,
+    launcher: cross_device_utils.CollectiveReplicaLauncher,
+    rows: tf.Tensor,
 ) -> tf.Tensor:
     token = launcher._get_ordering_token()
-    exchanged = tf.raw_ops.CollectiveAllToAllV2(
+    return collective(
         input=rows,
         group_size=launcher._group_size,
         group_key=launcher._group_key,
         instance_key=launcher._next_instance_key(),
         ordering_token=[] if token is None else [token],
+        communication_hint=launcher._options.implementation.value.lower(),
         timeout_seconds=launcher._options.timeout_seconds or 0,
     )
-    return tf.ensure_shape(exchanged, rows.shape)
 
 
 def count_collectives(

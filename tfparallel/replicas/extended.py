@@ -143,10 +143,10 @@ class ReplicatedExtended(
     def _seed_device(self) -> str | None:
         """Where the seeds of all replicas are, if that is not each replica's own device.
 
-        What draws on a GPU takes its seed from the host. Where one replica is all there is, XLA may
-        compile its step, whose variables are on its device then.
+        What draws on a GPU takes its seed from the host. Where one replica is all there is, of all
+        processes, XLA may compile its step, whose variables are on its device then.
         """
-        is_xla_refused = self._places_batches and len(self.worker_devices) > 1
+        is_xla_refused = self._places_batches and self._num_replicas_in_sync > 1
         return self._host_device if is_xla_refused else None
 
     # ---- how a step runs on replicas -------------------------------------------------------------

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ def run_selftest(args: argparse.Namespace) -> int:
         gpus = chosen_gpus(gpus_of_machine(os.environ), args.gpus)
     except ValueError as error:
         args.error(str(error))
+    # Checks that run hold GPUs, in sessions of their own: they end with this, also with its job.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcomes: list[Outcome] = []
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="tfparallel-selftest-") as folder:

@@ -217,7 +217,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             shards = [self._scattered(parts, self._num_shards) for parts in gradients]
             return [self._on_all_copies(each) for each in self._over_workers(shards)]
         results: list = [None] * len(gradients)
-        with tf.device(self._host_device):
+        with tf.device(self._meeting_device):
             sums = [tf.add_n(parts) for parts in gradients]
             sizes = [total.shape[0] * total.dtype.size for total in sums]
             for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):

@@ -56,8 +56,9 @@ class ShardedStrategy(KerasStrategy):
             copy for each host, only these sums leave a host.
         transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
-            Horovod in a process that `horovodrun` has started, else the ring where `TF_CONFIG`
-            names workers, else there is one process.
+            Horovod in a process that `horovodrun` has started, else, where `TF_CONFIG` names
+            workers, TensorFlow's by NCCL if each has one GPU and all share one copy, else the ring;
+            else there is one process.
         prefetch_batches: how many batches are read and copied to the devices before their steps
             begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
         timeouts: how long processes wait for one another; those of Horovod for `start_s` and
