@@ -140,7 +140,9 @@ class StateChanges:
         return None if change is None or is_trial() else change.value
 
     def take(self, variable: tf.Variable, value: tf.Tensor) -> bool:
-        """Takes note of an assignment; whether it is thereby dealt with."""
+        """Takes note of an assignment, but for a trial's; whether it is thereby dealt with."""
+        if is_trial():
+            return True
         graph = self._graph if self._function is None else self._function.graph
         is_in_branch = tf.compat.v1.get_default_graph() is not graph
         is_outside = self._current_microbatch() is None and not self.is_recomputing
