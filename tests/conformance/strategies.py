@@ -235,6 +235,7 @@ _OF_TWO_LAYERS = dict.fromkeys(
         "custom_training.step_that_returns_more_than_metrics",
         "custom_training.two_optimizers",
         "keras_io_shared.nodes_of_a_graph",
+        "keras_io_shared.sharpness_aware",
         "layer_state.a_model_that_counts",
         "coupled_losses.sums_that_a_model_adds",
         "keras_io.metric_learning",
@@ -320,12 +321,12 @@ _OF_WHOLE_WEIGHTS = dict.fromkeys(
         "keras_io_shared.momentum_teacher",
     ),
     "refused: what assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
-)
+) | {"keras_io_shared.sharpness_aware": "refused, on stages as a cycle in TensorFlow's graph"}
 _OF_PARTS_OF_A_STAGE = dict.fromkeys(
     ("layer_state.layers_that_update_themselves", "layer_state.a_layer_called_twice"),
     "refused: a layer on a stage assigns a weight of its own that is in parts: "
     "tests/hybrid/test_groups_as_stages.py",
-)
+) | {"keras_io_shared.sharpness_aware": "ends as a cycle in TensorFlow's graph"}
 _OF_PIECES = (
     "metrics.binary",
     "models.attention",

@@ -118,6 +118,7 @@ def test_another_thread_lets_go_of_an_iterator():
         time.sleep(0.01)
     (thread,) = threads
     assert thread is not threading.current_thread()
+    assert not thread.daemon  # a process that ends waits for it
 
 
 def test_what_is_no_iterator_of_tensorflow_goes_as_it_does():

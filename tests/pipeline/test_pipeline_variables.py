@@ -1,6 +1,8 @@
 """PipelineStrategy: what a step reads of the optimizer's own numbers."""
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.helpers import tiny_compile_options, tiny_data
@@ -62,3 +64,34 @@ def test_a_number_that_changes_within_a_step_is_read_anew():
 
     ours, theirs = trained(PipelineStrategy(CPUS[:2], 2)), trained(tf.distribute.get_strategy())
     assert max(abs(a - b).max() for a, b in zip(ours, theirs)) < 1e-5
+
+
+def test_models_that_share_layers_read_them_where_they_have_moved_to():
+    """`predict` of a part is traced when that is divided by itself, before the whole is."""
+    strategy, x = PipelineStrategy(CPUS[:2], 2), np.ones((8, 4), "float32")
+    with strategy.scope():
+        last = keras.layers.Dense(5)
+        generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), last])
+        slow = [keras.layers.Dense(2000), keras.layers.Dense(1)]  # what balances the whole
+        whole = keras.Sequential([generator, *slow])
+        whole.compile(keras.optimizers.SGD(0.1), "mse")
+    generator.predict(x, verbose=0)
+    before = last.kernel.value.values[0].device
+    whole.train_on_batch(x, np.ones((8, 1)))
+    assert last.kernel.value.values[0].device != before
+    received = generator.predict(x, verbose=0)
+    np.testing.assert_allclose(received, generator(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_that_was_traced_before_variables_moved_fails():
+    """It would go on with the values of then."""
+    strategy, (x, y) = PipelineStrategy(CPUS[:2], 2), tiny_data(8)
+    with strategy.scope():
+        model = deep_model()
+        model.compile(keras.optimizers.SGD(0.1), **tiny_compile_options())
+    early, late = tf.function(lambda rows: model(rows)), tf.function(lambda rows: model(rows))
+    early(tf.constant(x))
+    model.fit(x, y, batch_size=8, verbose=0)
+    with pytest.raises(tf.errors.OpError):
+        early(tf.constant(x))
+    np.testing.assert_allclose(late(tf.constant(x)), model(x), rtol=1e-5, atol=1e-6)

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfparallel.hybrid.pieces_of_parts import gathered
 from tfparallel.hybrid.pieces_of_processes import GroupWeight, StageWeight, WeightInPieces
 from tfparallel.internals import record
+from tfparallel.pipeline.stage_variables import is_on
 from tfparallel.sharded.shard_view import current_numbers
 
 
@@ -130,13 +131,14 @@ class GatheredStageWeight(GatheredWeight, StageWeight):
 
     def _move_copy(self, index: int, devices: Sequence[str]) -> None:
         """As the base's, of pieces: nothing is gathered to move it."""
-        if not self.is_apart:
+        is_there = all(map(is_on, self.parts[index], devices))  # where functions read its pieces
+        if is_there or not self.is_apart:
             super()._move_copy(index, devices)
             return
         with tf.init_scope():
             pieces = [piece.read_value() for piece in self._pieces_of(self.parts[index])]
             for part in self.parts[index]:
-                del self._being_updated[id(part)]
+                self._being_updated.pop(id(part)).leave()
                 _replace(part, tf.zeros(part.shape, part.dtype))
             super()._move_copy(index, devices)
             moved = self._pieces_of(self.parts[index])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.internals import distribute_lib, values_util
 from tfparallel.internals.distribute import become_part_of
-from tfparallel.pipeline.stage_variables import InPartsOnStage, moved
+from tfparallel.pipeline.stage_variables import InPartsOnStage, leave, moved
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.device_names import hosts_of
 from tfparallel.tensor_parallel.known_parts import joined
@@ -90,6 +90,7 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
         for each, before in zip(new, old, strict=True):
             if each is not before:
                 become_part_of(self, each, before)
+                leave(before)
         self.parts[index] = new
         self._values = tuple(copy[0] for copy in self.parts)
 

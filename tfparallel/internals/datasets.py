@@ -112,7 +112,12 @@ def let_go_beside(iterator: object) -> None:
     """
     if isinstance(iterator, tf.data.Iterator):
         _start_letting_go()
-        weakref.finalize(iterator, _left.put, [iterator._iterator_resource]).atexit = False
+        weakref.finalize(iterator, _leave, [iterator._iterator_resource]).atexit = False
+
+
+def _leave(resource: list) -> None:
+    if threading.main_thread().is_alive():  # nobody would wait for a thread that begins later
+        _left.put(resource)
 
 
 @functools.cache
@@ -121,9 +126,15 @@ def _start_letting_go() -> None:
 
 
 def _let_go() -> None:
-    """Has a thread for each, as one may wait for a minute."""
+    """Has a thread for each, as one may wait for a minute.
+
+    Python waits for these before it ends: one that came back from TensorFlow later would be ended
+    in the middle of it, and the process with it.
+    """
     while True:
-        threading.Timer(_A_MOMENT_S, _left.get().clear).start()
+        letting_go = threading.Timer(_A_MOMENT_S, _left.get().clear)
+        letting_go.daemon = False  # as the thread that starts it is
+        letting_go.start()
 
 
 def iterator_over(

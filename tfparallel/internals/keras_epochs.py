@@ -65,7 +65,6 @@ def hook_steps(epoch_iterator: object, around: Callable[[Iterator], Iterator]) -
         epoch_iterator: of a call of `fit`.
         around: takes and gives an iterator of `(first_step, last_step, batches)`.
     """
-
     hook_once(
         epoch_iterator,
         "_enumerate_iterator",
@@ -84,7 +83,6 @@ def surrounded_steps(
         epoch_iterator: of a call of `fit`.
         around: takes and gives an iterator of `(first_step, last_step, batches)`.
     """
-
     with shadowed(
         epoch_iterator,
         "_enumerate_iterator",

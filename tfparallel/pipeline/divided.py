@@ -3,7 +3,7 @@
 import collections
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -109,16 +109,26 @@ class DividedModels(PlacedInStages):
                 stages = divide(model, *given, devices, inputs, self._agreed, choose)
                 if self._tells_stages_apart and stages.time_shares is None:
                     stages = measured(model, stages, devices, inputs, self._agreed)
-            homes = stages.homes()
+            homes, moved = stages.homes(), set()
             for variable in model.variables:
                 if isinstance(behind(variable), StageVariable) and id(variable) in homes:
                     groups = self._groups_of_stage(homes[id(variable)])
-                    behind(variable).move_to(groups)
+                    if behind(variable).move_to(groups):
+                        moved.add(id(variable))
                     if self._has_stages_of_several:
                         firsts = first_with_copy([group[0] for group in groups])
                         behind(variable).share_copies(firsts)
+            self._trace_anew(moved)
             self._known_stages[model] = stages
         return self._known_stages[model]
+
+    def _trace_anew(self, moved: Collection[int]) -> None:
+        """Has models that share variables with another, which has moved them, trace their steps."""
+        for model in list(self._known_stages):
+            if any(id(variable) in moved for variable in model.variables):
+                for step in ("train", "test", "predict"):
+                    if getattr(model, f"{step}_function") is not None:
+                        getattr(model, f"make_{step}_function")(force=True)
 
     def _choose_devices(
         self, later: ChosenLater, costs: Sequence[Cost], of_weights: Sequence[int]

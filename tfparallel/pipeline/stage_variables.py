@@ -92,14 +92,19 @@ class StageVariable(CentralVariable):
         """Where each pipeline's copy is."""
         return [(copy.device,) for copy in self.values]
 
-    def move_to(self, places: Sequence[Sequence[str]]) -> None:
+    def move_to(self, places: Sequence[Sequence[str]]) -> bool:
         """Moves each pipeline's copy, with the optimizer slots that follow it, to its place.
 
         Args:
             places: of the copies; the devices of a place are those of its stage.
+
+        Returns:
+            Whether it was elsewhere before: functions that have read it there are out of date.
         """
+        before = self.places()
         for variable in (self, *self._followers):
             variable._move_to(places)
+        return self.places() != before
 
     def share_copies(self, firsts: tuple[int, ...]) -> None:
         """Has pipelines take the copies of others; all take the optimizer slots of the first.
@@ -120,6 +125,7 @@ class StageVariable(CentralVariable):
             new = moved(old, devices[0])
             if new is not old:
                 become_copy_of(self, i, new, old)
+                leave(old)
 
 
 class InPartsOnStage(StageVariable):
@@ -143,9 +149,14 @@ class InPartsOnStage(StageVariable):
         raise NotImplementedError
 
 
+def is_on(variable: tf.Variable, device: str) -> bool:
+    """Whether a variable of TensorFlow is on `device`."""
+    return device_util.canonicalize(variable.device) == device_util.canonicalize(device)
+
+
 def moved(old: tf.Variable, device: str) -> tf.Variable:
     """`old`, a variable of TensorFlow, if it is on `device`; else one there of its value."""
-    if device_util.canonicalize(old.device) == device_util.canonicalize(device):
+    if is_on(old, device):
         return old
     with tf.init_scope(), tf.device(device):
         return type(old)(
@@ -156,6 +167,16 @@ def moved(old: tf.Variable, device: str) -> tf.Variable:
             synchronization=old.synchronization,
             aggregation=old.aggregation,
         )
+
+
+def leave(old: tf.Variable) -> None:
+    """Takes the value of a variable that another has replaced.
+
+    Functions that were traced before would go on with it; they fail, and its memory is free.
+    """
+    with tf.init_scope(), tf.device(old.device):
+        nothing = tf.zeros([0], old.dtype)
+        tf.raw_ops.AssignVariableOp(resource=old.handle, value=nothing, validate_shape=False)
 
 
 class LayerVariable(CentralLayerVariable, StageVariable):

@@ -286,3 +286,24 @@ def deep_q_learning(run: Run):
         target.set_weights([0.5 * old + 0.5 * new for old, new in blended])
     extra = numbered("target", target.get_weights())
     return Training(online, {"loss": losses}, extra).results()
+
+
+@case()
+def adversarial_by_freezing(run: Run):
+    """A discriminator that is frozen in the model that trains the generator, as older GANs are."""
+    keras.utils.set_random_seed(SEED)
+    with run.scope():
+        generator = dense(5, 4, 4, 3, features=3)
+        discriminator = dense(4, 4, 4, 1, features=3)
+        discriminator.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+        discriminator.trainable = False
+        inputs = keras.Input((3,))
+        both = keras.Model(inputs, discriminator(generator(inputs)))
+        both.compile(optimizer=keras.optimizers.Adam(0.02), loss="mse")
+    losses = []
+    for step in range(3):
+        fake = generator.predict(normal(5, 3, seed=step), verbose=0)
+        rows = np.concatenate([normal(5, 3, seed=20 + step), fake])
+        losses.append(discriminator.test_on_batch(rows, np.repeat([[1.0], [0.0]], 5, axis=0)))
+        losses.append(both.train_on_batch(normal(7, 3, seed=9 + step), np.ones((7, 1))))
+    return Training(both, {"loss": losses}).results()

@@ -172,7 +172,7 @@ def _nothing() -> tf.Tensor:
     return tf.zeros([0])
 
 
-# Residuals are as large as weights: they are neither read nor written while they are zeros.
+# Residuals are as large as weights: they are neither added nor computed while they are zeros.
 
 
 def _with_residuals(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
