@@ -233,20 +233,20 @@ def comparison_table(
     """Lay out one row a strategy."""
     table = Table(
         title=f"MNIST, 4,005 digits, {EPOCHS} epochs, global batch 64",
-        caption="samples/s is that of the fastest epoch. All devices share this machine's cores,\n"
-        "so more of them train no faster here.",
+        caption="Difference: the largest of a weight to one device's. Samples/s: of the fastest\n"
+        "epoch. All devices share this machine's cores: more train no faster here.",
     )
     table.add_column("strategy", no_wrap=True)
     table.add_column("devices")
-    table.add_column("test\naccuracy", justify="right")
-    table.add_column("largest weight\ndifference to\none device", justify="right")
+    table.add_column("accuracy", justify="right")
+    table.add_column("difference", justify="right")
     table.add_column("samples/s", justify="right")
     for run in RUNS:
         name = run.strategy
         if name in failures:
             table.add_row(name, run.devices, "[red]failed", "-", "-")
         elif name not in results:
-            table.add_row(name, run.devices, run.skipped, "-", "-", style="dim")
+            table.add_row(name, run.skipped, "-", "-", "-", style="dim")
         else:
             result, difference = results[name], differences.get(name)
             table.add_row(

@@ -32,7 +32,7 @@ LAYERS = (
     METHODS,
     ("segments", "replicas"),
     ("measure", "machine", "communication", "coordination"),
-    ("mesh", "internals", "logical_devices", "mistakes", "version"),
+    ("checked_types", "mesh", "internals", "logical_devices", "mistakes", "version"),
 )
 # A module of a strategy and its room's of the same name are two sides of one thing, and every room
 # has an `extended`.

@@ -1,6 +1,7 @@
 """Pipelines of groups of devices: what the conformance suite cannot ask."""
 
 import collections
+import functools
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.helpers import assert_same_training, cpu_mesh_of, tiny_data, train
+from tests.hybrid.models_of_matrix import normalized
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions
 from tfparallel.internals.graphs import functions_of
@@ -163,6 +165,24 @@ def test_a_stage_may_have_fewer_devices_than_others(sizes, numbers, options):
     own = [stage.device for stage in stages.stages]
     by_stages = {2: ["CPU:0, CPU:2", "CPU:1, CPU:3"], 3: ["CPU:0", "CPU:1, CPU:2", "CPU:3"]}
     assert own == by_stages[sizes["pipeline"]]
+
+
+def test_batch_norm_in_parts_on_the_one_stage_that_has_several_devices():
+    mesh = keras.distribution.DeviceMesh(
+        (2, 2), ("pipeline", "model"), ["cpu:0", "cpu:1", "cpu:2", "cpu:2"]
+    )
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map["dense_0.*kernel"] = (None, "model")
+    layout_map["norm.*"] = ("model",)
+    layout_map["dense_1.*kernel"] = ("model", None)
+    partition = [["dense_0", "norm", "activation*", "dense_1"], ["dense_2"]]
+    pipeline = PipelineOptions(2, partition=partition, batch_norm="deferred")
+    strategy = HybridStrategy(mesh, pipeline=pipeline, layout_map=layout_map)
+    options = {"rows": 14, "batch_size": 7}
+    training = train(strategy, normalized, **options)
+    assert_same_training(train(None, functools.partial(normalized, 2), **options), training)
+    for weight in training.model.get_layer("norm").trainable_weights:
+        assert device_numbers(weight.value.parts[0]) == [0, 1]
 
 
 def test_a_device_of_two_stages_is_refused():

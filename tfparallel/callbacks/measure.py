@@ -12,6 +12,7 @@ from tfparallel.callbacks.fit_clock import FitClock
 from tfparallel.callbacks.model_use import ModelUse, Peak
 from tfparallel.callbacks.noise_watch import NoiseWatch
 from tfparallel.callbacks.reporter import Reporter
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.link_times import NO_LINKS
 from tfparallel.internals.keras_trainer import Fit, fit_that_tells, strategy_of
 from tfparallel.measure.job_ledger import JobLedger
@@ -22,6 +23,7 @@ from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.one_device_speed import one_device_rows_per_s
 
 
+@checks_types
 class Measure(keras.callbacks.Callback):
     """Says after each epoch, and at the end, how fast a training is and where its time goes.
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tfparallel.coordination.rank_meeting import meet_ranks
 from tfparallel.coordination.waited import waiting_for_others
@@ -38,6 +38,7 @@ _process_sets: dict[tuple[int, ...], Any] = {}  # that Horovod has started with,
 _HOROVODS_FUSION_BYTES = 128 << 20  # its default
 
 
+@runtime_checkable
 class ProcessSet(Protocol):
     """What is asked of a `hvd.ProcessSet`."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.names import as_compressor
 
@@ -26,6 +27,7 @@ class OuterStep(NamedTuple):
     nesterov: bool = False
 
 
+@checks_types
 class LocalSGD:
     """Every worker takes `every` steps alone; then all go on from the mean of their weights.
 
@@ -65,6 +67,7 @@ class LocalSGD:
         return False
 
 
+@checks_types
 class DiLoCo(LocalSGD):
     """`LocalSGD` whose workers' mean change is the gradient of an outer optimizer.
 

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from tfparallel.checked_types import checks_types
 
+
+@checks_types
 @dataclass(frozen=True)
 class WorkerTimeouts:
     """How long the workers of one synchronous training wait for one another, in seconds.
@@ -24,6 +27,7 @@ class WorkerTimeouts:
     write_s: float | None = 14_400.0
 
 
+@checks_types
 @dataclass(frozen=True)
 class Timeouts:
     """How long the processes of a job with one chief wait for one another, in seconds.

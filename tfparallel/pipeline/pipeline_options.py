@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from tfparallel.checked_types import checks_types
 from tfparallel.pipeline.plans.counts import check_choice, check_counts
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
@@ -11,6 +12,7 @@ from tfparallel.pipeline.stages import Partition
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 @dataclass(frozen=True)
 class PipelineOptions:
     """Options of a pipeline, as `PipelineStrategy` explains them.

@@ -11,7 +11,7 @@ https://arxiv.org/abs/2004.09910.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -21,8 +21,9 @@ from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.partition import matches
 from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.replicas.remat_scopes import Wants, wanted_by_scopes
+from tfparallel.segments.layer_paths import Patterns
 
-Choice = str | Collection[str]
+Choice = str | Patterns
 _WORDS = ("none", "except_last", "full")
 
 

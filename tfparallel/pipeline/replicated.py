@@ -17,39 +17,39 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tfparallel.pipeline.plans.counts import check_counts
+from tfparallel.replicas.device_names import Device, Devices, device_names
 
-Stage = str | Sequence[str]  # the device of a stage, or its devices
-
-
-def has_groups(devices: Sequence | None) -> bool:
-    """Whether some stage has a list of devices."""
-    return devices is not None and any(isinstance(stage, (list, tuple)) for stage in devices)
+Stage: TypeAlias = Device | Sequence[Device]  # the device of a stage, or its devices
 
 
-def flat(devices: Sequence | None) -> Sequence | None:
-    """All devices, stage by stage; as they are where each stage has one."""
-    if devices is None or not has_groups(devices):
-        return devices
-    return [name for stage in devices for name in _group(stage)]
-
-
-def pipelines_of(devices: Sequence[Stage]) -> list[list[str]]:
-    """For each pipeline the device of each stage; as many as let each stage share evenly.
+def groups_of_stages(devices: Devices | Sequence[Stage]) -> list[list[str]]:
+    """The names of each stage's devices.
 
     Raises:
         ValueError: for a stage without a device.
     """
-    groups = [_group(stage) for stage in devices]
+    if isinstance(devices, Device):
+        return [[name] for name in device_names(devices, "devices")]
+    groups = [
+        device_names([stage] if isinstance(stage, Device) else stage, "devices")
+        for stage in devices
+    ]
     if not all(groups):
         raise ValueError(f"Every stage must have a device. Received: devices={list(devices)!r}.")
+    return groups
+
+
+def pipelines_of(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """For each pipeline the device of each stage; as many as let each stage share evenly."""
     count = math.lcm(*map(len, groups))
     return [[group[i % len(group)] for group in groups] for i in range(count)]
 
 
 def microbatches_of_each(
-    num_microbatches: int | None, devices: Sequence[Stage], count: int
+    num_microbatches: int | None, groups: Sequence[Sequence[str]], count: int
 ) -> int | None:
     """How many microbatches each of `count` pipelines has; None where there is one by default.
 
@@ -59,13 +59,13 @@ def microbatches_of_each(
     if count == 1:
         return num_microbatches
     if num_microbatches is None:
-        return math.ceil(4 * len(devices) / count)
+        return math.ceil(4 * len(groups) / count)
     if num_microbatches % count:
         below = num_microbatches // count * count
         would = [n for n in (below, below + count) if n > 0]
         raise ValueError(
             "Devices of a stage take microbatches in turn, so that their numbers "
-            f"{[len(_group(stage)) for stage in devices]} divide num_microbatches evenly. "
+            f"{list(map(len, groups))} divide num_microbatches evenly. "
             f"Received: num_microbatches={num_microbatches}. What would fit: "
             f"{', '.join(map(str, would))}."
         )
@@ -111,7 +111,7 @@ class ChosenLater:
 
 
 def chosen_later(
-    devices: Sequence[Stage], num_stages: int, num_microbatches: int | None
+    groups: Sequence[Sequence[str]], num_stages: int, num_microbatches: int | None
 ) -> ChosenLater:
     """What is known of stages that are to get several devices, before their layers are.
 
@@ -122,13 +122,13 @@ def chosen_later(
         ValueError: for devices that are already those of a stage, for fewer than stages, and for
             microbatches that do not divide.
     """
-    if has_groups(devices):
+    if any(len(group) > 1 for group in groups):
         raise ValueError(
             "Either the devices of each stage are given, or num_stages, and they are chosen. "
-            f"Received: devices={list(devices)!r} and num_stages={num_stages}."
+            f"Received: devices={list(groups)!r} and num_stages={num_stages}."
         )
     check_counts(num_stages=num_stages)
-    names = [str(name) for name in devices]
+    names = [name for (name,) in groups]
     most = len(names) - num_stages + 1
     if most < 1:
         raise ValueError(
@@ -156,7 +156,3 @@ def _microbatches_by_default(num_stages: int, most: int) -> int:
 def first_with_copy(places: Sequence[str]) -> tuple[int, ...]:
     """For each pipeline the first one that has the same device in this place."""
     return tuple(list(places).index(place) for place in places)
-
-
-def _group(stage: Stage) -> list[str]:
-    return list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]

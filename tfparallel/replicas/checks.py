@@ -14,7 +14,7 @@ from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_distribution_hooks import is_distribution_watched
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.internals.keras_trainer import strategy_of
-from tfparallel.replicas.device_names import all_devices_here, device_names, devices_here
+from tfparallel.replicas.device_names import Devices, all_devices_here, device_names, devices_here
 from tfparallel.replicas.model_optimizers import optimizers_of
 
 _THREE_LINES = (
@@ -245,7 +245,7 @@ def check_is_keras_3(function: object) -> None:
         )
 
 
-def check_devices(devices: object, what: str = "devices") -> list[str] | None:
+def check_devices(devices: Devices | None, what: str = "devices") -> list[str] | None:
     """The names of devices; refuses those that do not exist, or one device named twice.
 
     Args:
@@ -279,7 +279,7 @@ def check_devices(devices: object, what: str = "devices") -> list[str] | None:
     return devices
 
 
-def devices_of_process(devices: object, what: str = "devices") -> list[str] | None:
+def devices_of_process(devices: Devices | None, what: str = "devices") -> list[str] | None:
     """As `check_devices`; without any, all that this process has, also among others of a cluster.
 
     None where `TF_CONFIG` names a cluster, of which TensorFlow has something to say.
@@ -289,7 +289,7 @@ def devices_of_process(devices: object, what: str = "devices") -> list[str] | No
     return check_devices(devices, what)
 
 
-def check_device(device: object, what: str = "device") -> list[str]:
+def check_device(device: Devices, what: str = "device") -> list[str]:
     """A list of the name of one device, given in any way that `check_devices` takes; or its number.
 
     Raises:

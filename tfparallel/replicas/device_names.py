@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfparallel.internals import device_util
 
+Device: TypeAlias = str | int | tf.config.LogicalDevice  # a number: of GPUs, or else of CPUs
+Devices: TypeAlias = Device | Sequence[Device]  # one number alone is how many, the first ones
 
-def device_names(devices: object, what: str) -> list[str]:
+
+def device_names(devices: Devices, what: str) -> list[str]:
     """The names of devices that were given in any of these ways.
 
     Args:
@@ -18,18 +21,13 @@ def device_names(devices: object, what: str) -> list[str]:
         what: the argument's name, for the message.
 
     Raises:
-        TypeError: for anything else.
         ValueError: for a count below 1.
     """
-    if _is_number(devices):
+    if isinstance(devices, int):
         if devices < 1:
             raise ValueError(f"`{what}` needs at least one device. Received: {devices}.")
-        return [_name(index, what) for index in range(devices)]
-    if isinstance(devices, str | tf.config.LogicalDevice):
-        return [_name(devices, what)]
-    if not isinstance(devices, Sequence):
-        raise TypeError(_expected(what, devices))
-    return [_name(device, what) for device in devices]
+        return [_name(index) for index in range(devices)]
+    return [_name(each) for each in ([devices] if isinstance(devices, Device) else devices)]
 
 
 def devices_here(kind: str | None = None) -> list[tf.config.LogicalDevice]:
@@ -98,27 +96,12 @@ def is_in_parts(environ: Mapping[str, str] = os.environ) -> bool:
     return any(len(tf.config.get_logical_device_configuration(gpu) or ()) > 1 for gpu in gpus)
 
 
-def _name(device: object, what: str) -> str:
-    if _is_number(device):
+def _name(device: Device) -> str:
+    if isinstance(device, int):
         return f"{'GPU' if devices_here('GPU') else 'CPU'}:{device}"
-    if isinstance(device, tf.config.LogicalDevice):
-        return device.name
-    if not isinstance(device, str):
-        raise TypeError(_expected(what, device))
-    return device
+    return device if isinstance(device, str) else device.name
 
 
 def _task_of(name: str) -> tuple:
     spec: Any = tf.DeviceSpec.from_string(name)
     return spec.job, spec.task
-
-
-def _is_number(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _expected(what: str, received: object) -> str:
-    return (
-        f"`{what}` takes names such as 'GPU:0', their numbers, or how many devices. "
-        f"Received: {received!r}."
-    )

@@ -1,11 +1,14 @@
 """Layers of a model by path, and which of them patterns name."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import keras
 
 from tfparallel.internals.keras_layers import direct_layers
+
+Patterns: TypeAlias = Sequence[str] | set[str] | frozenset[str]  # of layers, as of a shell
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:

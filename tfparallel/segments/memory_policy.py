@@ -16,10 +16,11 @@ https://arxiv.org/abs/1604.06174
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
+from tfparallel.checked_types import checks_types
 from tfparallel.internals.keras_layers import direct_layers
 from tfparallel.replicas.remat_scopes import (
     Wants,
@@ -27,12 +28,13 @@ from tfparallel.replicas.remat_scopes import (
     wanted_by_scopes,
     without_remat_of_keras,
 )
-from tfparallel.segments.layer_paths import check_patterns, is_named, layers_by_path
+from tfparallel.segments.layer_paths import Patterns, check_patterns, is_named, layers_by_path
 from tfparallel.segments.step_segments import Called, StepSegments
 
 _WORDS = ("none", "full")
 
 
+@checks_types
 @dataclasses.dataclass(frozen=True)
 class MemoryPolicy:
     """What a step keeps from its forward pass for its backward pass.
@@ -52,8 +54,8 @@ class MemoryPolicy:
         ValueError: for another word, or patterns that are none.
     """
 
-    rematerialize: str | Collection[str] = "none"
-    offload: str | Collection[str] = "none"
+    rematerialize: str | Patterns = "none"
+    offload: str | Patterns = "none"
 
     def __post_init__(self) -> None:
         for what in ("rematerialize", "offload"):
@@ -145,7 +147,7 @@ def around_inner(memory: MemoryPolicy | None, inner: object) -> Callable | None:
     return None
 
 
-def _named(what: str, choice: str | Collection[str], model: keras.Model) -> list[keras.Layer]:
+def _named(what: str, choice: str | Patterns, model: keras.Model) -> list[keras.Layer]:
     if choice == "none":
         return []
     if choice == "full":

@@ -1,14 +1,17 @@
 """What the user says of sharding."""
 
 import dataclasses
-from collections.abc import Collection
 
 import tensorflow as tf
+
+from tfparallel.checked_types import checks_types
+from tfparallel.segments.layer_paths import Patterns
 
 STAGES = ("parameters", "gradients", "optimizer")
 ON_HOST = (None, "optimizer", "parameters")
 
 
+@checks_types
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """What is kept in parts.
@@ -30,7 +33,7 @@ class Sharding:
 
     shard: str = "parameters"
     min_size: int = 1024
-    units: str | Collection[str] = "*"
+    units: str | Patterns = "*"
     reshard_after_forward: bool = True
     prefetch: int = 1
     gather_dtype: str | None = None
@@ -43,7 +46,7 @@ class Sharding:
             raise ValueError(f"`min_size` must be at least 1. Received: {self.min_size}.")
         if self.prefetch < 0:
             raise ValueError(f"`prefetch` must not be negative. Received: {self.prefetch}.")
-        if self.gather_dtype is not None and not tf.as_dtype(self.gather_dtype).is_floating:
+        if self.gather_dtype is not None and not _is_floating(self.gather_dtype):
             raise ValueError(
                 "`gather_dtype` must be a dtype of floating point, such as 'bfloat16'. Received: "
                 f"{self.gather_dtype!r}."
@@ -73,3 +76,10 @@ class Sharding:
         if self.units == "*":
             return None
         return (self.units,) if isinstance(self.units, str) else tuple(self.units)
+
+
+def _is_floating(dtype: str) -> bool:
+    try:
+        return tf.as_dtype(dtype).is_floating
+    except TypeError:  # no dtype at all
+        return False

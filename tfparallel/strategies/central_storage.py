@@ -1,15 +1,16 @@
 """Data parallel with the variables in one place: replicas read them from there."""
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from tfparallel.central_storage.extended import CentralStorageExtended
+from tfparallel.checked_types import checks_types
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import check_devices, devices_of_process
+from tfparallel.replicas.checks import check_device, devices_of_process
+from tfparallel.replicas.device_names import Device, Devices
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
     """Variables on one device, computation on all.
 
@@ -33,13 +34,15 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
 
     def __init__(
         self,
-        compute_devices: Sequence[str] | None = None,
-        parameter_device: str | None = None,
+        compute_devices: Devices | None = None,
+        parameter_device: Device | None = None,
         memory: MemoryPolicy | None = None,
         prefetch_batches: int | None = None,
     ):
         compute_devices = devices_of_process(compute_devices, "compute_devices")
-        central = check_devices(parameter_device, "parameter_device")
-        extended = CentralStorageExtended(self, compute_devices, central[0] if central else None)
+        central = None
+        if parameter_device is not None:
+            [central] = check_device(parameter_device, "parameter_device")
+        extended = CentralStorageExtended(self, compute_devices, central)
         extended._read_ahead(prefetch_batches)
         super().__init__(extended, (memory or MemoryPolicy()).during)

@@ -4,6 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.bucketing import HOROVOD_BUCKET_BYTES
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.horovod_reductions import (
@@ -23,6 +24,7 @@ from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy, around_inner
 
 
+@checks_types
 class HorovodStrategy(KerasStrategy):
     """Synchronous data parallelism over Horovod's ranks, with gradients all-reduced in a ring.
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.local_sgd import Meeting
 from tfparallel.coordination.timeouts import WorkerTimeouts
@@ -56,6 +57,7 @@ from tfparallel.tensor_parallel.layouts import Layouts
 from tfparallel.tensor_parallel.mesh_groups import MeshGroups
 
 
+@checks_types
 class HybridStrategy(KerasStrategy):
     """Trains on a mesh of devices, of one process or of several, as one device would.
 
@@ -286,7 +288,7 @@ class HybridStrategy(KerasStrategy):
                 f"{{{names['pipeline']!r}: {devices.size}}}, or leave num_stages out."
             )
         stages, microbatches = pipeline.num_stages or 1, pipeline.num_microbatches
-        later = chosen_later(devices.flatten().tolist(), stages, microbatches)
+        later = chosen_later(devices.reshape(-1, 1).tolist(), stages, microbatches)
         options = dataclasses.replace(pipeline, num_microbatches=later.num_microbatches)
         (first, *others), schedule = later.before, options.schedule_for(stages)
         return PipelineExtended(self, first, schedule, options, others=others, later=later)

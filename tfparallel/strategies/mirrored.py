@@ -1,23 +1,24 @@
 """Data parallel on the devices of one process: every device holds all variables."""
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
+from tfparallel.replicas.device_names import Devices
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
     """Synchronous data parallelism on several devices of one machine.
 
     Drop-in for `tf.distribute.MirroredStrategy`.
 
     Args:
-        devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical
-            CPUs where there are none.
+        devices: device names such as `["GPU:0", "GPU:1"]`, or how many; None takes all GPUs, or all
+            logical CPUs where there are none.
         cross_device_ops: a `tf.distribute.CrossDeviceOps` that sums gradients. None takes NCCL
             for several physical GPUs, and a sum on the first device otherwise.
         memory: which activations are computed again in the backward pass, a
@@ -32,7 +33,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Devices | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
         memory: MemoryPolicy | None = None,
         prefetch_batches: int | None = None,

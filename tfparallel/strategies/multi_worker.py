@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.local_sgd import Meeting, as_meeting
 from tfparallel.coordination.cluster import read_tf_config
@@ -14,6 +15,7 @@ from tfparallel.replicas.inner import inside_of, made
 from tfparallel.segments.memory_policy import MemoryPolicy, around_inner
 
 
+@checks_types
 class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous data parallelism over the workers of a cluster.
 
@@ -55,7 +57,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         compression: Meeting | str | None = None,
         timeouts: WorkerTimeouts | None = None,
         check_weights_every: int | None = None,
-        inner: Callable[[], KerasStrategy] | None = None,
+        inner: Callable[[], KerasStrategy] | KerasStrategy | None = None,  # a strategy is refused
         memory: MemoryPolicy | None = None,
         prefetch_batches: int | None = None,
     ):

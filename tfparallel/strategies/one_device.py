@@ -2,12 +2,15 @@
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.data_parallel.mirrored import MirroredLocalExtended
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import check_device
+from tfparallel.replicas.device_names import Devices
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Places variables and computation on one device.
 
@@ -27,7 +30,7 @@ class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
 
     def __init__(
         self,
-        device: str | int,
+        device: Devices,
         memory: MemoryPolicy | None = None,
         prefetch_batches: int | None = None,
     ):

@@ -5,6 +5,7 @@ from typing import Literal
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.compression_report import CompressionReport
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.coordination.cluster import read_tf_config
@@ -20,6 +21,7 @@ from tfparallel.replicas.base import KerasStrategy
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 class ParameterServerStrategy(KerasStrategy):
     """Trains on the workers of a cluster, with the variables on its parameter servers.
 

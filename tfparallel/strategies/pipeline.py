@@ -6,11 +6,13 @@ every data-parallel strategy. What is different is where a layer computes, and i
 """
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.pipeline.extended import PipelineExtended
@@ -22,8 +24,7 @@ from tfparallel.pipeline.remote_stages import StageCluster
 from tfparallel.pipeline.replicated import (
     Stage,
     chosen_later,
-    flat,
-    has_groups,
+    groups_of_stages,
     microbatches_of_each,
     pipelines_of,
 )
@@ -31,10 +32,12 @@ from tfparallel.pipeline.stages import Partition, Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.pipeline.swimlane import Swimlane
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.device_names import Devices
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
 
 
+@checks_types
 class PipelineStrategy(KerasStrategy):
     """Layers divided over devices; microbatches of every batch pass through them in a pipeline.
 
@@ -42,10 +45,10 @@ class PipelineStrategy(KerasStrategy):
     into microbatches inside the step, of which every row counts once.
 
     Args:
-        devices: names such as `["GPU:0", "GPU:1"]`, one for each stage; None takes all GPUs, or all
-            logical CPUs. A stage that is slower than the others may have several devices, which
-            take microbatches in turn: `["GPU:0", ["GPU:1", "GPU:2"], "GPU:3"]`. Each has a copy of
-            the stage's weights. `num_stages` chooses which stage has several.
+        devices: names such as `["GPU:0", "GPU:1"]`, one for each stage, or how many; None takes all
+            GPUs, or all logical CPUs. A stage that is slower than the others may have several
+            devices, which take microbatches in turn: `["GPU:0", ["GPU:1", "GPU:2"], "GPU:3"]`. Each
+            has a copy of the stage's weights. `num_stages` chooses which stage has several.
         num_microbatches: parts of a batch. Default: 4 for each stage, which leaves the devices idle
             for less than a fifth of the time. Numbers of devices of a stage must divide it.
         schedule: "1f1b" (default), "gpipe", "interleaved_1f1b" or "zero_bubble", or a
@@ -97,7 +100,7 @@ class PipelineStrategy(KerasStrategy):
 
     def __init__(
         self,
-        devices: Sequence[Stage] | None = None,
+        devices: Devices | Sequence[Stage] | None = None,
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         partition: Partition = "balanced",
@@ -113,10 +116,14 @@ class PipelineStrategy(KerasStrategy):
         timeouts: Timeouts | None = None,
         num_stages: int | None = None,
     ):
+        groups = None if devices is None else groups_of_stages(devices)
         names, cluster = stage_devices(
-            flat(devices), cluster_resolver, insecure_network, timeouts or Timeouts()
+            None if groups is None else list(itertools.chain(*groups)),
+            cluster_resolver,
+            insecure_network,
+            timeouts or Timeouts(),
         )
-        stages = devices if devices is not None and has_groups(devices) else names
+        stages = groups or [[name] for name in names]
         later = None
         if num_stages is not None:
             _check_is_one_process(num_stages, cluster)

@@ -1,15 +1,17 @@
 """Data parallel whose replicas share what each would hold alike (ZeRO, FSDP)."""
 
-from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 import keras
 
+from tfparallel.checked_types import checks_types
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.hybrid.processes_of_job import processes_of_job
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.checks import devices_of_process
+from tfparallel.replicas.device_names import Devices
 from tfparallel.replicas.reporting_scope import ReportingScope
+from tfparallel.segments.layer_paths import Patterns
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.sharded.extended import ShardedExtended
 from tfparallel.sharded.in_one_process import LocalShardedExtended
@@ -17,6 +19,7 @@ from tfparallel.sharded.memory_table import MemoryTable, memory_table
 from tfparallel.sharded.options import Sharding
 
 
+@checks_types
 class ShardedStrategy(KerasStrategy):
     """Data parallelism in which each replica keeps a part of the model's state.
 
@@ -29,8 +32,8 @@ class ShardedStrategy(KerasStrategy):
     outside of a step, gathers it: all workers have to, in the same order.
 
     Args:
-        devices: device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or all logical
-            CPUs where there are none. Over several processes it must be None.
+        devices: device names such as `["GPU:0", "GPU:1"]`, or how many; None takes all GPUs, or all
+            logical CPUs where there are none. Over several processes it must be None.
         shard: what is kept in parts: "parameters" (weights, gradients and slots; ZeRO 3),
             "gradients" (ZeRO 2) or "optimizer" (slots only; ZeRO 1).
         min_size: weights of fewer numbers stay whole on each replica.
@@ -77,11 +80,11 @@ class ShardedStrategy(KerasStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Devices | None = None,
         *,
         shard: str = "parameters",
         min_size: int = 1024,
-        units: str | Collection[str] = "*",
+        units: str | Patterns = "*",
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         gather_dtype: str | None = None,
@@ -126,7 +129,7 @@ class ShardedStrategy(KerasStrategy):
 
 def _extended(
     strategy: KerasStrategy,
-    devices: Sequence[str] | None,
+    devices: Devices | None,
     sharding: Sharding,
     replicas: int,
     transport: str,
@@ -140,9 +143,9 @@ def _extended(
     return LocalShardedExtended(strategy, devices_of_process(devices), sharding, replicas)
 
 
-def _check_takes_all(devices: Sequence[str] | None, of: str) -> None:
+def _check_takes_all(devices: Devices | None, of: str) -> None:
     if devices is not None:
         raise ValueError(
-            f"ShardedStrategy takes all devices of {of}. Received: devices={list(devices)}. Leave "
+            f"ShardedStrategy takes all devices of {of}. Received: devices={devices!r}. Leave "
             "`devices` out, or make the strategy in a process that is not of a job."
         )

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.coordination.timeouts import Timeouts, WorkerTimeouts
 from tfparallel.hybrid.ranks_of_job import JobOfRanks, job_of_ranks, ranks_of
 from tfparallel.internals.keras_layers import layout_map_of
@@ -28,6 +29,7 @@ from tfparallel.tensor_parallel.over_ranks import TensorParallelOverRanks
 Layout: TypeAlias = keras.distribution.LayoutMap | keras.distribution.ModelParallel | dict | str
 
 
+@checks_types
 class TensorParallelStrategy(KerasStrategy):
     """Computes each layer on several devices, as Keras's `LayoutMap` says.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.internals import is_symbolic_build
 from tfparallel.replicas import first_words
 from tfparallel.segments.memory_policy import MemoryPolicy
@@ -15,6 +16,7 @@ from tfparallel.tpu.extended import KerasTPUExtended, connect_to_tpu
 from tfparallel.tpu.spmd_step import SpmdKerasSteps
 
 
+@checks_types
 class TPUStrategy(SpmdKerasSteps, tf.distribute.TPUStrategy):
     """Synchronous data parallelism on TPUs.
 

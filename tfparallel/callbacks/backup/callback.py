@@ -22,6 +22,7 @@ from tfparallel.callbacks.backup.step_agreement import StepAgreement
 from tfparallel.callbacks.backup.storage import BackupError, LeaseError, Storage
 from tfparallel.callbacks.backup.workers import Workers, exchange
 from tfparallel.callbacks.preemption import EXIT_STATUS, PreemptionNotice
+from tfparallel.checked_types import checks_types
 from tfparallel.coordination.machine import THIS_MACHINE, Machine
 from tfparallel.coordination.writer import Writer, writer_for
 from tfparallel.internals.keras_epochs import hook_steps
@@ -31,6 +32,7 @@ from tfparallel.version import __version__
 _SHORTEST_LEASE_S = 1.0
 
 
+@checks_types
 class BackupAndRestore(keras.callbacks.Callback):
     """Saves the state of `Model.fit` and resumes it: a run that was killed ends as if it was not.
 

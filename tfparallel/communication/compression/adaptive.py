@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.adaptive_orders import (
     MOST_ROWS,
     Measurement,
@@ -35,6 +36,7 @@ from tfparallel.internals import (
 )
 
 
+@checks_types
 class Adaptive(PowerSGD):
     """Sends each bucket of gradients exactly, as float16, or with a rank of PowerSGD.
 

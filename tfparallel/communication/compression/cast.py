@@ -5,12 +5,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.communication.compression.compressor import Compressor, num_elements
 
 _DTYPES = ("float16", "bfloat16")
 
 
+@checks_types
 class Cast(Compressor):
     """Sends gradients as float16 or bfloat16: half the bytes of float32. Also `"fp16"`, `"bf16"`.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.buckets import Ranks, State
 from tfparallel.communication.compression.compressor import Compressor, with_residual
 from tfparallel.communication.compression.orthogonal import (
@@ -15,6 +16,7 @@ from tfparallel.communication.compression.orthogonal import (
 from tfparallel.communication.compression.transport import Reduction, Rounds, Sum
 
 
+@checks_types
 class PowerSGD(Compressor):
     """Approximates the sum of all ranks' gradients by a matrix of low rank.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.communication.compression.compressor import Compressor, num_elements
 from tfparallel.communication.compression.packing import pack_bits, unpack_bits
@@ -56,6 +57,7 @@ class _RandomRounding(Compressor):
         return -(-size * self._bits // 8) + 4 * -(-size // (self._chunk or size))
 
 
+@checks_types
 class QSGD(_RandomRounding):
     """Rounds the values of a gradient at random to `2**bits - 1` levels, chunk by chunk.
 

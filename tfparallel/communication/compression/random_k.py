@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.communication.compression.compressor import Compressor, num_elements, poison_of
 from tfparallel.communication.compression.top_k import checked_ratio, num_sent, placed
 
 
+@checks_types
 class RandomK(Compressor):
     """Sends values at random places, drawn from a seed that all ranks share: a ring can add them.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.checked_types import checks_types
 from tfparallel.communication.compression.buckets import Ranks
 from tfparallel.communication.compression.compressor import Compressor, num_elements, poison_of
 
@@ -13,6 +14,7 @@ _SAMPLED_FROM = 1 << 16  # below, sorting all values is fast enough
 _SAMPLE = 1 << 14
 
 
+@checks_types
 class TopK(Compressor):
     """Sends the largest values of each gradient with their indices, 8 bytes each.
 
