@@ -12,13 +12,13 @@ import tfparallel
 from tfparallel import callbacks, compression
 from tfparallel.checked_types import ArgumentTypeError, checks_types
 
-# What users read, derive from or see made, and a description of a cluster, whose mistakes pydantic
-# lists.
-NOT_OF_USERS = {
+# What users read, derive from or see made, and what says by itself which part of it is wrong.
+CHECKED_OTHERWISE = {
     "ClusterConfig",
     "CompressionReport",
     "Compressor",
     "GradientCompression",
+    "Schedule",
     "Transport",
     "VariableReport",
 }
@@ -32,7 +32,7 @@ def constructed_by_users() -> dict[str, type]:
         for name in module.__all__
         if inspect.isclass(value := getattr(module, name))
         and not issubclass(value, BaseException)
-        and name not in NOT_OF_USERS
+        and name not in CHECKED_OTHERWISE
         and "self" in (parameters := inspect.signature(value.__init__).parameters)
         and any(each.annotation is not each.empty for each in parameters.values())
     }

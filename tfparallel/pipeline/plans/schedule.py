@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from tfparallel.checked_types import checks_types
 from tfparallel.pipeline.plans.orders import Orders
 from tfparallel.pipeline.plans.table import draw_table
 
 
-@checks_types
 @dataclass(frozen=True)
 class Schedule(Orders):
     """For every device of a pipeline, its actions in order.
