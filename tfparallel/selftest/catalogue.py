@@ -90,9 +90,9 @@ CHECKS = (
     ),
     Check("nccl", "gpu_checks:find_nccl", cure=_CURE_NCCL, min_gpus=2),
     Check("copies", "gpu_checks:count_copies", cure=_CURE_KERNEL, min_gpus=1),
-    Check("launch ahead", "gpu_checks:launch_ahead", cure=_CURE_SPEED, min_gpus=1),
-    Check("memory", "gpu_checks:measure_memory", cure=_CURE_MEMORY, min_gpus=2),
-    Check("speed", "gpu_checks:compare_speed", cure=_CURE_SPEED, min_gpus=2),
+    Check("launch ahead", "speed_checks:launch_ahead", cure=_CURE_SPEED, min_gpus=1),
+    Check("memory", "pipeline_checks:measure_memory", cure=_CURE_MEMORY, min_gpus=2),
+    Check("speed", "speed_checks:compare_speed", cure=_CURE_SPEED, min_gpus=2),
 )
 
 
