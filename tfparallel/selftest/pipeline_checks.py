@@ -1,6 +1,6 @@
 """What a pipeline takes of its GPUs, held against what it says beforehand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -8,12 +8,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.internals.ran_operations import Ran, profiled
 from tfparallel.selftest.machine_devices import Bench, open_devices
 from tfparallel.selftest.verdicts import CheckFailedError, Passed
 
 _MORE_PEAK = 1.1
 _PREDICTION_OFF = 0.2
 _MICROBATCH_ROWS = 4096
+_SLOWEST_STAGE = 1.2  # of the mean
 
 
 class MemoryUse(NamedTuple):
@@ -66,3 +68,57 @@ def _use_of_pipeline(devices: Sequence[str], num_microbatches: int) -> list[Memo
     batch = x.nbytes + y.nbytes
     pairs = zip(peaks, predicted, strict=True)
     return [MemoryUse(int(peak) - batch, bytes_) for peak, bytes_ in pairs]
+
+
+def measure_balance(bench: Bench) -> Passed:
+    """Stages take equally long, of a model that equal numbers of layers would not divide so."""
+    open_devices()
+    devices = bench.devices[:2]
+    strategy = tfparallel.PipelineStrategy(devices, num_microbatches=4)
+    with strategy.scope():
+        widths = [1024] * 32 + [2048] * 8
+        hidden = [keras.layers.Dense(width, activation="tanh") for width in widths]
+        model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = _MICROBATCH_ROWS * 4
+    x, y = np.zeros((rows, 1024), "float32"), np.zeros((rows, 1), "float32")
+    model.train_on_batch(x, y)
+    with profiled() as ran:
+        model.train_on_batch(x, y)
+    predicted = [stage.time_share or 0.0 for stage in strategy.summary(model).stages]
+    return judge_balance(predicted, [computing_s(ran, device) for device in devices])
+
+
+def computing_s(ran: Iterable[Ran], device: str) -> float:
+    """Seconds in which a device computed, by its own clock; copies do not count.
+
+    Args:
+        ran: what a profiler saw.
+        device: "GPU:0".
+    """
+    own = [x for x in ran if x.device == device and "memcpy" not in x.operation.lower()]
+    seconds, end = 0.0, 0.0
+    for each in sorted(own, key=lambda x: x.start_s):  # streams compute beside one another
+        seconds += max(0.0, each.end_s - max(each.start_s, end))
+        end = max(end, each.end_s)
+    return seconds
+
+
+def judge_balance(predicted: Sequence[float], measured_s: Sequence[float]) -> Passed:
+    """Holds the times of stages against one another.
+
+    Args:
+        predicted: shares by which the model was divided.
+        measured_s: seconds of each stage in a step.
+
+    Raises:
+        CheckFailedError: if one takes far longer than the mean, or nothing was measured.
+    """
+    if not all(measured_s):
+        raise CheckFailedError(f"the profile shows nothing on some GPUs; seconds: {measured_s}")
+    shares = [each / sum(measured_s) for each in measured_s]
+    own, before = (", ".join(f"{x:.0%}" for x in each) for each in (shares, predicted))
+    text = f"stages take {own} of the time; predicted {before}"
+    if max(shares) * len(shares) > _SLOWEST_STAGE:
+        raise CheckFailedError(text)
+    return Passed(text, {"measured_s": list(measured_s), "predicted": list(predicted)})
