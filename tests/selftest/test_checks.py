@@ -20,14 +20,13 @@ from tfparallel.selftest.command_line import chosen_gpus, outcomes_as_json, show
 from tfparallel.selftest.contenders import IN_ONE_PROCESS, IN_SEVERAL_PROCESSES, all_trials
 from tfparallel.selftest.gpu_checks import (
     Copies,
-    MemoryUse,
     copies_of_profile,
     judge_copies,
-    judge_memory,
     judge_nccl,
 )
 from tfparallel.selftest.machine_devices import Bench, bench_of_json
 from tfparallel.selftest.one_check import MARK
+from tfparallel.selftest.pipeline_checks import MemoryUse, judge_memory
 from tfparallel.selftest.trials import Trial, train
 from tfparallel.selftest.verdicts import CheckFailedError, Outcome
 

@@ -12,6 +12,8 @@ _CURE_KERNEL = "report the operation named; training works, with copies through 
 _CURE_NCCL = "see docs/gpu.md: another NCCL in LD_LIBRARY_PATH, containers without /dev/shm"
 _CURE_SPEED = "look for others on these GPUs (nvidia-smi); run it again alone; then report it"
 _CURE_MEMORY = "report the figures; meanwhile take fewer microbatches"
+_CURE_BALANCE = "look for others on these GPUs (nvidia-smi); else give `partition` as patterns"
+_CURE_GROWTH = "report the figures; meanwhile train in parts, with backups"
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,16 @@ CHECKS = (
         "integers", "remote_integers:pass_integers", cure=_CURE_INTEGERS, min_gpus=1, limit_s=300
     ),
     Check("nccl", "gpu_checks:find_nccl", cure=_CURE_NCCL, min_gpus=2),
+    Check(
+        "bandwidth", "bandwidth_checks:compare_bandwidth", cure=_CURE_NCCL, min_gpus=2, is_job=True
+    ),
     Check("copies", "gpu_checks:count_copies", cure=_CURE_KERNEL, min_gpus=1),
-    Check("launch ahead", "gpu_checks:launch_ahead", cure=_CURE_SPEED, min_gpus=1),
-    Check("memory", "gpu_checks:measure_memory", cure=_CURE_MEMORY, min_gpus=2),
-    Check("speed", "gpu_checks:compare_speed", cure=_CURE_SPEED, min_gpus=2),
+    Check("launch ahead", "speed_checks:launch_ahead", cure=_CURE_SPEED, min_gpus=1),
+    Check("input", "speed_checks:compare_input", cure=_CURE_SPEED, min_gpus=1),
+    Check("memory", "pipeline_checks:measure_memory", cure=_CURE_MEMORY, min_gpus=2),
+    Check("balance", "pipeline_checks:measure_balance", cure=_CURE_BALANCE, min_gpus=2),
+    Check("steady memory", "memory_checks:watch_memory", cure=_CURE_GROWTH),
+    Check("speed", "speed_checks:compare_speed", cure=_CURE_SPEED, min_gpus=2),
 )
 
 

@@ -15,31 +15,24 @@ from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.one_check import MARK
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
+ALONE = [sys.executable, "-m"]  # starts a module in one process, with all devices
 _STAND_IN_WORKERS = 2
 
 
 def train_by_launcher(bench: Bench, name: str, *options: str) -> Passed:
     """A strategy whose processes `tfparallel launch` starts, one for each GPU."""
-    workers = str(max(len(bench.gpus), _STAND_IN_WORKERS))
-    launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", workers, *options, "-m"]
-    return _train([sys.executable, *launch], bench, name)
+    return _train(launcher(bench, *options), bench, name)
 
 
 def train_by_horovodrun(bench: Bench, name: str) -> Passed:
     """A strategy whose ranks `horovodrun` starts, one for each GPU."""
-    if importlib.util.find_spec("horovod") is None:
-        raise CheckSkippedError("Horovod is not installed: python -m tfparallel.build_horovod")
-    ranks = str(max(len(bench.gpus), _STAND_IN_WORKERS))
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    return _train([horovodrun, "-np", ranks, sys.executable, "-m"], bench, name)
+    return _train(horovodrun(bench), bench, name)
 
 
 def compress(bench: Bench) -> Passed:
     """Every compressor over all workers: finite, and the same bits on all of them."""
-    workers = max(len(bench.gpus), _STAND_IN_WORKERS)
-    launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", str(workers), "-m"]
-    check = ["tfparallel.selftest.one_check", bench.to_json(), "task_checks:train_compressed"]
-    found = _outcomes([sys.executable, *launch, *check], bench)
+    workers = _num_processes(bench)
+    found = outcomes_of(launcher(bench), bench, "task_checks:train_compressed")
     digests = {json.dumps(each["figures"], sort_keys=True) for each in found}
     if len(found) != workers or len(digests) != 1:
         raise CheckFailedError(f"{len(found)} of {workers} workers ended, weights {digests}")
@@ -70,21 +63,51 @@ def _resumed(bench: Bench, name: str, kill_at: int) -> str | None:
 
 
 def _train(start: list[str], bench: Bench, name: str) -> Passed:
-    check = ["tfparallel.selftest.one_check", bench.to_json(), "exactness_checks:train_as_task"]
-    found = _outcomes([*start, *check, name], bench)
+    found = outcomes_of(start, bench, "exactness_checks:train_as_task", name)
     if not found:
         raise CheckFailedError("no process of the job said how it ended")
     return Passed(f"processes: {len(found)}; {found[0]['found']}", found[0]["figures"])
 
 
-def _outcomes(command: list[str], bench: Bench) -> list[dict]:
+def launcher(bench: Bench, *options: str) -> list[str]:
+    """What starts a module by `tfparallel launch` in a process for each GPU."""
+    workers = str(_num_processes(bench))
+    launch = ["-m", "tfparallel", "launch", "--standalone", "--workers", workers, *options, "-m"]
+    return [sys.executable, *launch]
+
+
+def horovodrun(bench: Bench) -> list[str]:
+    """What starts a module by `horovodrun` in a process for each GPU.
+
+    Raises:
+        CheckSkippedError: without Horovod.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise CheckSkippedError("Horovod is not installed: python -m tfparallel.build_horovod")
+    command = str(Path(sys.executable).with_name("horovodrun"))
+    return [command, "-np", str(_num_processes(bench)), sys.executable, "-m"]
+
+
+def _num_processes(bench: Bench) -> int:
+    return max(len(bench.gpus), _STAND_IN_WORKERS)
+
+
+def outcomes_of(start: list[str], bench: Bench, function: str, *arguments: str) -> list[dict]:
     """What the processes of a job say; their output is this process's too.
+
+    Args:
+        start: what starts a module in each process, or `ALONE`.
+        bench: where they run.
+        function: "module:function" of this room.
+        arguments: of the function, after the bench.
 
     Raises:
         CheckFailedError: if one of them failed, or the job did.
     """
+    command = [*start, "tfparallel.selftest.one_check", bench.to_json(), function, *arguments]
     environment = bench.environment()
-    environment.pop(LOGICAL_CPUS_VARIABLE, None)  # a device for each
+    if start != ALONE:
+        environment.pop(LOGICAL_CPUS_VARIABLE, None)  # a device for each
     if not bench.gpus:
         environment[VISIBLE] = "-1"
     job = subprocess.Popen(

@@ -180,7 +180,7 @@ class PipelineStrategy(KerasStrategy):
 
         `print` the result, or `save_png` or `save_trace` it. Two steps run, of which the second is
         measured; then all that they changed is put back: variables, losses, attributes of layers,
-        random numbers. On a GPU a pass ends when its kernels are launched.
+        random numbers. On a GPU a pass may end when its kernels are launched, before they have run.
 
         Args:
             model: compiled under this strategy.
