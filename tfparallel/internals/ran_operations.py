@@ -157,7 +157,7 @@ def _of_host(plane: xplane_pb2.XPlane, began_ns: int) -> Iterator[Ran]:
     for line in plane.lines:
         for event in line.events:
             name, colon, operation = plane.event_metadata[event.metadata_id].name.rpartition(":")
-            if colon and operation.isidentifier():
+            if colon and operation.isidentifier() and not name.endswith(":"):  # no C++ `a::b`
                 yield Ran(name, operation, "", *_times(line, event, began_ns))
 
 
