@@ -131,7 +131,13 @@ def steps_are_drawn() -> dict:
     drawn = strategy.profile(model, (x, y))
     after = [v.numpy().tolist() for v in [*model.variables, *model.optimizer.variables]]
     boxes = [[drawn.lanes[box.lane], box.kind, box.start, box.end] for box in drawn.boxes]
-    return {"boxes": boxes, "seconds": drawn.seconds, "is_as_before": before == after}
+    labels = sorted({box.label for box in drawn.boxes})
+    return {
+        "boxes": boxes,
+        "labels": labels,
+        "seconds": drawn.seconds,
+        "is_as_before": before == after,
+    }
 
 
 @case

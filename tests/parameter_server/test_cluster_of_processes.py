@@ -36,6 +36,7 @@ def test_a_step_of_each_asynchronous_worker_is_drawn_on_one_clock(run_case):
     """All workers compute, the server updates after the first of them has."""
     result = run_case("steps_are_drawn")
     assert result["is_as_before"]
+    assert "Enqueue" not in result["labels"]  # the call, which waits for what it sends
     spans = {(lane, kind): [] for lane, kind, _, _ in result["boxes"]}
     for lane, kind, start, end in result["boxes"]:
         spans[lane, kind].append((start, end))
