@@ -148,7 +148,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.cost:
         measure_cost.open_cpus()
-        print("\n".join(str(cost) for cost in measure_cost.measured()))
+        for cost in measure_cost.measured():
+            print(cost, flush=True)
         return
     rows = _found(args.json)
     for key, name, run in _all(args.healthy):

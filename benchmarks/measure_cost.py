@@ -1,32 +1,34 @@
 """What measuring costs a step.
 
-    python benchmarks/measure_cost.py --pairs 5 --models CNN
+    nice -n -10 python benchmarks/measure_cost.py --seconds 300 --models MLP convnet
 
-In one training, `Measure` is there in twelve steps and away in the next twelve: blocks that follow
-each other are compared, so that what the machine does else cancels out; the first two steps of a
-block are left out. Weights are compared with those of a training without. Where others use the
-machine, such pairs scatter by more than the cost: so what Python does around a step, most of the
-cost, is timed by itself as well, where it runs.
+In one training, of one compiled model, `Measure` is there in a few steps and away in a few others.
+Which of two blocks comes first is drawn, so that what the machine does else falls on both alike;
+the first step of a block is left out, as caches hold the other's. Of the differences within
+hundreds of pairs of blocks Hodges' and Lehmann's estimate is told with its interval of 95 %: the
+median of the means of any two, which a few large ones do not move
+(https://doi.org/10.1214/aoms/1177704172).
 
-Steps that note squares of gradients for the noise scale are functions of their own, so trainings
-with and without it are compared, one after the other, of two replicas on two logical CPUs. The
-figure is a median over steps, which does not see every hundredth one: a training that notes squares
-in all of its steps, and one that does in the first alone, tell what a step costs that notes them
-and what the others cost; `noise_every=100` is a hundredth of the one and the rest of the other.
+Computing scatters by more than measuring takes. But all that `Measure` does in a step, it does
+before the step has its batch: between steps, and at the iterator. So that is timed by itself, from
+the moment in which Keras asks for a step to the one in which the model's first layer has its rows,
+in all steps alike. Of a block the shortest counts, as in `timeit`: other programs only make it
+longer. Whole steps, in wall time and in CPU time of all threads, are compared beside it.
+
+With the noise scale the training is one of two replicas on two logical CPUs, and each step that is
+measured notes squares of gradients; of `noise_every=100`, a hundredth of what that adds is told.
 """
 
 import argparse
 import dataclasses
-import itertools
-import math
 import os
-import statistics
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -36,17 +38,42 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfparallel
+from tfparallel.callbacks import Measure
+from tfparallel.callbacks.fit_clock import FitClock
+from tfparallel.internals import ResourceVariable
+
 EVERY = 100  # the noise_every of which the cost is told
-PAIRS, STEPS, BLOCK = 16, 48, 12
+BLOCK = 4  # steps, but for the first one
+SECONDS = 300.0
+WARM_UP = 8  # pairs, not told
+NORMAL = 1.96  # standard deviations that hold 95 %
 WIDTH = 1800  # 10 M parameters in three layers
 
 
 class Problem(NamedTuple):
-    """A model that is not compiled, rows for `STEPS` steps, and how many rows a step has."""
+    """A model that is not compiled, and its rows for one step, which is repeated."""
 
     model: keras.Model
     x: np.ndarray
-    batch_size: int
+
+
+class Estimate(NamedTuple):
+    """Of what measuring adds to a step, in seconds, with an interval that holds it in 95 %."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+
+    def told(self, step_s: float) -> str:
+        """In microseconds, and as a share of a step."""
+        low, high = (each / step_s for each in (self.low_s, self.high_s))
+        share = f"{self.seconds / step_s:+.2%} ({low:+.2%} to {high:+.2%})"
+        return f"{self.seconds * 1e6:+.0f} us = {share}"
+
+    def part(self, share: float, whole: "Estimate") -> "Estimate":
+        """This, with `share` of the way from here to `whole`."""
+        return Estimate(*(a + share * (b - a) for a, b in zip(self, whole, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -55,60 +82,75 @@ class Cost:
 
     Attributes:
         model: its name, and what is measured of it.
-        step_ms: without measuring, median.
-        share: of a step that measuring adds; median of pairs of pairs.
-        spread: half of the distance between the quarters of the pairs.
-        is_equal: whether weights are the same bits.
-        python_us: what Python does for it around a step, median; None where that is not known.
+        pairs: how many were compared.
+        step_s: without measuring, median.
+        before: of the time until a step has its batch.
+        wall: of the time of a step.
+        cpu: of what all threads of the process compute in a step.
+        is_equal: whether weights are the same bits as without.
     """
 
     model: str
-    step_ms: float
-    share: float
-    spread: float
+    pairs: int
+    step_s: float
+    before: Estimate
+    wall: Estimate
+    cpu: Estimate
     is_equal: bool
-    python_us: float | None = None
 
     def __str__(self) -> str:
-        bits = "equal" if self.is_equal else "DIFFERENT"
-        added = f"{self.share * self.step_ms * 1e3:+.0f} us"
-        if self.python_us is not None:
-            added += f", Python's part {self.python_us:.0f} us"
+        before, wall, cpu = (each.told(self.step_s) for each in (self.before, self.wall, self.cpu))
         return (
-            f"cost, {self.model}: {self.share:+.2%} (quarters +-{self.spread:.2%}) of a step of "
-            f"{self.step_ms:.1f} ms, {added}; weights {bits}"
+            f"{self.model}: step {self.step_s * 1e3:.2f} ms, {self.pairs} pairs; until the batch "
+            f"is there {before}; wall time {wall}; CPU time {cpu}; weights "
+            f"{'equal' if self.is_equal else 'DIFFERENT'}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
+
+class Arrival(keras.layers.Layer):
+    """Gives its input as it is, and notes when it was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._at_s = ResourceVariable(tf.constant(0.0, tf.float64), trainable=False)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """The same `[...]`."""
+        with tf.control_dependencies([inputs]):
+            noted = self._at_s.assign(tf.timestamp())
+        with tf.control_dependencies([noted]):
+            return tf.identity(inputs)
+
+    @property
+    def at_s(self) -> float:
+        """Of the last step, seconds since 1970."""
+        return float(self._at_s.numpy())
 
 
 def _mlp() -> Problem:
     layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
-    model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
-    return Problem(model, _normal(STEPS * 64, WIDTH), 64)
+    return Problem(_model(*layers, keras.layers.Dense(1)), _normal(64, WIDTH))
 
 
 def _convnet() -> Problem:
     """Of keras.io's "Simple MNIST convnet", and its batches."""
-    return Problem(_of_convolutions(32, 64), _normal(STEPS * 128, 28, 28, 1), 128)
+    return Problem(_of_convolutions(32, 64), _normal(128, 28, 28, 1))
 
 
 def _least() -> Problem:
     """So small that a step is little more than its operations' overhead."""
-    return Problem(_of_convolutions(16, 32), _normal(STEPS * 32, 12, 12, 1), 32)
+    return Problem(_of_convolutions(16, 32), _normal(32, 12, 12, 1))
 
 
 def _of_convolutions(*filters: int) -> keras.Model:
     layers = keras.layers
-    model = keras.Sequential()
-    for each in filters:
-        model.add(layers.Conv2D(each, 3, activation="relu"))
-        model.add(layers.MaxPooling2D())
-    for layer in (layers.Flatten(), layers.Dropout(0.5), layers.Dense(1)):
-        model.add(layer)
-    return model
+    each = [[layers.Conv2D(n, 3, activation="relu"), layers.MaxPooling2D()] for n in filters]
+    return _model(*sum(each, []), layers.Flatten(), layers.Dropout(0.5), layers.Dense(1))
+
+
+def _model(*layers: keras.Layer) -> keras.Model:
+    return keras.Sequential([Arrival(), *layers])
 
 
 def _normal(*shape: int) -> np.ndarray:
@@ -125,179 +167,126 @@ def open_cpus() -> None:
     tf.config.set_logical_device_configuration(cpu, logical)
 
 
-def measured(pairs: int = PAIRS, words: Sequence[str] = ()) -> list[Cost]:
-    """Of the models whose names hold one of `words`, or of all; `open_cpus` comes first."""
-    costs = []
+def measured(seconds: float = SECONDS, words: Sequence[str] = ()) -> Iterator[Cost]:
+    """Of the models whose names hold one of `words`, or of all; `open_cpus` comes first.
+
+    Args:
+        seconds: of training, for each figure.
+        words: parts of names.
+    """
     for name, make in MODELS.items():
         if words and not any(each in name for each in words):
             continue
-        costs.append(_always_on(name, make, pairs))
-        each = _with_noise(f"{name}, noise_every=1", make, pairs, noise_every=1)
-        none = _with_noise(f"{name}, noise in the first step", make, pairs, noise_every=10**9)
-        costs += [each, none, _sampled(f"{name}, noise_every={EVERY}", each, none)]
-    return costs
+        always = _cost(name, make, seconds)
+        yield always
+        each = _cost(f"{name}, noise_every=1", make, seconds, noise_every=1)
+        yield each
+        yield dataclasses.replace(
+            each,
+            model=f"{name}, noise_every={EVERY}, of both",
+            before=always.before,
+            wall=always.before.part(1 / EVERY, each.wall),
+            cpu=always.cpu.part(1 / EVERY, each.cpu),
+        )
 
 
-def _always_on(name: str, make: Callable[[], Problem], pairs: int) -> Cost:
-    from tfparallel.callbacks import Measure
-    from tfparallel.callbacks.fit_clock import FitClock
+def _cost(
+    name: str, make: Callable[[], Problem], seconds: float, noise_every: int | None = None
+) -> Cost:
+    devices = ["CPU:0"] if noise_every is None else ["CPU:0", "CPU:1"]
+    turns = _Turns(seconds, noise_every)
+    with mock.patch.object(FitClock, "_around_steps", lambda *args: turns.steps(*args)):
+        _fit(make, devices, [turns])
+    off, on = np.array(turns.pairs[WARM_UP:]).swapaxes(0, 1)
+    before, wall, cpu = (hodges_lehmann(each) for each in (on - off).T)
+    with_and_without = [Measure(verbose=0, noise_every=noise_every)], []
+    weights = [_fit(make, devices, callbacks, 12) for callbacks in with_and_without]
+    is_equal = all(np.array_equal(one, other) for one, other in zip(*weights, strict=True))
+    return Cost(name, len(on), float(np.median(off[:, 1])), before, wall, cpu, is_equal)
 
-    turns = _Turns(FitClock._around_steps)
-    weights = []
-    for callbacks in ([], [Measure(verbose=0)]):
-        keras.utils.set_random_seed(0)
-        model, x, batch_size = make()
+
+def _fit(
+    make: Callable[[], Problem],
+    devices: Sequence[str],
+    callbacks: Sequence[keras.callbacks.Callback],
+    steps: int = -1,
+) -> list[np.ndarray]:
+    """Weights after a training of so many steps, or of as many as a callback lets it have."""
+    keras.utils.set_random_seed(0)
+    with tfparallel.MirroredStrategy(devices).scope():
+        model, x = make()
         model(x[:1])
         model.compile("sgd", "mse")
-        y = np.zeros((len(x), 1), "float32")
-        with mock.patch.object(FitClock, "_around_steps", lambda *args: turns.steps(*args)):
-            data = {"batch_size": batch_size, "epochs": 1 + 2 * pairs, "verbose": 0}
-            model.fit(x, y, callbacks=callbacks, **data)
-        weights.append(model.get_weights())
-    shares = [on / off - 1 for on, off in turns.blocks]
-    quarters = statistics.quantiles(shares, n=4)
-    return Cost(
-        name,
-        statistics.median(off for _, off in turns.blocks) * 1e3,
-        statistics.median(shares),
-        (quarters[2] - quarters[0]) / 2,
-        all(np.array_equal(one, other) for one, other in zip(*weights, strict=True)),
-        statistics.median(turns.python_s) * 1e6,
-    )
+    batch = tf.data.Dataset.from_tensors((x, np.zeros((len(x), 1), "float32")))
+    model.fit(batch.repeat().take(steps), verbose=0, shuffle=False, callbacks=callbacks)
+    return model.get_weights()
 
 
-class _Turns:
-    """Measures the steps of every other block only.
+class _Turns(Measure):
+    """Measures the steps of one of two blocks, again and again.
 
     Args:
-        measured: gives the steps of an epoch, each measured.
+        seconds: how long.
+        noise_every: as `Measure`.
 
     Attributes:
-        blocks: the median time of a step with and without, of blocks that follow each other.
-        python_s: what measuring took between two steps, without Keras's part of it.
+        pairs: what a step of two such blocks took, without and with: until its batch was there, as
+            a whole, and of the processors, in seconds. `[pairs, 2, 3]`
     """
 
-    def __init__(self, measured: Callable[[Any, Iterator], Iterator]):
-        self._measured, self._num_epochs = measured, 0
-        self.blocks: list[tuple[float, float]] = []
-        self.python_s: list[float] = []
+    _around_steps = staticmethod(FitClock._around_steps)
 
-    def steps(self, clock: Any, steps: Iterator) -> Iterator:
-        """In the place of `measured`; the first epoch, which traces, is measured whole."""
-        timed = _TimedSteps(steps)
-        measured = self._measured(clock, timed)
-        first_is_on, self._num_epochs = self._num_epochs % 2, self._num_epochs + 1
-        began = []
-        for number in range(STEPS):
-            began.append(time.perf_counter())
-            is_on = self._num_epochs == 1 or number // BLOCK % 2 != first_is_on
-            step = next(measured if is_on else timed)
-            if is_on:
-                self.python_s.append(time.perf_counter() - began[-1] - timed.last_s)
-            yield step
-        if self._num_epochs == 1:
-            return
-        times = [b - a for a, b in itertools.pairwise(began)]
-        blocks = [statistics.median(times[i + 2 : i + BLOCK - 1]) for i in range(0, STEPS, BLOCK)]
-        pairs = zip(blocks[::2], blocks[1::2], strict=True)
-        self.blocks += [pair if first_is_on else pair[::-1] for pair in pairs]
+    def __init__(self, seconds: float, noise_every: int | None):
+        super().__init__(verbose=0, noise_every=noise_every)
+        self._seconds, self._is_on = seconds, False
+        self.pairs: list[tuple[list[float], list[float]]] = []
 
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+        """A step is about to be done."""
+        if self._is_on:
+            super().on_train_batch_begin(batch, logs)
+        elif self._noise is not None:
+            self._noise.stop()
 
-class _TimedSteps(Iterator[tuple]):
-    """The steps of an epoch.
-
-    Attributes:
-        last_s: what Keras took to give the last one.
-    """
-
-    def __init__(self, steps: Iterator[tuple]):
-        self._steps = steps
-        self.last_s = 0.0
-
-    def __next__(self) -> tuple:
-        asked = time.perf_counter()
-        step = next(self._steps)
-        self.last_s = time.perf_counter() - asked
-        return step
+    def steps(self, clock: FitClock, steps: Iterator[tuple]) -> Iterator[tuple]:
+        """The steps of an epoch, in the place of those of `clock`, all of which are measured."""
+        arrival = self.model.layers[0]
+        measured, until_s = self._around_steps(clock, steps), time.monotonic() + self._seconds
+        draw = random.Random(0)
+        while time.monotonic() < until_s:
+            took = {}
+            for self._is_on in draw.sample([False, True], 2):
+                given = measured if self._is_on else steps
+                yield next(given)
+                before_s = []
+                began = time.perf_counter(), time.process_time()
+                for _ in range(BLOCK):
+                    asked_s = time.time()
+                    yield next(given)
+                    before_s.append(arrival.at_s - asked_s)
+                ended = time.perf_counter(), time.process_time()
+                sums = [b - a for a, b in zip(began, ended, strict=True)]
+                took[self._is_on] = [min(before_s), *(each / BLOCK for each in sums)]
+            self.pairs.append((took[False], took[True]))
 
 
-def _sampled(name: str, each: Cost, none: Cost) -> Cost:
-    """Every `EVERY`th step as `each`, the others as `none`."""
-    share = each.share / EVERY + none.share * (1 - 1 / EVERY)
-    spread = max(each.spread / EVERY, none.spread)
-    return Cost(name, none.step_ms, share, spread, each.is_equal and none.is_equal)
-
-
-def _with_noise(name: str, make: Callable[[], Problem], pairs: int, noise_every: int) -> Cost:
-    import tfparallel
-    from tfparallel.callbacks import Measure
-
-    trained = []
-    for _ in range(2):
-        keras.utils.set_random_seed(0)
-        with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-            model, x, batch_size = make()
-            model(x[:1])
-            model.compile("sgd", "mse")
-        trained.append(model)
-    y = np.zeros((len(x), 1), "float32")
-    seconds: list[tuple[float, float]] = []
-    for turn in range(-2, 2 * ((pairs + 1) // 2)):  # the first two trace
-        own = [0.0, 0.0]
-        for i in (0, 1) if turn % 4 < 2 else (1, 0):
-            clock = _StepClock()
-            measure = Measure(verbose=0, noise_every=noise_every)
-            data = {"batch_size": batch_size, "shuffle": False, "verbose": 0}
-            model = trained[(i + turn) % 2]  # of two, one may be faster: its weights lie elsewhere
-            model.fit(x, y, callbacks=[clock, measure] if i else [clock], **data)
-            if i and measure.total is not None:
-                assert "noise" in measure.total.details  # so that there is something to pay for
-            own[i] = clock.step_s
-        if turn >= 0:
-            seconds.append((own[0], own[1]))
-    # Of two pairs in which the models have changed places, so that which one it was cancels out.
-    shares = [
-        math.sqrt(b / a * d / c) - 1
-        for (a, b), (c, d) in zip(seconds[::2], seconds[1::2], strict=True)
-    ]
-    quarters = statistics.quantiles(shares, n=4)
-    is_equal = all(
-        np.array_equal(a, b)
-        for a, b in zip(trained[0].get_weights(), trained[1].get_weights(), strict=True)
-    )
-    return Cost(
-        name,
-        statistics.median(a for a, _ in seconds) * 1e3,
-        statistics.median(shares),
-        (quarters[2] - quarters[0]) / 2,
-        is_equal,
-    )
-
-
-class _StepClock(keras.callbacks.Callback):
-    """The median time from one step's beginning to the next one's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._began: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._began.append(time.perf_counter())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds."""
-        return statistics.median(b - a for a, b in zip(self._began, self._began[1:], strict=False))
+def hodges_lehmann(differences: np.ndarray) -> Estimate:
+    """Of `[pairs]` differences, with the interval that Wilcoxon's signed ranks give."""
+    n = len(differences)
+    means = np.sort(((differences[:, None] + differences) / 2)[np.triu_indices(n)])
+    below = len(means) / 2 - NORMAL * (n * (n + 1) * (2 * n + 1) / 24) ** 0.5
+    first = max(0, int(below))
+    return Estimate(float(np.median(means)), float(means[first]), float(means[-1 - first]))
 
 
 def main() -> None:
     """Measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of trainings with and without")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of training, each figure")
     parser.add_argument("--models", nargs="*", default=[], help="parts of names")
     args = parser.parse_args()
     open_cpus()
-    for cost in measured(args.pairs, args.models):
+    for cost in measured(args.seconds, args.models):
         print(cost, flush=True)
 
 

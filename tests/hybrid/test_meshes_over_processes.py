@@ -86,6 +86,35 @@ def test_compression_of_enough_ranks_changes_nothing(workers, devices, sizes):
     workers(2, devices).ask({"sizes": sizes, "model": "wide", "rank": 7}, timeout_s=570)
 
 
+BY_ROWS = [{"data": 2, "pipeline": 2}, {"data": 2, "model": 2}, {"data": 2, "shard": 2}]
+DRAWN = [
+    *[(cluster_environments, sizes) for sizes in ({"shard": 4}, *BY_ROWS)],
+    *[(horovod_environments, sizes) for sizes in BY_ROWS],
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("of", "sizes"), DRAWN, ids=str)
+def test_a_step_is_drawn_with_the_devices_of_all_processes(workers, of, sizes):
+    """All processes get the same lanes, by one clock."""
+    if of is horovod_environments:
+        pytest.importorskip("horovod.tensorflow")
+    one, other = workers(2, 2, of).ask({"drawn": sizes}, timeout_s=570)
+    assert one == other
+    for device in [f"rank {rank} CPU:{i}" for rank in range(2) for i in range(2)]:
+        assert {"compute", "update"} <= set(one["kinds"][device])
+    assert min(start for _, _, _, start, *_ in one["boxes"]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ranks_of_horovod_that_share_the_state_have_one_device_each(workers):
+    pytest.importorskip("horovod.tensorflow")
+    with pytest.raises(WorkerFailure, match="name 'data' before 'shard', of 2"):
+        workers(2, 2, horovod_environments).ask({"sizes": {"shard": 4}}, timeout_s=570)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cell", CELLS, ids="; ".join)

@@ -3,6 +3,7 @@
 import sys
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfparallel
@@ -31,9 +32,15 @@ _MODELS = {
 
 
 def answer(
-    wrong: int | None = None, cell: list | None = None, features: list | None = None, **request
+    wrong: int | None = None,
+    cell: list | None = None,
+    features: list | None = None,
+    drawn: dict[str, int] | None = None,
+    **request,
 ) -> dict:
-    """What a process replies to a request: of a training, one that goes wrong, or of a matrix."""
+    """What a process replies: of a training, one that goes wrong, of a matrix, or a drawn step."""
+    if drawn is not None:
+        return _drawn(drawn)
     if cell is not None:
         return {"share": check(*cell)}
     if features is not None:
@@ -75,6 +82,23 @@ def _trained(
         "shown": str(strategy),
         "summary": str(strategy.summary(candidate.model)),
     }
+
+
+def _drawn(sizes: dict[str, int]) -> dict:
+    """The step of a mesh of these sizes: its lanes, with the kinds of what ran on each."""
+    strategy = over_processes(sizes)
+    with strategy.scope():
+        model = plain()
+        model.compile("adam", "mse")
+    x = tf.ones((8, 6))
+    before = [np.array(v) for v in model.variables]
+    step = strategy.profile(model, (x, x[:, :3]))
+    for one, other in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(one, np.array(other))
+    kinds = [
+        sorted({box.kind for box in step.boxes if box.lane == i}) for i in range(len(step.lanes))
+    ]
+    return {"kinds": dict(zip(step.lanes, kinds, strict=True)), "boxes": step.boxes}
 
 
 def _adam() -> keras.optimizers.Optimizer:

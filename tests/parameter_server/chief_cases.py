@@ -120,6 +120,27 @@ def counters_and_staleness() -> dict:
 
 
 @case
+def steps_are_drawn() -> dict:
+    """`strategy.profile` where workers wait for nobody: lanes, and a model as it was before."""
+    make_cluster(2, 1)
+    strategy = tfparallel.ParameterServerStrategy(mode="async")
+    model = make_model(strategy, optimizer="adam")
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    before = [v.numpy().tolist() for v in [*model.variables, *model.optimizer.variables]]
+    drawn = strategy.profile(model, (x, y))
+    after = [v.numpy().tolist() for v in [*model.variables, *model.optimizer.variables]]
+    boxes = [[drawn.lanes[box.lane], box.kind, box.start, box.end] for box in drawn.boxes]
+    labels = sorted({box.label for box in drawn.boxes})
+    return {
+        "boxes": boxes,
+        "labels": labels,
+        "seconds": drawn.seconds,
+        "is_as_before": before == after,
+    }
+
+
+@case
 def workers_of_two_devices() -> dict:
     """Counters, and what they run at a time."""
     make_cluster(TFPARALLEL_LOGICAL_CPUS="2")

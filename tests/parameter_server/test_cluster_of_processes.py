@@ -32,6 +32,21 @@ def test_counters_are_exact_every_example_is_used_once_and_staleness_is_bounded(
     assert result["at_once"] == []
 
 
+def test_a_step_of_each_asynchronous_worker_is_drawn_on_one_clock(run_case):
+    """All workers compute, the server updates after the first of them has."""
+    result = run_case("steps_are_drawn")
+    assert result["is_as_before"]
+    assert "Enqueue" not in result["labels"]  # the call, which waits for what it sends
+    spans = {(lane, kind): [] for lane, kind, _, _ in result["boxes"]}
+    for lane, kind, start, end in result["boxes"]:
+        spans[lane, kind].append((start, end))
+        assert 0 <= start <= end <= result["seconds"]
+    computed = [spans[f"worker {worker} CPU:0", "compute"] for worker in range(2)]
+    updated = spans["ps 0 CPU:0", "update"]
+    assert min(start for start, _ in updated) > min(start for own in computed for start, _ in own)
+    assert {lane for lane, kind in spans if kind == "update"} == {"ps 0 CPU:0"}
+
+
 def test_training_goes_on_without_a_worker_and_nothing_counts_twice(run_case):
     result = run_case("worker_is_lost")
     for name in ("killed", "stopped"):

@@ -176,6 +176,12 @@ class _Ranks:
     ) -> ShardedExtended:
         from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended
 
+        if self.devices_each > 1:
+            raise ValueError(
+                "Ranks of Horovod that share the state have one device each. Received: "
+                f"{self.devices_each} devices each. Start a rank for each device, or name 'data' "
+                f"before 'shard', of {self.num_processes}."
+            )
         return RanksShardedExtended(strategy, sharding, num_copies, self._timeouts)
 
     def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:

@@ -60,12 +60,13 @@ def addresses_elsewhere(devices: Iterable[str]) -> dict[Task, str]:
 
 
 def repeated_while_profiled(
-    call: Callable[[], object], addresses: Mapping[Task, str], ahead_s: Mapping[Task, float]
+    call: Callable[[], int], addresses: Mapping[Task, str], ahead_s: Mapping[Task, float]
 ) -> Profiled:
     """Calls again and again until all servers have been profiled during a whole call.
 
     Args:
-        call: is run to its end each time.
+        call: is run to its end each time; gives how much there is to see of it. Of several the last
+            one is kept of which that is most.
         addresses: of the servers.
         ahead_s: by how much the clock of each is ahead of ours.
 
@@ -78,13 +79,14 @@ def repeated_while_profiled(
         with _profiles(addresses, seconds) as (asked, profiles):
             while not asked.done():
                 start_s = time.time()
-                call()
-                calls.append((start_s, time.time()))
+                seen = call()
+                calls.append((seen, start_s, time.time()))
         begins = max(each.start_s - ahead_s[task] for task, each in profiles.items())
         ends = min(each.end_s - ahead_s[task] for task, each in profiles.items())
-        whole = [times for times in calls if begins <= times[0] and times[1] <= ends]
+        whole = [each for each in calls if begins <= each[1] and each[2] <= ends]
         if whole:
-            return Profiled(*whole[-1], profiles)
+            _, start_s, end_s = max(whole)
+            return Profiled(start_s, end_s, profiles)
         seconds *= 2
 
 

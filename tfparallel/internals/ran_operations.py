@@ -1,6 +1,7 @@
 """Which operations ran, when and on what device: of TensorFlow's graphs and of its profiler."""
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import tensorflow as tf
 
 # The graphs that run, as they were divided between devices: the profiler names operations only.
 from tensorflow.python.eager import context
+
+# The names of operations, also of those that graphs get when they are optimised and divided.
+from tensorflow.python.framework import op_def_registry
 
 # The form in which the profiler writes.
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -157,8 +161,14 @@ def _of_host(plane: xplane_pb2.XPlane, began_ns: int) -> Iterator[Ran]:
     for line in plane.lines:
         for event in line.events:
             name, colon, operation = plane.event_metadata[event.metadata_id].name.rpartition(":")
-            if colon and operation.isidentifier():
+            if colon and _is_operation(operation):
                 yield Ran(name, operation, "", *_times(line, event, began_ns))
+
+
+@functools.cache
+def _is_operation(name: str) -> bool:
+    """Not what else runs: of C++ (`a::b`), or a server that takes a call."""
+    return op_def_registry.get(name) is not None
 
 
 def _of_gpu(plane: xplane_pb2.XPlane, device: str, began_ns: int) -> Iterator[Ran]:

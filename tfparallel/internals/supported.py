@@ -101,6 +101,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.composite_tensor": ("CompositeTensor",),
     "tensorflow.python.framework.config": ("is_op_determinism_enabled",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
+    "tensorflow.python.framework.op_def_registry": ("get",),
     "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
     "tensorflow.python.ops.control_flow_v2_func_graphs": ("CondBranchFuncGraph",),
     "tensorflow.python.ops.gradients_util": (

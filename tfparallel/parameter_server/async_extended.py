@@ -17,7 +17,7 @@ from tfparallel.coordination.watch import always, watch_once
 from tfparallel.internals import ReplicaContext, TrainerCall
 from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.parameter_server.async_variables import AsyncMetricVariable, AsyncVariable
-from tfparallel.parameter_server.batch_arguments import BatchArguments
+from tfparallel.parameter_server.batch_arguments import BatchArguments, ReadByChief
 from tfparallel.parameter_server.compressed_gradient import (
     CompressionMemory,
     GradientsHandedIn,
@@ -182,6 +182,22 @@ class AsyncParameterServerExtended(ParameterServerExtended):
         return self._handed_in.memory_of(
             optimizer, len(addresses), lambda lane: is_answering(addresses[lane])
         )
+
+    def _steps_at_once(self, model: keras.Model, batch: object) -> Callable[[], set[int]]:
+        """A step for each lane, handed out together; which lanes took one.
+
+        That is all of them, as a rule: one that was faster may have taken two.
+        """
+        own_executor()
+        function = StepFunction(self._pool, self._make_step, model, model.train_step)
+
+        def run() -> set[int]:
+            steps = [function.submit(ReadByChief.of_any_rows(batch)) for _ in self._lanes]
+            for each in steps:
+                self._pool.wait(each)
+            return {each.lane for each in steps if each.lane is not None}
+
+        return run
 
     # ---- how a batch is split --------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What a training of replicas costs, where nobody knows better: `measured_training.py`."""
 
 import contextlib
+from collections.abc import Callable, Collection
 
 import keras
 import tensorflow as tf
@@ -26,6 +27,13 @@ class MeasuredReplicas(tf.distribute.StrategyExtended):
         if self._workers is None:
             return contextlib.nullcontext(LinkJournal())
         return self._workers._link_journal()
+
+    def _steps_at_once(
+        self, model: keras.Model, batch: object
+    ) -> Callable[[], Collection[object]] | None:
+        """None, as all replicas take part in each step."""
+        del model, batch
+        return None
 
     _noise_probe: NoiseProbe | None = None
 

@@ -1,5 +1,6 @@
 """What `callbacks.Measure` asks of the training that a strategy runs."""
 
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,6 +30,14 @@ class MeasuredTraining(Training, Protocol):
 
     def _link_journal(self) -> AbstractContextManager[LinkJournal]:
         """Within it, what that transport sends and receives is noted."""
+
+    def _steps_at_once(
+        self, model: keras.Model, batch: object
+    ) -> Callable[[], Collection[object]] | None:
+        """Runs a step of `batch` for each worker, which share none, and tells who took one.
+
+        None where all devices take part in each step.
+        """
 
     def _new_noise_probe(self) -> NoiseProbe | None:
         """For squares of the replicas' gradients; None where they cannot be compared."""

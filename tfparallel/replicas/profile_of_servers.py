@@ -18,14 +18,14 @@ class OnServers:
     """Runs steps while servers are profiled, and keeps one of them.
 
     Args:
-        run_step: a step, to its end.
+        run_step: a step, or several at once, to its end; gives how many workers took part.
         addresses: of the servers.
 
     Attributes:
         clock_error_s: by how much their clocks may differ from ours after they were compared.
     """
 
-    def __init__(self, run_step: Callable[[], object], addresses: Mapping[Task, str]):
+    def __init__(self, run_step: Callable[[], int], addresses: Mapping[Task, str]):
         self._offsets = {task: _offset(task) for task in addresses}
         self.clock_error_s = max(each.error_s for each in self._offsets.values())
         ahead_s = {task: each.seconds for task, each in self._offsets.items()}

@@ -7,7 +7,7 @@ device and what for, our own transport what it sends and receives.
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import keras
@@ -37,6 +37,9 @@ def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: ob
     batch = prepared(strategy, model, batch, "profile")
     extended: MeasuredTraining = strategy.extended
     with no_trace(model, strategy):
+        steps_at_once = extended._steps_at_once(model, batch)
+        if steps_at_once is not None:
+            return _of_steps_at_once(steps_at_once, _optimizer_names(model))
         step, state = TracedStep(model), values_of(model)
         with collected_graphs() as nodes:
             step.run(state, batch)
@@ -50,14 +53,38 @@ def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: ob
     if servers is not None:
         ran = _of_all_tasks(servers, ran, nodes)
         offset = offset._replace(error_s=max(offset.error_s, servers.clock_error_s))
-    names = {name for each in optimizers_of(model) for name in _names_of(each)}
     lanes = _Lanes()
-    _add_operations(lanes, ran, nodes, names)
+    _add_operations(lanes, ran, nodes, _optimizer_names(model))
     rank, size = extended._id_in_cluster, extended._num_workers
     links = {"send": f"to rank {(rank + 1) % size}", "receive": f"from rank {(rank - 1) % size}"}
     for kind, start, end in journal.since_1970():
         lanes.add(links[kind], kind, kind, start, end)
     return lanes.of_all_ranks(agreement, offset)
+
+
+def _of_steps_at_once(
+    steps_at_once: Callable[[], Collection[object]], optimizers: Collection[str]
+) -> StepLanes:
+    """Of steps that workers take by themselves: they divide the graphs between devices, not we.
+
+    So what a step sends and receives is on the lane of who does, and all that processors of a task
+    run is on the lane of its first one.
+    """
+    steps_at_once()  # traces
+    addresses = addresses_elsewhere(each.name for each in tf.config.list_logical_devices())
+    with profiled() as ran:
+        servers = OnServers(lambda: len(steps_at_once()), addresses)
+    lanes = _Lanes()
+    for (job, number), own in {own_task(): servers.of_step(ran), **servers.ran()}.items():
+        has_clock = any(each.device for each in own)  # then the host's part is launching
+        own = [each for each in own if each.device or not has_clock]
+        named = [each._replace(device=f"{job} {number} {each.device or 'CPU:0'}") for each in own]
+        _add_operations(lanes, named, {}, optimizers)
+    return lanes.of_all_ranks(None, Offset(0.0, servers.clock_error_s))
+
+
+def _optimizer_names(model: keras.Model) -> set[str]:
+    return {name for each in optimizers_of(model) for name in _names_of(each)}
 
 
 def _names_of(optimizer: keras.Optimizer) -> set[str]:
@@ -87,9 +114,10 @@ class _Lanes:
                 own.append([name, box.kind, box.label, *times])
         if agreement is None:
             return _together([own], [""], gap_s, offset.error_s)
-        answers = agreement.exchange("profile a step", [own, offset.error_s])
+        answers = agreement.exchange("profile a step", [own, gap_s, offset.error_s])
+        by_rank, gaps_s, errors_s = zip(*answers, strict=True)
         ranks = [f"rank {rank} " for rank in range(len(answers))]
-        return _together([a[0] for a in answers], ranks, gap_s, max(a[1] for a in answers))
+        return _together(by_rank, ranks, max(gaps_s), max(errors_s))
 
 
 def _together(

@@ -335,8 +335,11 @@ class HybridStrategy(KerasStrategy):
         return self.extended._stages_of(model)  # type: ignore[attr-defined]
 
     def profile(self, model: keras.Model, batch: object) -> DrawnStep:
-        """With pipelines, the passes of all; as `PipelineStrategy.profile`."""
-        if "pipeline" in self._mesh.names:
+        """With pipelines of one process, the passes of all; as `PipelineStrategy.profile`.
+
+        Over processes, the devices of all, as other strategies; with pipelines, too.
+        """
+        if "pipeline" in self._mesh.names and self.inner is None:
             return measure_step(self, model, batch)
         return super().profile(model, batch)
 

@@ -63,9 +63,10 @@ class TracedStep:
         for name, value in kept.items():
             setattr(model, name, value)
 
-    def repeat(self, batch: object) -> None:
-        """The step from where the model is."""
+    def repeat(self, batch: object) -> int:
+        """The step from where the model is; one, which all workers share."""
         tf.nest.map_structure(np.asarray, self._function(iter([batch])))  # waits for it
+        return 1
 
     def run(self, state: Sequence[np.ndarray], batch: object) -> StepOutcome:
         """The step from `state`, values of `variables_of`, on `batch`."""
