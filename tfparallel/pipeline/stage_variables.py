@@ -14,7 +14,12 @@ from tfparallel.internals.distribute import become_copy_of, number_of_first_copy
 from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
-from tfparallel.replicas.variables import CentralVariable, SummedWhenRead
+from tfparallel.replicas.variables import (
+    CentralVariable,
+    SummedWhenRead,
+    is_left_to_first_replica,
+    value_of_copy,
+)
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 
@@ -216,6 +221,8 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         changes = self.distribute_strategy.extended._changes
         if changes is not None and changes.is_recomputing:
             return self._primary
+        if self.is_metric and is_left_to_first_replica(self.distribute_strategy.extended):
+            return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
         if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:
@@ -247,8 +254,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         """What pipeline number `index` of this process gets of a value of the whole."""
         if not self.is_metric:
             return value
-        is_first = index == 0 and strategy_behind(self).extended._id_in_cluster == 0
-        return value if is_first else tf.zeros_like(value)
+        return value_of_copy(value, index, strategy_behind(self).extended)
 
     def assign(self, value: object, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""

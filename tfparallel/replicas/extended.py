@@ -36,8 +36,10 @@ from tfparallel.replicas.signatures import signature_of_all
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
+    is_new_metric,
     is_statistics,
     mark_owner,
+    value_of_copy,
 )
 from tfparallel.replicas.weighed_gradients import WeighedGradients
 
@@ -117,9 +119,14 @@ class ReplicatedExtended(
         copies: Sequence,
         kwargs: Mapping[str, object],
     ) -> object:
-        """What copy number `i` starts with: the value that all agree on, whatever its class."""
+        """What copy number `i` starts with: the value that all agree on, or 0 as a metric's rest."""
         del variable_class
-        return self._agreed_initial_value(i, device, copies, kwargs)
+        value = self._agreed_initial_value(i, device, copies, kwargs)
+        if not is_new_metric(kwargs):
+            return value
+        return lambda: value_of_copy(
+            tf.convert_to_tensor(value() if callable(value) else value), i, self
+        )
 
     def _agreed_initial_value(
         self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, object]
