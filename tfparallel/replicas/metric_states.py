@@ -32,6 +32,7 @@ from tfparallel.internals import (
     set_keras_mask,
     values_util,
 )
+from tfparallel.replicas.batch import Rows
 from tfparallel.replicas.coupled_losses import rows_of_all
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import (
@@ -42,6 +43,7 @@ from tfparallel.replicas.row_trial import (
     trial,
 )
 
+_ROLES = "y_true", "y_pred", "sample_weight"
 _adding: Any = weakref.WeakKeyDictionary()  # by metric: {arguments: whether an update adds}
 
 
@@ -64,7 +66,7 @@ def update_with_all_rows(metric: keras.Metric) -> Callable:
         if is_whole or in_stateless_scope() or in_symbolic_scope():
             return update_state(*args, **kwargs)
         arguments = UpdateArguments(args, kwargs, step.rows)
-        if _is_adding(metric, arguments, step):
+        if is_adding(metric, arguments):
             return update_state(*args, **kwargs)
         args, kwargs = _of_whole_batch(metric, arguments, step)
         if tf.executing_eagerly() and not _own_variables(metric) and _number_in_process() > 0:
@@ -80,7 +82,7 @@ class UpdateArguments:
 
     Args:
         args, kwargs: of `update_state`.
-        count: how many rows the replica has.
+        count: how many rows the replica has; None: what has an axis has rows.
 
     Attributes:
         leaves: tensors and others.
@@ -89,7 +91,7 @@ class UpdateArguments:
         key: equal for arguments that are alike but for the values of tensors.
     """
 
-    def __init__(self, args: tuple, kwargs: dict, count: int | tf.Tensor):
+    def __init__(self, args: tuple, kwargs: dict, count: Rows | None):
         self._nest = args, kwargs
         self.leaves = keras.tree.flatten(self._nest)
         dense = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, tf.Tensor)]
@@ -109,10 +111,8 @@ class UpdateArguments:
     def specs(self) -> tuple[list, list, list]:
         """Of targets, of predictions and their masks, and of weights, as `adds_up` takes them."""
         targets, predictions, weights = self._by_role()
-        masks = [tf.TensorSpec([None], tf.bool) for _ in self.masked]
-        of_masks = [self._spec_of_mask(i) for i in self.masked] if masks else []
         specs = [[self._spec(i) for i in places] for places in (targets, predictions, weights)]
-        return specs[0], specs[1] + of_masks, specs[2]
+        return specs[0], specs[1] + [self._spec_of_mask(i) for i in self.masked], specs[2]
 
     def _spec_of_mask(self, i: int) -> tf.TensorSpec:
         mask = get_keras_mask(self.leaves[i])
@@ -137,8 +137,9 @@ class UpdateArguments:
     def _by_role(self) -> tuple[list, list, list]:
         """The places of targets, predictions and weights, as Keras passes them."""
         args, kwargs = self._nest
-        names = [*("y_true", "y_pred", "sample_weight")[: len(args)], *(["y_pred"] * len(args))]
-        names = [*names[: len(args)], *kwargs] if len(args) != 1 else ["y_pred", *kwargs]
+        is_alone = len(args) == 1  # as `Mean` takes values
+        of_args = ["y_pred"] if is_alone else [*_ROLES, *["y_pred"] * len(args)][: len(args)]
+        names = [*of_args, *kwargs]
         roles: dict[str, list] = {"y_true": [], "sample_weight": [], "y_pred": []}
         place = 0
         for name, argument in zip(names, [*args, *kwargs.values()], strict=True):
@@ -149,9 +150,9 @@ class UpdateArguments:
         return roles["y_true"], roles["y_pred"], roles["sample_weight"]
 
 
-def _has_rows(tensor: tf.Tensor, count: int | tf.Tensor) -> bool:
-    if not tensor.shape.rank:
-        return False
+def _has_rows(tensor: tf.Tensor, count: Rows | None) -> bool:
+    if not tensor.shape.rank or count is None:
+        return bool(tensor.shape.rank)
     first = tensor.shape[0]
     if first is None or not isinstance(count, int):
         return first is None
@@ -191,14 +192,15 @@ def _number_in_process() -> int:
 # ---- finding what an update does -----------------------------------------------------------------
 
 
-def _is_adding(metric: keras.Metric, arguments: UpdateArguments, step: ReplicaStep) -> bool:
+def is_adding(metric: keras.Metric, arguments: UpdateArguments) -> bool:
+    """Whether an update with such arguments adds a sum over rows to the state of `metric`."""
     known = _adding.setdefault(metric, {})
     if arguments.key not in known:
-        known[arguments.key] = _tried(metric, arguments, step)
+        known[arguments.key] = _tried(metric, arguments)
     return known[arguments.key]
 
 
-def _tried(metric: keras.Metric, arguments: UpdateArguments, step: ReplicaStep) -> bool:
+def _tried(metric: keras.Metric, arguments: UpdateArguments) -> bool:
     if any(isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in arguments.leaves):
         tf.get_logger().warning(
             "Metric '%s' is given ragged or sparse tensors, and cannot be tried: its state is "
@@ -215,8 +217,10 @@ def _tried(metric: keras.Metric, arguments: UpdateArguments, step: ReplicaStep) 
         args, kwargs = arguments.drawn(*given)
         return _states(metric, args, kwargs)
 
+    step = current_replica_step()
+    alone = contextlib.nullcontext() if step is None else step.with_all_rows()
     try:
-        with trial(), step.with_all_rows(), _attributes_kept(metric):
+        with trial(), alone, _attributes_kept(metric):
             return adds_up(update, *arguments.specs(), computed_in=_least_digits(arguments))
     except (GathersRowsError, TakesTensorsError):
         return True
