@@ -230,7 +230,7 @@ def _compared(
     if values.shape[:1] == (_ROWS,) and _equal(values, in_parts, rounding):
         kinds.append("rows")
     a, b = _numbers(first.number), _numbers(second.number)
-    if a.shape == b.shape == number.shape == ():
+    if a.shape == b.shape == number.shape:
         shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
         kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []
         kinds += ["sum"] if _equal(number, a + b, rounding) else []

@@ -67,6 +67,34 @@ def computed_on_all_rows(model: keras.Model) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def calls_of_layers_told(model: keras.Model, graph: tf.Graph, made: set[int]) -> Iterator[None]:
+    """Within it, `made` gets the ids of operations of `graph` that calls of such layers make.
+
+    So it does for calls of BatchNorm.
+    """
+
+    def told(call: Callable, *args: object, **kwargs: object) -> object:
+        before = len(graph.get_operations())
+        outputs = call(*args, **kwargs)
+        made.update(map(id, graph.get_operations()[before:]))
+        return outputs
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers_of(model):
+            if may_keep_state(layer) or isinstance(layer, keras.layers.BatchNormalization):
+                hooks.enter_context(
+                    shadowed(
+                        layer,
+                        "call",
+                        functools.partial(told, layer.call),
+                        during="the trace of a step that makes its variables",
+                        why="What a layer assigns when it is called is told from what a step assigns.",
+                    )
+                )
+        yield
+
+
 @dataclass(frozen=True)
 class TracedCall:
     """What the call of a layer does.

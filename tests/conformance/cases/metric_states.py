@@ -154,8 +154,8 @@ class WithMetricsOfItsStep(keras.Sequential):
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        logs = super().train_step((x, y))
         scores = self(x)
+        logs = super().train_step((x, y))
         loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True))
         right = ops.equal(ops.argmax(scores, axis=-1), ops.cast(y, "int64"))
         self.smallest.update_state(values=scores)
