@@ -1,4 +1,4 @@
-"""Which metrics get the rows of all replicas; the conformance cases compare them with one device."""
+"""Which metrics get the rows of all replicas; conformance cases compare them with one device."""
 
 import keras
 import numpy as np

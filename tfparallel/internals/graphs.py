@@ -140,7 +140,7 @@ def branches_of(operation: tf.Operation) -> tuple[FuncGraph, ...]:
 
 
 def called_graphs(operation: tf.Operation) -> list[tuple[FuncGraph, list[tf.Tensor]]]:
-    """The graphs of functions, branches and loops that `operation` runs, and what each takes of it."""
+    """The graphs of functions, branches and loops that `operation` runs, and what each takes."""
     names = []
     for attribute in operation.node_def.attr.values():
         names += [each.name for each in (attribute.func, *attribute.list.func) if each.name]

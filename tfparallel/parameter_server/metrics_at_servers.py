@@ -1,4 +1,4 @@
-"""Metrics whose state is no sum over rows, updated by the parameter servers in an asynchronous step.
+"""Metrics whose state is no sum over rows, updated by servers in an asynchronous step.
 
 What workers add to a sum may arrive in any order. Of a maximum, or a moving average, the difference
 to what a worker has read is none any more when another has handed in its own in between. So the

@@ -17,7 +17,7 @@ same everywhere. What layers assign when they are called has rules of its own
 (`whole_batch_layers.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import keras
@@ -87,6 +87,8 @@ def check_assigned_weights(
     weights, states = dict(_weights(model)), _states(model)
     if not any(each.handle in (*weights, *states) for each in step.assignments()):
         return
+    if not step.context.strategy.extended._sees_what_a_step_assigns:
+        _check_is_not_read_again(model, step, weights)
     step = of_any_rows() or step
     for each in step.assignments():
         if each.depends and each.handle in weights:
@@ -107,12 +109,33 @@ def _check_state(
         what = "in a branch, a loop or a function assigns" if assignment.is_inside else "assigns"
         raise RefusedStepError(
             "What a train_step assigns of the rows of the batch to a variable must be a mean over "
-            "rows, outside of branches, loops and functions: each replica has some of the rows, and "
-            f"the mean of theirs is kept. Received: {_named(step, model)} {what} something else, "
-            f"such as a queue of rows, a sum or a ratio of sums, to '{path}'. Let it {_WAY_OUT}"
+            "rows, outside of branches, loops and functions: each replica has some of the rows, "
+            f"and the mean of theirs is kept. Received: {_named(step, model)} {what} something "
+            f"else, such as a queue of rows, a sum or a ratio of sums, to '{path}'. Let it {_WAY_OUT}"
         )
     if isinstance(variable, ReplicatedVariable):
         variable._is_statistics = True
+
+
+def _check_is_not_read_again(
+    model: keras.Model, step: TracedStep, weights: Mapping[int, str]
+) -> None:
+    """Refuses a step that computes with a weight that it has assigned itself."""
+    assigned = {each.operation: each.handle for each in step.assignments()}
+    outer = {id(inner): id(outer) for outer, inner in step.graph.captures}
+    done: set[int] = set()
+    for operation in step.graph.get_operations():
+        if operation in assigned:
+            done.add(assigned[operation])
+            continue
+        again = {outer.get(id(x)) for x in operation.inputs} & done & weights.keys()
+        if again and not operation.type.startswith("Assign"):
+            raise RefusedStepError(
+                "Where a stage has its weights in parts or shards, a step must not compute with a "
+                "weight after it has assigned it: the stage reads its weights once in a step. "
+                f"Received: {_named(step, model)} does so with '{weights[again.pop()]}'. Use "
+                "stages of one device, without shards, or replicas without stages."
+            )
 
 
 def _named(step: TracedStep, model: keras.Model) -> str:

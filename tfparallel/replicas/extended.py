@@ -51,6 +51,7 @@ class ReplicatedExtended(
 
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _num_batches_ahead: int | None = None  # of their steps; None: as suits the devices
+    _sees_what_a_step_assigns = True  # to a weight, and computes with afterwards
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
 
@@ -119,7 +120,7 @@ class ReplicatedExtended(
         copies: Sequence,
         kwargs: Mapping[str, object],
     ) -> object:
-        """What copy number `i` starts with: the value that all agree on, or 0 as a metric's rest."""
+        """What copy number `i` starts with: the value that all agree on; a metric's rest, 0."""
         del variable_class
         value = self._agreed_initial_value(i, device, copies, kwargs)
         if not is_new_metric(kwargs):

@@ -246,7 +246,10 @@ def _states(metric: keras.Metric, args: tuple, kwargs: dict) -> tuple[list, list
     start = [scope.get_current_value(v) for v in metric.variables]
     once = metric.stateless_update_state(start, *args, **kwargs)
     twice = metric.stateless_update_state(once, *args, **kwargs)
-    return tuple([np.asarray(tf.cast(v, tf.float64)) for v in each] for each in (start, once, twice))
+    start, once, twice = (
+        [np.asarray(tf.cast(value, tf.float64)) for value in each] for each in (start, once, twice)
+    )
+    return start, once, twice
 
 
 def _least_digits(arguments: UpdateArguments) -> str | None:

@@ -199,9 +199,11 @@ def _frozen_batch_norm(model: keras.Model) -> Iterator[None]:
 def _of_any_rows(batch: object) -> object:
     """The specs of a batch, of any number of rows."""
     return tf.nest.map_structure(
-        lambda leaf: leaf and tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank
-        else leaf,
+        lambda leaf: (
+            leaf and tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+            if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank
+            else leaf
+        ),
         tf.nest.map_structure(_spec, batch),
     )
 

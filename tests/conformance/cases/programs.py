@@ -1,4 +1,4 @@
-"""Programs as others write them, tiny: what they do in a step, around `fit`, and with optimizers."""
+"""Programs as others write them, tiny: what they do in a step, around `fit`, in optimizers."""
 
 import keras
 import numpy as np
@@ -190,7 +190,9 @@ class Cycle(keras.Model):
             told_y = mse(ops.ones_like(real_y), real_y) + mse(ops.zeros_like(of_y), of_y)
             told_x = mse(ops.ones_like(real_x), real_x) + mse(ops.zeros_like(of_x), of_x)
         parts = [self.there, self.back, self.judge_there, self.judge_back]
-        for part, loss, own in zip(parts, (there, back, told_y, told_x), self.optimizers, strict=True):
+        for part, loss, own in zip(
+            parts, (there, back, told_y, told_x), self.optimizers, strict=True
+        ):
             weights = part.trainable_variables
             own.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"there": there, "back": back, "judges": told_x + told_y}
@@ -358,7 +360,9 @@ class FourierFeatures(layers.Layer):
 
 def _quasi_svm() -> keras.Model:
     given = [keras.Input((4,)), layers.Dense(5, kernel_regularizer="l1"), FourierFeatures(8)]
-    return keras.Sequential([*given, layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(1))])
+    return keras.Sequential(
+        [*given, layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(1))]
+    )
 
 
 @case(atol=ATOL, long=True)
@@ -501,7 +505,9 @@ def frozen_then_tuned(run: Run):
         first = model.fit(x, y, epochs=2, callbacks=[EveryBatch()], **options)
         scores = ScoresOfPredictions(x, y)
         base.trainable = True
-        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], steps_per_execution=2)
+        model.compile(
+            keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], steps_per_execution=2
+        )
         second = model.fit(x, y, epochs=2, callbacks=[scores], **options)
         path = run.own_folder / "midway.keras"
         model.save(path)
@@ -509,7 +515,11 @@ def frozen_then_tuned(run: Run):
         third = model.fit(x, y, epochs=1, validation_data=(x, y), **options)
     return {
         **numbered("weights", model.get_weights()),
-        **{f"{i}/{k}": np.array(v) for i, h in enumerate((first, second, third)) for k, v in h.history.items()},
+        **{
+            f"{i}/{k}": np.array(v)
+            for i, h in enumerate((first, second, third))
+            for k, v in h.history.items()
+        },
         "scores": np.array(scores.scores),
     }
 
@@ -523,7 +533,7 @@ def _two_tasks() -> keras.Model:
 
 @case(atol=ATOL, long=True)
 def batches_by_hand(run: Run):
-    """Several tasks, `train_on_batch` and its like with dicts, weights and metrics reset by hand."""
+    """Several tasks, `train_on_batch` and its like with dicts, and metrics reset by hand."""
     rng = np.random.default_rng(1)
     x = {"left": _normal(ODD_ROWS, 3), "right": _normal(ODD_ROWS, 2)}
     y = {"kind": rng.integers(0, 3, ODD_ROWS), "size": _normal(ODD_ROWS, 1)}
@@ -534,7 +544,9 @@ def batches_by_hand(run: Run):
         model = _two_tasks()
         kind = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(
-            keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=2),
+            keras.optimizers.Adam(
+                0.01, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=2
+            ),
             loss={"kind": kind, "size": "mae"},
             loss_weights={"kind": 2.0, "size": 0.5},
             metrics={"kind": ["accuracy"], "size": ["mse"]},
