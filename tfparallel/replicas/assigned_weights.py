@@ -111,7 +111,8 @@ def _check_state(
             "What a train_step assigns of the rows of the batch to a variable must be a mean over "
             "rows, outside of branches, loops and functions: each replica has some of the rows, "
             f"and the mean of theirs is kept. Received: {_named(step, model)} {what} something "
-            f"else, such as a queue of rows, a sum or a ratio of sums, to '{path}'. Let it {_WAY_OUT}"
+            f"else, such as a queue of rows, a sum or a ratio of sums, to '{path}'. Let it "
+            f"{_WAY_OUT}"
         )
     if isinstance(variable, ReplicatedVariable):
         variable._is_statistics = True

@@ -57,8 +57,8 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     if outside:
         raise ValueError(
             f"Expected all variables of model '{model.name}', its metrics and losses to be created "
-            f"in the scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
-            f"{outside[:5]}. {_THREE_LINES} {_COPY_IT}"
+            f"in the scope of this {_name(strategy)}. Received: {len(outside)} created outside of "
+            f"it: {outside[:5]}. {_THREE_LINES} {_COPY_IT}"
         )
     for optimizer in optimizers_of(model):
         for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
