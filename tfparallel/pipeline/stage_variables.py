@@ -18,7 +18,6 @@ from tfparallel.replicas.variables import (
     CentralVariable,
     SummedWhenRead,
     is_left_to_first_replica,
-    value_of_copy,
 )
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
@@ -254,7 +253,8 @@ class SequentialVariable(SummedWhenRead, StageVariable):
         """What pipeline number `index` of this process gets of a value of the whole."""
         if not self.is_metric:
             return value
-        return value_of_copy(value, index, strategy_behind(self).extended)
+        is_first = index == 0 and strategy_behind(self).extended._id_in_cluster == 0
+        return value if is_first else tf.zeros_like(value)
 
     def assign(self, value: object, *args: object, **kwargs: object) -> object:
         """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""

@@ -43,7 +43,7 @@ class RefusedStepError(ValueError):
 
 
 @dataclass
-class TracedStep:
+class StepOfOwnRows:
     """A step of a user's own, traced as one replica sees it.
 
     Attributes:
@@ -69,7 +69,7 @@ class TracedStep:
 
 
 def check_assigned_weights(
-    model: keras.Model, step: TracedStep, of_any_rows: Callable[[], TracedStep | None]
+    model: keras.Model, step: StepOfOwnRows, of_any_rows: Callable[[], StepOfOwnRows | None]
 ) -> None:
     """Refuses a step that assigns what depends on a replica's own rows, where that is not right.
 
@@ -103,7 +103,11 @@ def check_assigned_weights(
 
 
 def _check_state(
-    model: keras.Model, step: TracedStep, assignment: Assignment, path: str, variable: tf.Variable
+    model: keras.Model,
+    step: StepOfOwnRows,
+    assignment: Assignment,
+    path: str,
+    variable: tf.Variable,
 ) -> None:
     if assignment.is_inside or not _is_mean(step, assignment):
         what = "in a branch, a loop or a function assigns" if assignment.is_inside else "assigns"
@@ -119,7 +123,7 @@ def _check_state(
 
 
 def _check_is_not_read_again(
-    model: keras.Model, step: TracedStep, weights: Mapping[int, str]
+    model: keras.Model, step: StepOfOwnRows, weights: Mapping[int, str]
 ) -> None:
     """Refuses a step that computes with a weight that it has assigned itself."""
     assigned = {each.operation: each.handle for each in step.assignments()}
@@ -139,7 +143,7 @@ def _check_is_not_read_again(
             )
 
 
-def _named(step: TracedStep, model: keras.Model) -> str:
+def _named(step: StepOfOwnRows, model: keras.Model) -> str:
     return f"{type(step.context.strategy).__name__}, and a step of model '{model.name}' that"
 
 
@@ -167,7 +171,7 @@ def _states(model: keras.Model) -> dict[int, tuple[str, tf.Variable]]:
     return found
 
 
-def _is_mean(step: TracedStep, assignment: Assignment) -> bool:
+def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:
     """Whether the mean over replicas of what they assign, weighted by rows, is that of all rows."""
     operation, rows = assignment.operation, step.rows()
     value = operation.inputs[1]  # behind the variable

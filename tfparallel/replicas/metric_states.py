@@ -222,9 +222,9 @@ def _tried(metric: keras.Metric, arguments: UpdateArguments) -> bool:
     try:
         with trial(), alone, _attributes_kept(metric):
             return adds_up(update, *arguments.specs(), computed_in=_least_digits(arguments))
-    except (GathersRowsError, TakesTensorsError):
-        return True
-    except UntriableError as error:
+    except GathersRowsError:
+        return True  # by itself
+    except (TakesTensorsError, UntriableError) as error:
         tf.get_logger().warning(
             "Metric '%s' cannot be tried on random rows (%r). It is updated with the rows of all "
             "replicas, which is right for any metric.",

@@ -43,7 +43,7 @@ from tfparallel.internals.keras_trainer import (
 from tfparallel.replicas import checks
 from tfparallel.replicas.assigned_weights import (
     RefusedStepError,
-    TracedStep,
+    StepOfOwnRows,
     check_assigned_weights,
 )
 from tfparallel.replicas.batch import Batch
@@ -139,7 +139,7 @@ def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
     if traced is None:
         return
 
-    def of_any_rows() -> TracedStep | None:
+    def of_any_rows() -> StepOfOwnRows | None:
         try:
             return _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
         except Exception:  # a step may be written for one number of rows
@@ -150,7 +150,7 @@ def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
 
 def _traced_once(
     model: keras.Model, step: Callable, data_batch: object, is_cut: bool = True
-) -> TracedStep | None:
+) -> StepOfOwnRows | None:
     """Traces `step`, for a replica's part of the batch or all of it; None without a strategy."""
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ def _traced_once(
         data, traced = _placeholders(data_batch), None
         stack.enter_context(tf.variable_creator_scope(_create_outside))
         if strategy is not None:
-            traced = TracedStep(graph, BuildContext(strategy, graph), data)
+            traced = StepOfOwnRows(graph, BuildContext(strategy, graph), data)
             data = Batch(strategy.extended, data).parts[0] if is_cut else data
             stack.enter_context(traced.context)
             only = ReplicaStep(1, tf.ones(()), True, [], first_row=0)
