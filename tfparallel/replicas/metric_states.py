@@ -62,8 +62,7 @@ def update_with_all_rows(metric: keras.Metric) -> Callable:
 
     def on_replica(*args: object, **kwargs: object) -> object:
         step = current_replica_step()
-        is_whole = step is None or step.has_all_rows
-        if is_whole or in_stateless_scope() or in_symbolic_scope():
+        if step is None or step.has_all_rows or in_stateless_scope() or in_symbolic_scope():
             return update_state(*args, **kwargs)
         arguments = UpdateArguments(args, kwargs, step.rows)
         if is_adding(metric, arguments):

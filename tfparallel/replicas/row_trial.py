@@ -142,8 +142,8 @@ def found_for(
         TakesTensorsError: from its first use of a tensor that is no argument of it.
     """
     found: Found | None = None
-    for outcomes in _outcomes(function, targets, predictions, weights):
-        own = _compared(*outcomes, computed_in)
+    for whole, first, second in _outcomes(function, targets, predictions, weights):
+        own = _compared(whole, first, second, computed_in)
         found = own if found is None else found & own
     assert found is not None  # `_outcomes` has given some, or raised
     return found
@@ -167,16 +167,16 @@ def adds_up(
         UntriableError, GathersRowsError, TakesTensorsError: as `found_for`.
     """
     told = [
-        _add_up(*outcomes, computed_in)
-        for outcomes in _outcomes(update, targets, predictions, weights)
-        if not any(np.isnan(value).any() for value in outcomes[0][1])
+        _add_up(whole, first, second, computed_in)
+        for whole, first, second in _outcomes(update, targets, predictions, weights)
+        if not any(np.isnan(value).any() for value in whole[1])
     ]
     return bool(told) and all(told)
 
 
 def _outcomes(
     function: Callable, targets: object, predictions: object, weights: object
-) -> Iterator[tuple]:
+) -> Iterator[tuple[Any, Any, Any]]:
     """What `function` gives for all rows, and for each of two parts; for each draw that it takes.
 
     Raises:
