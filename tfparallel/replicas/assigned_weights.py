@@ -133,7 +133,8 @@ def _check_is_not_read_again(
         if operation in assigned:
             done.add(assigned[operation])
             continue
-        again = {outer.get(id(x)) for x in operation.inputs} & done & weights.keys()
+        read = {outer[id(x)] for x in operation.inputs if id(x) in outer}
+        again = read & done & weights.keys()
         if again and not operation.type.startswith("Assign"):
             raise RefusedStepError(
                 "Where a stage has its weights in parts or shards, a step must not compute with a "
@@ -180,9 +181,9 @@ def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:
     leaves = tf.nest.flatten(step.data)
     if not all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves):
         return False  # of sparse and ragged rows there is no trial
-    is_of_keras = isinstance(step.data, tuple) and 1 < len(step.data) < 4
-    roles = [*step.data, None][:3] if is_of_keras else [step.data, None, None]
-    data, targets, weights = [tf.nest.map_structure(_spec, part) for part in roles]
+    parts = step.data if isinstance(step.data, tuple) else ()  # x, y and weights, in Keras's way
+    roles = [*parts, None][:3] if len(parts) in (2, 3) else [step.data, None, None]
+    data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
     compute = computed_from(step.graph, rows, value)
 
     def outcome(*given: object) -> TrialOutcome:

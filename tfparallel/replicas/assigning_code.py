@@ -9,9 +9,13 @@ _STEPS = ("train_step", "test_step", "predict_step")
 _OF_LIBRARIES = ("keras.src.", "tensorflow.", "builtins")
 
 
-@functools.cache
 def class_mentions_assignment(own_class: type) -> bool:
     """Whether a class, or one that it is derived from, does, other than in a step."""
+    return _class_mentions(own_class)
+
+
+@functools.cache
+def _class_mentions(own_class: type) -> bool:
     classes = [c for c in own_class.__mro__ if not c.__module__.startswith(_OF_LIBRARIES)]
     functions = [f for c in classes for name, f in vars(c).items() if name not in _STEPS]
     return any(function_mentions_assignment(f) for f in functions)
