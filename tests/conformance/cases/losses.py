@@ -205,7 +205,8 @@ class ScaledByTheLargest(keras.Loss):
 
     def __init__(self):
         super().__init__()
-        self.scale = keras.Variable(1.0, trainable=False, name="scale")
+        dtype = keras.config.floatx()
+        self.scale = keras.Variable(1.0, trainable=False, name="scale", dtype=dtype)
 
     def call(self, y_true, y_pred):
         errors = ops.logsumexp(y_pred, axis=-1) - ops.take_along_axis(
