@@ -176,7 +176,7 @@ def test_rounds_of_h_steps_send_the_bytes_of_one_step_in_h(workers):
     [
         (lambda: LocalSGD(0), "at least 1.*Received: 0"),
         (lambda: LocalSGD(True), "Received: True"),
-        (lambda: DiLoCo(2.5), "of DiLoCo must be an int"),
+        (lambda: DiLoCo(2.5), "every: expected int"),
         (lambda: DiLoCo(2, keras.optimizers.Adam()), "outer: expected SGD"),
         (lambda: DiLoCo(2, keras.optimizers.SGD(clipnorm=1.0)), "Received also: clipnorm"),
         (

@@ -321,12 +321,12 @@ _OF_WHOLE_WEIGHTS = dict.fromkeys(
         "keras_io_shared.momentum_teacher",
     ),
     "refused: what assigns a weight of its own that is in shards: tests/hybrid/test_shards.py",
-) | {"keras_io_shared.sharpness_aware": "refused, on stages as a cycle in TensorFlow's graph"}
+) | {"keras_io_shared.sharpness_aware": "refused, on stages: tests/hybrid/test_groups_as_stages.py"}
 _OF_PARTS_OF_A_STAGE = dict.fromkeys(
     ("layer_state.layers_that_update_themselves", "layer_state.a_layer_called_twice"),
     "refused: a layer on a stage assigns a weight of its own that is in parts: "
     "tests/hybrid/test_groups_as_stages.py",
-) | {"keras_io_shared.sharpness_aware": "ends as a cycle in TensorFlow's graph"}
+) | {"keras_io_shared.sharpness_aware": "refused: tests/hybrid/test_groups_as_stages.py"}
 _OF_PIECES = (
     "metrics.binary",
     "models.attention",

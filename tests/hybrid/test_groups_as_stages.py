@@ -244,6 +244,25 @@ def test_a_layer_that_assigns_a_weight_in_parts_is_refused_by_name():
         train(groups(layouts={".*normalized.*kernel": (None, "model")}), build)
 
 
+class MovesThere(keras.Model):
+    """Moves a weight, and computes with it."""
+
+    def train_step(self, data):
+        x, y = data
+        self.layers[1].kernel.assign(self.layers[1].kernel * 0.9)
+        loss = self.compute_loss(x, y, self(x, training=True))
+        return {"loss": loss}
+
+
+def test_a_step_that_computes_with_a_weight_it_has_assigned_is_refused_by_name():
+    def build():
+        given = keras.Input((6,))
+        return MovesThere(given, layers.Dense(3)(layers.Dense(8, name="moved")(given)))
+
+    with pytest.raises(ValueError, match="after it has assigned it.* 'moved/kernel'"):
+        train(groups(), build)
+
+
 def test_a_layout_that_matches_nothing_is_refused_by_name():
     with pytest.raises(ValueError, match="nothing_like_it"):
         train(groups(layouts={"nothing_like_it": (None, "model")}))

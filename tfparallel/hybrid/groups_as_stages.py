@@ -41,6 +41,8 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
         num_shards: how many pipelines, one behind the other, share a copy.
     """
 
+    _sees_what_a_step_assigns = False
+
     @property
     def _split_class(self) -> type[SplitStageVariable]:  # type: ignore[override]
         return KeptStageVariable if self._keeps else SplitStageVariable

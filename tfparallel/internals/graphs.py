@@ -10,7 +10,7 @@ from types import FrameType
 import tensorflow as tf
 
 # The attributes of an operation.
-from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 
 # Who traces a `tf.function`.
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
@@ -31,10 +31,12 @@ __all__ = [
     "add_function",
     "branches_of",
     "call_one_branch",
+    "called_graphs",
     "call_that_traces",
     "call_with_captures",
     "captures_through",
     "changed_variables",
+    "computed_from",
     "dtype_behind",
     "functions_of",
     "gradients_in_graph",
@@ -48,6 +50,17 @@ __all__ = [
     "take_instead",
     "with_body",
 ]
+
+
+# Operations that draw floating-point numbers of a shape, which comes first.
+_OF_FLOATS_DRAWN = (
+    *("StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"),
+    *("StatelessRandomUniform", "StatelessRandomNormal", "StatelessTruncatedNormal"),
+    *("RandomUniform", "RandomStandardNormal", "TruncatedNormal"),
+)
+_NUMBER_DRAWN = 0.9  # above most rates of Dropout, which keeps all then
+
+_CHOICES = "If", "StatelessIf", "Case", "StatelessCase"  # their first input chooses
 
 
 def call_with_captures(
@@ -124,6 +137,65 @@ def branches_of(operation: tf.Operation) -> tuple[FuncGraph, ...]:
     if operation.type not in ("If", "StatelessIf"):
         return ()
     return operation._true_graph, operation._false_graph
+
+
+def called_graphs(operation: tf.Operation) -> list[tuple[FuncGraph, list[tf.Tensor]]]:
+    """The graphs of functions, branches and loops that `operation` runs, and what each takes."""
+    names = []
+    for attribute in operation.node_def.attr.values():
+        names += [each.name for each in (attribute.func, *attribute.list.func) if each.name]
+    given = list(operation.inputs)
+    given = given[1:] if operation.type in _CHOICES else given
+    known = [operation.graph._get_function(name) for name in names]
+    return [(each.graph, given) for each in known if len(each.graph.inputs) == len(given)]
+
+
+def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tensor) -> Callable:
+    """What computes `value` of `graph` of other tensors for `inputs`, and changes nothing.
+
+    Random numbers are all one number there, so that they do not depend on how many are drawn.
+
+    Args:
+        graph: which is not a function yet, of variables from outside.
+        inputs: placeholders of it.
+        value: which no branch, loop or function holds.
+
+    Returns:
+        A function of a list of tensors.
+    """
+    needed, stack = {value.op.name}, [value.op]
+    while stack:
+        behind = {x.op.name: x.op for x in stack.pop().inputs if x.op.name not in needed}
+        needed.update(behind)
+        stack += behind.values()
+    definition = graph.as_graph_def()
+    nodes = [node for node in definition.node if node.name in needed]
+    for node in nodes:  # what only has to have happened before is left out
+        node.input[:] = [name for name in node.input if not name.startswith("^")]
+    nodes += [_without_chance(node) for node in nodes if node.op in _OF_FLOATS_DRAWN]
+    kept = type(definition)(node=nodes, library=definition.library, versions=definition.versions)
+    captured = [(inner, outer) for outer, inner in graph.captures]
+
+    def compute(tensors: Sequence) -> tf.Tensor:
+        pairs = [*zip(inputs, tensors, strict=True), *captured]
+        into = tf.compat.v1.get_default_graph()
+        given = {inner.name: into.capture(x) for inner, x in pairs if inner.op.name in needed}
+        return tf.import_graph_def(kept, given, [value.name])[0]
+
+    return tf.function(compute, autograph=False)
+
+
+def _without_chance(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+    """Has `node`, which draws numbers, fill its shape with another node, which is returned."""
+    dtype = node.attr["dtype"].type
+    index_type = (node.attr["Tshape"] if "Tshape" in node.attr else node.attr["T"]).type
+    number = node_def_pb2.NodeDef(name=f"{node.name}/number", op="Const")
+    number.attr["dtype"].type = dtype
+    number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_NUMBER_DRAWN, dtype))
+    node.op, node.input[:] = "Fill", [node.input[0], number.name]
+    node.attr.clear()
+    node.attr["T"].type, node.attr["index_type"].type = dtype, index_type
+    return number
 
 
 def functions_of(graph: tf.Graph) -> list:

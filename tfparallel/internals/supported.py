@@ -323,6 +323,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_add_function_recursive",
         "_create_op_internal",
         "_functions",
+        "_get_function",
         "captures",
     ),
     "tensorflow.python.framework.ops.Operation": (

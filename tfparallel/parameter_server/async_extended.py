@@ -33,6 +33,7 @@ from tfparallel.parameter_server.keras_functions import (
     PredictFunction,
     StepFunction,
 )
+from tfparallel.parameter_server.metrics_at_servers import updated_at_servers
 from tfparallel.parameter_server.partitioned_variables import AsyncPartitionedVariable
 from tfparallel.parameter_server.remote_calls import own_executor
 from tfparallel.parameter_server.remote_step import RemoteStep
@@ -198,6 +199,11 @@ class AsyncParameterServerExtended(ParameterServerExtended):
             return {each.lane for each in steps if each.lane is not None}
 
         return run
+
+    @contextlib.contextmanager
+    def _step_of(self, model: keras.Model) -> Iterator[None]:
+        with super()._step_of(model), updated_at_servers(model):
+            yield
 
     # ---- how a batch is split --------------------------------------------------------------------
 

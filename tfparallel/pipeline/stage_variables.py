@@ -14,7 +14,11 @@ from tfparallel.internals.distribute import become_copy_of, number_of_first_copy
 from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
-from tfparallel.replicas.variables import CentralVariable, SummedWhenRead
+from tfparallel.replicas.variables import (
+    CentralVariable,
+    SummedWhenRead,
+    is_left_to_first_replica,
+)
 
 _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 
@@ -215,6 +219,8 @@ class SequentialVariable(SummedWhenRead, StageVariable):
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         changes = self.distribute_strategy.extended._changes
         if changes is not None and changes.is_recomputing:
+            return self._primary
+        if self.is_metric and is_left_to_first_replica(self.distribute_strategy.extended):
             return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary

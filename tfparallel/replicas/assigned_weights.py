@@ -1,72 +1,203 @@
-"""Weights that a step of a user's own assigns itself: from a replica's own rows that is refused.
+"""Variables that a step of a user's own assigns itself: only what is then as on one device.
 
-`weight.assign_sub(rate * gradient)` in a `train_step` would change each replica's copy by the
-gradient of its own rows, and the copies would drift apart without an error. Whether a value depends
-on rows is read off the graph in which the step is traced before it runs (`step_build.py`). What is
-computed of the rows of all, by `all_rows` or a reduction, does not count as that: it is the same
-everywhere.
+A replica has some rows of a batch. What it assigns of them is another value on each replica:
+
+    assigned of own rows                      then
+    ----------------------------------------  -----------------------------------------------------
+    to a weight: `weight.assign_sub(...)` of  refused: copies would drift apart
+    a gradient
+    to other state, a mean over rows          the mean of the replicas' values, weighted by rows
+    to other state, anything else: a queue    refused: no mean of the replicas' values is that of
+    of rows, a ratio of sums, a count         one device
+
+Whether a value depends on rows is read off the graph in which the step is traced before it runs
+(`step_build.py`); whether it is a mean over them is tried on random rows (`row_trial.py`). What is
+computed of the rows of all, by `all_rows` or a reduction, does not count as dependent: it is the
+same everywhere. What layers assign when they are called has rules of its own
+(`whole_batch_layers.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import keras
+import tensorflow as tf
 
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.keras_layers import behind, layers_of, own_weights
+from tfparallel.internals.graphs import FuncGraph, computed_from
+from tfparallel.internals.keras_layers import behind, layers_of, own_state, own_weights
 from tfparallel.replicas.build_context import BuildContext
-from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.dependence import Assignment, assignments
 from tfparallel.replicas.local_copies import copies_here
-from tfparallel.replicas.whole_batch_layers import may_keep_state
+from tfparallel.replicas.row_trial import TrialOutcome, UntriableError, found_for, trial
+from tfparallel.replicas.variables import ReplicatedVariable
 
-# Beginnings of types of operations. Functions, branches and loops that assign are not looked into.
-_ASSIGNMENTS = ("Assign", "ResourceScatter")
+_WAY_OUT = (
+    "compute what is assigned from the rows of all replicas (strategy.all_rows), or from sums over "
+    "them (tf.distribute.get_replica_context().all_reduce)."
+)
 
 
 class RefusedStepError(ValueError):
     """A step would train to other weights than on one device."""
 
 
-def check_assigned_weights(model: keras.Model, context: BuildContext, rows: list) -> None:
-    """Refuses a step that assigns what depends on a replica's own rows to a weight.
+@dataclass
+class StepOfOwnRows:
+    """A step of a user's own, traced as one replica sees it.
+
+    Attributes:
+        graph: of the step.
+        context: in which it was traced.
+        data: the batch there, a nest of tensors.
+        of_layers: the ids of the operations that calls of layers with rules of their own have made.
+    """
+
+    graph: FuncGraph
+    context: BuildContext
+    data: object = None
+    of_layers: set[int] = field(default_factory=set)
+
+    def rows(self) -> list[tf.Tensor]:
+        """The dense tensors of the batch."""
+        return [x for x in tf.nest.flatten(self.data, expand_composites=True) if x is not None]
+
+    def assignments(self) -> list[Assignment]:
+        """What the step itself assigns."""
+        found = assignments(self.graph, set(map(id, self.rows())), self.context.met)
+        return [each for each in found if id(each.operation) not in self.of_layers]
+
+
+def check_assigned_weights(
+    model: keras.Model, step: StepOfOwnRows, of_any_rows: Callable[[], StepOfOwnRows | None]
+) -> None:
+    """Refuses a step that assigns what depends on a replica's own rows, where that is not right.
 
     Args:
         model: whose step has been traced.
-        context: in which it was.
-        rows: the tensors of the batch there.
+        step: as it was.
+        of_any_rows: traces it once more, for any number of rows: what depends on that number alone
+            shows then. None if it cannot.
 
     Raises:
-        RefusedStepError: naming the weight.
+        RefusedStepError: naming the variable.
     """
-    strategy = context.strategy
-    if num_replicas(strategy) == 1:
+    if num_replicas(step.context.strategy) == 1:
         return
-    paths = dict(_weights(model))
-    of_batch = set(map(id, rows))
-    outer = {id(inner): id(outer) for outer, inner in context.graph.captures}
-    for operation in context.graph.get_operations():
-        if not operation.type.startswith(_ASSIGNMENTS):
-            continue
-        resource, *values = operation.inputs
-        handle = outer.get(id(resource))
-        if handle in paths and any(reaches(value, of_batch, context.met) for value in values):
+    weights, states = dict(_weights(model)), _states(model)
+    if not any(each.handle in (*weights, *states) for each in step.assignments()):
+        return
+    if not step.context.strategy.extended._sees_what_a_step_assigns:
+        _check_is_not_read_again(model, step, weights)
+    step = of_any_rows() or step
+    for each in step.assignments():
+        if each.depends and each.handle in weights:
             raise RefusedStepError(
                 "A train_step must not assign to a weight what depends on the rows of the batch: "
                 "each replica has some of them, and its copy would become another one. Received: "
-                f"{type(strategy).__name__}, and a step of model '{model.name}' that assigns such "
-                f"a value to '{paths[handle]}'. Give gradients to an optimizer; or compute what is "
-                "assigned from the rows of all replicas (strategy.all_rows), or from sums over "
-                "them (tf.distribute.get_replica_context().all_reduce)."
+                f"{_named(step, model)} assigns such a value to '{weights[each.handle]}'. Give "
+                f"gradients to an optimizer; or {_WAY_OUT}"
+            )
+        if each.depends and each.handle in states:
+            _check_state(model, step, each, *states[each.handle])
+
+
+def _check_state(
+    model: keras.Model,
+    step: StepOfOwnRows,
+    assignment: Assignment,
+    path: str,
+    variable: tf.Variable,
+) -> None:
+    if assignment.is_inside or not _is_mean(step, assignment):
+        what = "in a branch, a loop or a function assigns" if assignment.is_inside else "assigns"
+        raise RefusedStepError(
+            "What a train_step assigns of the rows of the batch to a variable must be a mean over "
+            "rows, outside of branches, loops and functions: each replica has some of the rows, "
+            f"and the mean of theirs is kept. Received: {_named(step, model)} {what} something "
+            f"else, such as a queue of rows, a sum or a ratio of sums, to '{path}'. Let it "
+            f"{_WAY_OUT}"
+        )
+    if isinstance(variable, ReplicatedVariable):
+        variable._is_statistics = True
+
+
+def _check_is_not_read_again(
+    model: keras.Model, step: StepOfOwnRows, weights: Mapping[int, str]
+) -> None:
+    """Refuses a step that computes with a weight that it has assigned itself."""
+    assigned = {each.operation: each.handle for each in step.assignments()}
+    outer = {id(inner): id(outer) for outer, inner in step.graph.captures}
+    done: set[int] = set()
+    for operation in step.graph.get_operations():
+        if operation in assigned:
+            done.add(assigned[operation])
+            continue
+        read = {outer[id(x)] for x in operation.inputs if id(x) in outer}
+        again = read & done & weights.keys()
+        if again and not operation.type.startswith("Assign"):
+            raise RefusedStepError(
+                "Where a stage has its weights in parts or shards, a step must not compute with a "
+                "weight after it has assigned it: the stage reads its weights once in a step. "
+                f"Received: {_named(step, model)} does so with '{weights[again.pop()]}'. Use "
+                "stages of one device, without shards, or replicas without stages."
             )
 
 
-def _weights(model: keras.Model) -> Iterator[tuple[int, str]]:
-    """The ids of the handles, and the paths, of what optimizers train in `model`.
+def _named(step: StepOfOwnRows, model: keras.Model) -> str:
+    return f"{type(step.context.strategy).__name__}, and a step of model '{model.name}' that"
 
-    Layers that may assign their own weights when they are called have rules of their own:
-    `whole_batch_layers.py`.
-    """
+
+def _weights(model: keras.Model) -> Iterator[tuple[int, str]]:
+    """The ids of the handles, and the paths, of what optimizers train in `model`."""
     for layer in layers_of(model):
-        if layer is model or not may_keep_state(layer):
-            for weight in own_weights(layer):
-                for copy in copies_here(behind(weight)):
-                    yield id(copy.handle), weight.path
+        for weight in own_weights(layer):
+            for copy in copies_here(behind(weight)):
+                yield id(copy.handle), weight.path
+
+
+def _states(model: keras.Model) -> dict[int, tuple[str, tf.Variable]]:
+    """Other variables of `model` that a step may assign, by the ids of their handles."""
+    found = {}
+    for layer in layers_of(model):
+        own = [(state.path, behind(state)) for state in own_state(layer)]
+        own += [
+            (f"{layer.name}.{name}", value)
+            for name, value in vars(layer).items()
+            if isinstance(value, tf.Variable)
+        ]
+        for path, variable in own:
+            for copy in copies_here(variable):
+                found[id(copy.handle)] = path, variable
+    return found
+
+
+def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:
+    """Whether the mean over replicas of what they assign, weighted by rows, is that of all rows."""
+    operation, rows = assignment.operation, step.rows()
+    value = operation.inputs[1]  # behind the variable
+    if not operation.type.startswith("Assign") or not value.dtype.is_floating:
+        return False
+    leaves = tf.nest.flatten(step.data)
+    if not all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves):
+        return False  # of sparse and ragged rows there is no trial
+    parts = step.data if isinstance(step.data, tuple) else ()  # x, y and weights, in Keras's way
+    roles = [*parts, None][:3] if len(parts) in (2, 3) else [step.data, None, None]
+    data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
+    compute = computed_from(step.graph, rows, value)
+
+    def outcome(*given: object) -> TrialOutcome:
+        targets, data, weights = given
+        leaves = tf.nest.flatten([data, targets, weights])
+        number = compute([leaf for leaf in leaves if leaf is not None])
+        return TrialOutcome(number, number)
+
+    try:
+        with trial():
+            return "mean" in found_for(outcome, targets, data, weights).kinds
+    except UntriableError:
+        return False
+
+
+def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
+    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)

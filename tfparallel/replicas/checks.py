@@ -12,7 +12,7 @@ from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.internals import DistributedVariable
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_distribution_hooks import is_distribution_watched
-from tfparallel.internals.keras_layers import behind, layers_of
+from tfparallel.internals.keras_layers import behind, layers_of, losses_asked_for
 from tfparallel.internals.keras_trainer import strategy_of
 from tfparallel.replicas.device_names import Devices, all_devices_here, device_names, devices_here
 from tfparallel.replicas.model_optimizers import optimizers_of
@@ -51,12 +51,14 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             f"'{model.name}' built outside of its scope. {_THREE_LINES} {_COPY_IT}"
         )
     variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    attributes = [getattr(loss, "__dict__", {}).values() for loss in losses_asked_for(model)]
+    variables += [v for own in attributes for v in own if isinstance(v, keras.Variable)]
     outside = list(dict.fromkeys(v.path for v in variables if not belongs_to(v, strategy)))
     if outside:
         raise ValueError(
-            f"Expected all variables of model '{model.name}' and its metrics to be created in the "
-            f"scope of this {_name(strategy)}. Received: {len(outside)} created outside of it: "
-            f"{outside[:5]}. {_THREE_LINES} {_COPY_IT}"
+            f"Expected all variables of model '{model.name}', its metrics and losses to be created "
+            f"in the scope of this {_name(strategy)}. Received: {len(outside)} created outside of "
+            f"it: {outside[:5]}. {_THREE_LINES} {_COPY_IT}"
         )
     for optimizer in optimizers_of(model):
         for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):

@@ -36,8 +36,10 @@ from tfparallel.replicas.signatures import signature_of_all
 from tfparallel.replicas.variables import (
     MetricVariable,
     ReplicatedVariable,
+    is_new_metric,
     is_statistics,
     mark_owner,
+    value_of_copy,
 )
 from tfparallel.replicas.weighed_gradients import WeighedGradients
 
@@ -49,6 +51,7 @@ class ReplicatedExtended(
 
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _num_batches_ahead: int | None = None  # of their steps; None: as suits the devices
+    _sees_what_a_step_assigns = True  # to a weight, and computes with afterwards
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
 
@@ -117,9 +120,14 @@ class ReplicatedExtended(
         copies: Sequence,
         kwargs: Mapping[str, object],
     ) -> object:
-        """What copy number `i` starts with: the value that all agree on, whatever its class."""
+        """What copy number `i` starts with: the value that all agree on; a metric's rest, 0."""
         del variable_class
-        return self._agreed_initial_value(i, device, copies, kwargs)
+        value = self._agreed_initial_value(i, device, copies, kwargs)
+        if not is_new_metric(kwargs):
+            return value
+        return lambda: value_of_copy(
+            tf.convert_to_tensor(value() if callable(value) else value), i, self
+        )
 
     def _agreed_initial_value(
         self, i: int, device: str, copies: Sequence, kwargs: Mapping[str, object]

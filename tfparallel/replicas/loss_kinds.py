@@ -7,7 +7,8 @@ masked     likewise, of values that are not masked by      `ignore_class`
            the loss itself
 mean       the mean of the replicas', weighted by rows     a function that returns `ops.mean(...)`
 sum        the sum of the replicas'                        ... `ops.sum(...)`
-coupled    to be computed from all rows                    Dice, Circle, CLIP, sum/sum(mask)
+coupled    to be computed from all rows                    Dice, Circle, CLIP, sum/sum(mask);
+                                                           what assigns variables of its own
 
 A loss says so itself, is known, or is tried (`row_trial.py`).
 """
@@ -22,6 +23,10 @@ import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask
 from tfparallel.internals.keras_layers import function_of_metric, options_of_loss
+from tfparallel.replicas.assigning_code import (
+    class_mentions_assignment,
+    function_mentions_assignment,
+)
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
     TakesTensorsError,
@@ -119,6 +124,8 @@ def kind_of_loss(
         return kind
     if _is_of_rows(loss, y_pred):
         return "rows"
+    if keeps_state(loss):
+        return "coupled"  # all replicas assign alike what comes of the rows of all
 
     def outcome(*arguments: object) -> TrialOutcome:
         number, values = number_and_values(loss, *arguments)
@@ -157,6 +164,16 @@ def _is_of_rows(loss: keras.Loss, y_pred: object) -> bool:
         and options.get("axis", -1) == -1
         and options.get("ignore_class") is None
         and _have_columns(y_pred)
+    )
+
+
+def keeps_state(loss: keras.Loss) -> bool:
+    """Whether a loss of a user's own, or the function that it wraps, mentions an assignment."""
+    function = getattr(loss, "fn", None)
+    own = getattr(function, "__module__", None) or ""
+    is_of_keras = function is None or own.startswith("keras.src.")
+    return class_mentions_assignment(type(loss)) or (
+        not is_of_keras and function_mentions_assignment(function)
     )
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib
 from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
 from tfparallel.internals.keras_layers import compile_loss_of, compiled_metrics_of, flat_losses
-from tfparallel.replicas import coupled_metrics, layer_losses
+from tfparallel.replicas import coupled_metrics, layer_losses, metric_states
 from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.interface import StepDecisions
@@ -146,6 +146,16 @@ def hooked(model: keras.Model, extended: StepDecisions, global_results: list) ->
                     )
                 )
         for metric in [*metrics, *getattr(compiled_metrics_of(model), "metrics", ())]:
+            if metric_states.has_own_update(metric):
+                hooks.enter_context(
+                    shadowed(
+                        metric,
+                        "update_state",
+                        metric_states.update_with_all_rows(metric),
+                        during="a step on replicas",
+                        why="A metric whose state is no sum over rows gets the rows of all.",
+                    )
+                )
             if coupled_metrics.is_of_function(metric):
                 hooks.enter_context(
                     shadowed(

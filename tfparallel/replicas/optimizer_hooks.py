@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import BaseOptimizer, distribute_lib
+from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import (
     apply_without_replicas,
@@ -150,6 +151,7 @@ def _reduce_then_apply(
         trainable_variables = list(trainable_variables)
     variables = trainable_variables or trained_by(optimizer)
     present_variables = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+    _check_are_gradients(strategy, present_variables)
     _thread.source = GradientSource(optimizer, present_variables)
     try:
         totals = strategy.extended._weigh_and_reduce(present)
@@ -166,6 +168,22 @@ def _reduce_then_apply(
         return strategy.extended._apply_reduced(apply, grads, trainable_variables)
     finally:
         _thread.is_reduced = False
+
+
+def _check_are_gradients(strategy: tf.distribute.Strategy, variables: Sequence) -> None:
+    """Refuses variables of which Keras takes the next value for the gradient.
+
+    Raises:
+        ValueError: naming one, where there are several replicas.
+    """
+    replaced = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    if replaced and num_replicas(strategy) > 1:
+        raise ValueError(
+            "Replicas sum gradients. Received: variables whose gradient is their next value, as "
+            f"float8 training has them (model.quantize('float8')): '{replaced[0]}', and "
+            f"{len(replaced) - 1} more. What it is computed of is a replica's own rows, and no sum "
+            "of it is that of all. Train with mixed_bfloat16, or under a strategy of one replica."
+        )
 
 
 def _count_where_the_counter_is(optimizer: BaseOptimizer) -> None:

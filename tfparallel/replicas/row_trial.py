@@ -142,7 +142,48 @@ def found_for(
         TakesTensorsError: from its first use of a tensor that is no argument of it.
     """
     found: Found | None = None
+    for whole, first, second in _outcomes(function, targets, predictions, weights):
+        own = _compared(whole, first, second, computed_in)
+        found = own if found is None else found & own
+    assert found is not None  # `_outcomes` has given some, or raised
+    return found
+
+
+def adds_up(
+    update: Callable,
+    targets: object,
+    predictions: object,
+    weights: object,
+    computed_in: str | None = None,
+) -> bool:
+    """Tries whether a state may be updated in parts of a batch's rows, each from another state.
+
+    Args:
+        update: of targets, predictions and weights, to a list of arrays before two updates with
+            them, such a list after the first, and one after the second.
+        targets, predictions, weights, computed_in: as `found_for` takes them.
+
+    Raises:
+        UntriableError, GathersRowsError, TakesTensorsError: as `found_for`.
+    """
+    told = [
+        _add_up(whole, first, second, computed_in)
+        for whole, first, second in _outcomes(update, targets, predictions, weights)
+        if not any(np.isnan(value).any() for value in whole[1])
+    ]
+    return bool(told) and all(told)
+
+
+def _outcomes(
+    function: Callable, targets: object, predictions: object, weights: object
+) -> Iterator[tuple[Any, Any, Any]]:
+    """What `function` gives for all rows, and for each of two parts; for each draw that it takes.
+
+    Raises:
+        UntriableError, GathersRowsError, TakesTensorsError: as `found_for`.
+    """
     error: Exception | None = None
+    is_tried = False
     for seed, draw in enumerate(_DRAWS):
         rng = np.random.default_rng(seed)
         rows = [
@@ -159,11 +200,23 @@ def found_for(
                 raise TakesTensorsError from raised
             error = raised
             continue
-        own = _compared(whole, first, second, computed_in)
-        found = own if found is None else found & own
-    if found is None:
+        is_tried = True
+        yield whole, first, second
+    if not is_tried:
         raise UntriableError from error
-    return found
+
+
+def _add_up(whole: tuple, first: tuple, second: tuple, computed_in: str | None) -> bool:
+    """Whether what parts add to a state is what all rows add, whatever the state before."""
+    rounding = _rounding(0.0, 0.0, computed_in)
+    added = []
+    for before, after, behind in (whole, first, second):
+        own = [b - a for a, b in zip(before, after, strict=True)]
+        again = [b - a for a, b in zip(after, behind, strict=True)]
+        if not all(_equal(a, b, rounding) for a, b in zip(own, again, strict=True)):
+            return False
+        added.append(own)
+    return all(_equal(a, b + c, rounding) for a, b, c in zip(*added, strict=True))
 
 
 def _compared(
@@ -177,7 +230,7 @@ def _compared(
     if values.shape[:1] == (_ROWS,) and _equal(values, in_parts, rounding):
         kinds.append("rows")
     a, b = _numbers(first.number), _numbers(second.number)
-    if a.shape == b.shape == number.shape == ():
+    if a.shape == b.shape == number.shape:
         shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
         kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []
         kinds += ["sum"] if _equal(number, a + b, rounding) else []

@@ -14,8 +14,9 @@ So every variable is there before the first step, the same on all workers, and n
 """
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -40,13 +41,18 @@ from tfparallel.internals.keras_trainer import (
     strategy_of,
 )
 from tfparallel.replicas import checks
-from tfparallel.replicas.assigned_weights import RefusedStepError, check_assigned_weights
+from tfparallel.replicas.assigned_weights import (
+    RefusedStepError,
+    StepOfOwnRows,
+    check_assigned_weights,
+)
 from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
+from tfparallel.replicas.whole_batch_layers import calls_of_layers_told
 
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
 
@@ -129,25 +135,77 @@ def _placeholder_like(output: keras.KerasTensor) -> tf.Tensor:
 
 
 def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
+    traced = _traced_once(model, step, data_batch)
+    if traced is None:
+        return
+
+    def of_any_rows() -> StepOfOwnRows | None:
+        try:
+            return _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
+        except Exception:  # a step may be written for one number of rows
+            return None
+
+    check_assigned_weights(model, traced, of_any_rows)
+
+
+def _traced_once(
+    model: keras.Model, step: Callable, data_batch: object, is_cut: bool = True
+) -> StepOfOwnRows | None:
+    """Traces `step`, for a replica's part of the batch or all of it; None without a strategy."""
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_remat_of_keras(model))
         graph = FuncGraph("build")
         stack.enter_context(graph.as_default())
-        data = _placeholders(data_batch)
-        context, rows = None, tf.nest.flatten(data, expand_composites=True)
+        data, traced = _placeholders(data_batch), None
         stack.enter_context(tf.variable_creator_scope(_create_outside))
         if strategy is not None:
-            data = Batch(strategy.extended, data).parts[0]
-            context = BuildContext(strategy, graph)
-            stack.enter_context(context)
+            traced = StepOfOwnRows(graph, BuildContext(strategy, graph), data)
+            data = Batch(strategy.extended, data).parts[0] if is_cut else data
+            stack.enter_context(traced.context)
             only = ReplicaStep(1, tf.ones(()), True, [], first_row=0)
             stack.enter_context(only.active())
             stack.enter_context(drawn_by_row(strategy.extended._row_seeds, model))
+            stack.enter_context(calls_of_layers_told(model, graph, traced.of_layers))
+            if not is_cut:
+                stack.enter_context(_frozen_batch_norm(model))
         step(data)
     clear_added_losses(model)
-    if context is not None:
-        check_assigned_weights(model, context, rows)
+    return traced
+
+
+def _called_in_inference(call: Callable, *args: object, **kwargs: object) -> tf.Tensor:
+    return call(*args, **{**kwargs, "training": False})
+
+
+@contextlib.contextmanager
+def _frozen_batch_norm(model: keras.Model) -> Iterator[None]:
+    """Within it, BatchNorm couples no rows: what is asked is whether anything else does."""
+    with contextlib.ExitStack() as hooks:
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                hooks.enter_context(
+                    shadowed(
+                        layer,
+                        "call",
+                        functools.partial(_called_in_inference, layer.call),
+                        during="the trace of a step for any rows",
+                        why="Rows that BatchNorm couples do not tell whether what follows does.",
+                    )
+                )
+        yield
+
+
+def _of_any_rows(batch: object) -> object:
+    """The specs of a batch, of any number of rows."""
+    return tf.nest.map_structure(
+        lambda leaf: (
+            leaf and tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+            if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank
+            else leaf
+        ),
+        tf.nest.map_structure(_spec, batch),
+    )
 
 
 def _placeholders(batch: object) -> object:

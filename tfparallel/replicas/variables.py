@@ -12,7 +12,8 @@ central     the same, under              one            by replica 0 only, for t
 statistics  BatchNorm's moving mean      one a replica  by every replica from its own rows; the
             and variance                                step ends with their mean (keras_step)
 metric      `Metric.add_variable`        one a replica  by every replica; their sum when read
-            (ON_READ)                                   outside of replicas
+            (ON_READ)                                   outside of replicas, where it is assigned
+                                                        to the first copy, and 0 to the others
 
 A variable with an explicit aggregation that Keras did not create follows `tf.distribute`: values
 assigned in a replica context are aggregated first. To be summed, they have to be a value of each
@@ -43,6 +44,7 @@ from tfparallel.internals import (
 )
 from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.keras_layers import behind, layers_of, own_state
+from tfparallel.internals.keras_state import variable_under_creation
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 
@@ -171,13 +173,33 @@ class SummedWhenRead:
 class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
     """One copy a replica, reduced when read outside of replicas.
 
-    Where each replica computes on the rows of all, the first counts for all.
+    Where each replica computes on the rows of all, the first counts for all: what a Keras metric
+    begins with is in the first copy, so that the first replica may do with it as one device does.
+
+    Attributes set after creation, by `mark_owner`:
+        _is_of_keras: a Keras variable; others are assigned as `tf.distribute` says.
     """
 
+    _is_of_keras = False
+
+    def assign(self, value: tf.Tensor, *args: object, **kwargs: object) -> object:
+        """`tf.Variable.assign`. A metric that is reset or loaded is in the first copy of all."""
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        if not (self._is_of_keras and is_sum) or values_util.is_saving_non_distributed():
+            return super().assign(value, *args, **kwargs)
+        with distribute_lib.enter_or_assert_strategy(self.distribute_strategy):
+            is_updating = distribute_lib.get_update_replica_id() is not None
+            if is_updating or not distribute_lib.in_cross_replica_context():
+                return super().assign(value, *args, **kwargs)
+            value = tf.convert_to_tensor(value, self.dtype)
+            values_util.mark_as_unsaveable()
+            for i, copy in enumerate(self.values):
+                with tf.device(copy.device):
+                    copy.assign(value_of_copy(value, i, self.distribute_strategy.extended))
+            return self
+
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
-        step, extended = current_replica_step(), self.distribute_strategy.extended
-        number = (_replica_id() or 0) + first_replica_of_process(extended)
-        if step is not None and step.has_all_rows and number != 0:
+        if is_left_to_first_replica(self.distribute_strategy.extended):
             return self
         return super()._update_replica(update_fn, value, **kwargs)
 
@@ -192,6 +214,32 @@ class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
         values_util.mark_as_unsaveable()
         with tf.device(self._primary.device):  # and not on the host, which would wait for a GPU
             return tf.add_n([copy.read_value() for copy in self.values])
+
+
+def is_left_to_first_replica(extended: tf.distribute.StrategyExtended) -> bool:
+    """Whether the calling replica computes on the rows of all, and another one counts them."""
+    step = current_replica_step()
+    number = (_replica_id() or 0) + first_replica_of_process(extended)
+    return step is not None and step.has_all_rows and number != 0
+
+
+def is_new_metric(kwargs: Mapping[str, object]) -> bool:
+    """Whether a variable of a Keras metric is being created.
+
+    Args:
+        kwargs: what a variable creator gets.
+    """
+    is_sum = kwargs.get("aggregation") == tf.VariableAggregation.SUM
+    is_read_together = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+    return is_sum and is_read_together and variable_under_creation() is not None
+
+
+def value_of_copy(
+    value: tf.Tensor, index: int, extended: tf.distribute.StrategyExtended
+) -> tf.Tensor:
+    """What copy number `index` of this process has of `value`, which is the sum of all copies."""
+    is_first = index == 0 and first_replica_of_process(extended) == 0
+    return value if is_first else tf.zeros_like(value)
 
 
 _prefetched = threading.local()
@@ -278,6 +326,8 @@ def mark_owner(variable: tf.Variable, owner: object, statistics: bool) -> None:
     if isinstance(variable, ReplicatedVariable):
         variable._is_statistics = statistics
         variable._assigned_alike = isinstance(owner, BaseOptimizer)
+    if isinstance(variable, MetricVariable):
+        variable._is_of_keras = variable_under_creation() is not None
 
 
 def statistics_of(model: keras.Model) -> list[ReplicatedVariable]:

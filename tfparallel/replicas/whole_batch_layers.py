@@ -19,7 +19,6 @@ BatchNorm has rules of its own, and what others assign is the same for any rows.
 
 import contextlib
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,13 +38,12 @@ from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, kept_losses, layers_of, own_state
 from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import rows_and_place
+from tfparallel.replicas.assigning_code import class_mentions_assignment
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.local_copies import copies_here
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
-_ASSIGNMENTS = ("assign", "scatter", "batch_scatter")  # beginnings of names of methods
-_STEPS = ("train_step", "test_step", "predict_step")
 _found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by layer: {arguments: TracedCall}
 
 
@@ -62,6 +60,34 @@ def computed_on_all_rows(model: keras.Model) -> Iterator[None]:
                         functools.partial(_call, layer, layer.call),
                         during="a step on replicas",
                         why="A layer whose state depends on all rows gets those of all replicas.",
+                    )
+                )
+        yield
+
+
+@contextlib.contextmanager
+def calls_of_layers_told(model: keras.Model, graph: tf.Graph, made: set[int]) -> Iterator[None]:
+    """Within it, `made` gets the ids of operations of `graph` that calls of such layers make.
+
+    So it does for calls of BatchNorm.
+    """
+
+    def told(call: Callable, *args: object, **kwargs: object) -> object:
+        before = len(graph.get_operations())
+        outputs = call(*args, **kwargs)
+        made.update(map(id, graph.get_operations()[before:]))
+        return outputs
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers_of(model):
+            if may_keep_state(layer) or isinstance(layer, keras.layers.BatchNormalization):
+                hooks.enter_context(
+                    shadowed(
+                        layer,
+                        "call",
+                        functools.partial(told, layer.call),
+                        during="the trace of a step that makes its variables",
+                        why="What a layer assigns in its call is told from what a step assigns.",
                     )
                 )
         yield
@@ -189,24 +215,7 @@ def may_keep_state(layer: keras.Layer) -> bool:
     own_class = type(layer)
     if own_class.__module__.startswith(("keras.src.", "tfparallel.")):
         return False
-    return bool(own_state(layer)) or _mentions_assignment(own_class)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _mentions_assignment(layer_class: type) -> bool:
-    of_keras = "keras.src.", "tensorflow.", "builtins"
-    classes = [c for c in layer_class.__mro__ if not c.__module__.startswith(of_keras)]
-    functions = [f for c in classes for name, f in vars(c).items() if name not in _STEPS]
-    codes = [getattr(getattr(f, "__wrapped__", f), "__code__", None) for f in functions]
-    names = [name for code in codes if code is not None for name in _names_in(code)]
-    return any(name.startswith(_ASSIGNMENTS) for name in names)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+    return bool(own_state(layer)) or class_mentions_assignment(own_class)
 
 
 def _trace(

@@ -7,7 +7,14 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.conformance.case import Run, case, claim
-from tests.helpers import BATCH, ODD_BATCH, Training, tiny_compile_options, tiny_data
+from tests.helpers import (
+    BATCH,
+    ODD_BATCH,
+    Training,
+    in_float64,
+    tiny_compile_options,
+    tiny_data,
+)
 
 
 class Counting(layers.Layer):
@@ -258,3 +265,36 @@ def states_of_rows_are_refused(run: Run):
 
 def _refused():
     return pytest.raises(ValueError, match=r"stateful=True.*forward_memory.*initial_state")
+
+
+class Centred(keras.Model):
+    """A step that keeps a mean of its outputs (DINO), as Keras's variable and TensorFlow's."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
+        self.centre = keras.Variable(np.zeros(3), trainable=False, name="centre")
+        self.mean = tf.Variable(tf.zeros((), keras.config.floatx()), trainable=False)
+
+    def call(self, x):
+        return self.tower(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            scores = self(x, training=True)
+            loss = self.compute_loss(x, y, scores - self.centre)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.centre.assign(0.9 * self.centre + 0.1 * ops.mean(scores, axis=0))
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(scores))
+        return {"loss": loss}
+
+
+@case(atol=1e-12)
+def means_that_a_step_keeps(run: Run):
+    with in_float64():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        training = run.train(build=Centred, compile_options=lambda: {"loss": loss})
+        training.extra["mean"] = np.asarray(training.model.mean)
+        return training.results()

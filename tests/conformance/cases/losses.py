@@ -2,10 +2,11 @@
 
 import keras
 import numpy as np
+from keras import ops
 
 from tests.conformance.case import Run, case
 from tests.conformance.models import MODELS
-from tests.helpers import ODD_ROWS, tiny_data
+from tests.helpers import ODD_ROWS, in_float64, tiny_data
 
 
 def _options(reduction: str) -> dict:
@@ -197,3 +198,27 @@ def added_loss_before_a_collective_in_the_loss(run: Run):
         compile_options=lambda: _options("mean_with_sample_weight"),
         sample_weight=_weights(),
     ).results()
+
+
+class ScaledByTheLargest(keras.Loss):
+    """Keeps a moving average of a batch's largest error, and divides by it."""
+
+    def __init__(self):
+        super().__init__()
+        dtype = keras.config.floatx()
+        self.scale = keras.Variable(1.0, trainable=False, name="scale", dtype=dtype)
+
+    def call(self, y_true, y_pred):
+        errors = ops.logsumexp(y_pred, axis=-1) - ops.take_along_axis(
+            y_pred, ops.expand_dims(ops.cast(y_true, "int32"), 1), axis=1
+        )
+        self.scale.assign(0.9 * self.scale + 0.1 * ops.max(errors))
+        return ops.mean(errors, axis=-1) / self.scale
+
+
+@case(atol=1e-12)
+def state_of_a_loss(run: Run):
+    with in_float64():
+        training = run.train(compile_options=lambda: {"loss": ScaledByTheLargest()}, batch_size=10)
+        training.extra["scale"] = np.asarray(training.model.loss.scale)
+        return training.results()

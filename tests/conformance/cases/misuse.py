@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.conformance.case import Run, claim
+from tests.conformance.cases.losses import ScaledByTheLargest
 from tests.helpers import BATCH, momentum_sgd, tiny_compile_options, tiny_data, tiny_model
 
 
@@ -95,6 +96,13 @@ def a_metric_made_outside_is_refused(run: Run):
     metric = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     with _refused():
         run.train(compile_options=lambda: {**tiny_compile_options(), "metrics": [metric]})
+
+
+@claim()
+def a_loss_whose_variable_was_made_outside_is_refused(run: Run):
+    loss = ScaledByTheLargest()
+    with _refused():
+        run.train(compile_options=lambda: {"loss": loss})
 
 
 @claim(core=True)
