@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -37,7 +37,7 @@ def checks_types(cls: C) -> C:
     signature = inspect.signature(construct)
 
     @functools.cache
-    def annotations() -> dict[str, Any]:
+    def annotations() -> dict[str, type]:
         return get_type_hints(construct)  # at the first call, when all that they name is there
 
     @functools.cache

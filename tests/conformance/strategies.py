@@ -326,7 +326,7 @@ _OF_PARTS_OF_A_STAGE = dict.fromkeys(
     ("layer_state.layers_that_update_themselves", "layer_state.a_layer_called_twice"),
     "refused: a layer on a stage assigns a weight of its own that is in parts: "
     "tests/hybrid/test_groups_as_stages.py",
-) | {"keras_io_shared.sharpness_aware": "refused: tests/hybrid/test_groups_as_stages.py"}
+) | {"keras_io_shared.sharpness_aware": "refused, on stages: tests/hybrid/test_groups_as_stages.py"}
 _OF_PIECES = (
     "metrics.binary",
     "models.attention",

@@ -38,13 +38,13 @@ class LocalSGD:
         every: steps of a round. 1 is synchronous training: gradients are summed in every step.
 
     Raises:
-        ValueError: if `every` is no int of at least 1.
+        ValueError: if `every` is less than 1.
     """
 
     def __init__(self, every: int):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if every < 1:
             raise ValueError(
-                f"`every` of {type(self).__name__} must be an int of at least 1, the steps of a "
+                f"`every` of {type(self).__name__} must be at least 1, the steps of a "
                 f"round. Received: {every!r}."
             )
         self.every = every

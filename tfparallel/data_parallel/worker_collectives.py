@@ -5,11 +5,22 @@ of hosts, unless its configuration of sessions asks for NCCL. So NCCL is asked f
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import tensorflow as tf
 
 Implementation = tf.distribute.experimental.CommunicationImplementation
 Options = tf.distribute.experimental.CommunicationOptions
+
+
+@runtime_checkable
+class CommunicationOptions(Protocol):
+    """What TensorFlow's function of this name makes, which looks like a class, is of another."""
+
+    bytes_per_pack: int
+    timeout_seconds: float | None
+    implementation: tf.distribute.experimental.CommunicationImplementation
+
 
 BYTES_PER_PACK = 32 << 20  # large enough for NCCL, small enough to begin before the last gradient
 

@@ -54,9 +54,15 @@ class GradientsCrossing(NamedTuple):
 
 
 class ProcessesOfJob(Protocol):
-    """Several processes, and what is between them."""
+    """Several processes, and what is between them.
+
+    Attributes:
+        name: for messages.
+        share_by_one_device: whether those that share copies of the state use one device each.
+    """
 
     name: str
+    share_by_one_device: bool
 
     @property
     def num_processes(self) -> int:
@@ -105,6 +111,7 @@ class _Workers:
     """Those of `TF_CONFIG`."""
 
     name = "the workers of TF_CONFIG"
+    share_by_one_device = False
 
     def __init__(self, cluster: ClusterConfig, transport: str, timeouts: WorkerTimeouts):
         self._cluster, self._transport, self._timeouts = cluster, transport, timeouts
@@ -144,6 +151,7 @@ class _Ranks:
     """
 
     name = "the ranks of Horovod"
+    share_by_one_device = True
 
     def __init__(self, timeouts: WorkerTimeouts):
         self._timeouts = timeouts
@@ -176,12 +184,6 @@ class _Ranks:
     ) -> ShardedExtended:
         from tfparallel.hybrid.sharded_over_ranks import RanksShardedExtended
 
-        if self.devices_each > 1:
-            raise ValueError(
-                "Ranks of Horovod that share the state have one device each. Received: "
-                f"{self.devices_each} devices each. Start a rank for each device, or name 'data' "
-                f"before 'shard', of {self.num_processes}."
-            )
         return RanksShardedExtended(strategy, sharding, num_copies, self._timeouts)
 
     def around(self, strategy: KerasStrategy, crossing: GradientsCrossing) -> CompressedGradients:

@@ -27,6 +27,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, gradients_util
 from tfparallel.internals.running_call import RunningCall
 
 __all__ = [
+    "CHOICES",
     "FuncGraph",
     "add_function",
     "branches_of",
@@ -60,7 +61,7 @@ _OF_FLOATS_DRAWN = (
 )
 _NUMBER_DRAWN = 0.9  # above most rates of Dropout, which keeps all then
 
-_CHOICES = "If", "StatelessIf", "Case", "StatelessCase"  # their first input chooses
+CHOICES = "If", "StatelessIf", "Case", "StatelessCase"  # their first input chooses
 
 
 def call_with_captures(
@@ -145,7 +146,7 @@ def called_graphs(operation: tf.Operation) -> list[tuple[FuncGraph, list[tf.Tens
     for attribute in operation.node_def.attr.values():
         names += [each.name for each in (attribute.func, *attribute.list.func) if each.name]
     given = list(operation.inputs)
-    given = given[1:] if operation.type in _CHOICES else given
+    given = given[1:] if operation.type in CHOICES else given
     known = [operation.graph._get_function(name) for name in names]
     return [(each.graph, given) for each in known if len(each.graph.inputs) == len(given)]
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfparallel.internals.graphs import called_graphs
+from tfparallel.internals.graphs import CHOICES, called_graphs
 
 # Beginnings of types of operations.
 _ASSIGNING = "Assign", "ResourceScatter"
-_CHOICES = "If", "StatelessIf", "Case", "StatelessCase"
 _LOOPS = "While", "StatelessWhile"
 
 
@@ -85,7 +84,7 @@ def _assignments_in(
             own = {id(x) for x, y in pairs if reaches(y, targets, ends)}
             if operation.type in _LOOPS:
                 _carry_around(inner, own, ends)
-            decides = operation.inputs[0] if operation.type in _CHOICES else None
+            decides = operation.inputs[0] if operation.type in CHOICES else None
             decided = decides is not None and reaches(decides, targets, ends)
             # How often a loop runs may depend on whatever goes around in it.
             decided = decided or (operation.type in _LOOPS and bool(own))

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -95,6 +95,8 @@ class TakesTensorsError(Exception):
     """The function takes tensors of the step beside its arguments: they are of its own rows."""
 
 
+T = TypeVar("T")
+
 _thread = threading.local()
 
 
@@ -175,8 +177,8 @@ def adds_up(
 
 
 def _outcomes(
-    function: Callable, targets: object, predictions: object, weights: object
-) -> Iterator[tuple[Any, Any, Any]]:
+    function: Callable[..., T], targets: object, predictions: object, weights: object
+) -> Iterator[tuple[T, T, T]]:
     """What `function` gives for all rows, and for each of two parts; for each draw that it takes.
 
     Raises:

@@ -220,6 +220,12 @@ class HybridStrategy(KerasStrategy):
         check_options(self._mesh, shard, options["pipeline"], options["layout_map"])
         if laid.inner is None and shard is not None:
             crossing.refuse_beside_shared_state(self._mesh)
+            if job.share_by_one_device and job.devices_each > 1:
+                raise ValueError(
+                    "Ranks of Horovod that share the state have one device each. Received: "
+                    f"{job.devices_each} devices each. Start a rank for each device, or name "
+                    f"'data' before 'shard', of {job.num_processes}."
+                )
             extended = job.sharded(self, shard, laid.num_copies)
             extended._memory = options["memory"] or MemoryPolicy()
             if options["seed_by"] == "row":

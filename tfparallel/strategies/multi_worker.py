@@ -10,6 +10,7 @@ from tfparallel.communication.local_sgd import Meeting, as_meeting
 from tfparallel.coordination.cluster import read_tf_config
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.data_parallel.multi_worker import MultiWorkerExtended
+from tfparallel.data_parallel.worker_collectives import CommunicationOptions
 from tfparallel.replicas.base import KerasStrategy
 from tfparallel.replicas.inner import inside_of, made
 from tfparallel.segments.memory_policy import MemoryPolicy, around_inner
@@ -53,7 +54,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
-        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        communication_options: CommunicationOptions | None = None,
         compression: Meeting | str | None = None,
         timeouts: WorkerTimeouts | None = None,
         check_weights_every: int | None = None,

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.conformance.case import Run, claim
-from tests.conformance.cases.losses import ScaledByTheLargest
+from tests.conformance.cases.losses import KeepsTheLargest
 from tests.helpers import BATCH, momentum_sgd, tiny_compile_options, tiny_data, tiny_model
 
 
@@ -100,7 +100,7 @@ def a_metric_made_outside_is_refused(run: Run):
 
 @claim()
 def a_loss_whose_variable_was_made_outside_is_refused(run: Run):
-    loss = ScaledByTheLargest()
+    loss = KeepsTheLargest()
     with _refused():
         run.train(compile_options=lambda: {"loss": loss})
 
