@@ -1,6 +1,7 @@
 """A training that is delayed in twelve places and killed at a random moment.
 
     python restarted_training.py FOLDER SEED
+    python restarted_training.py FOLDER SEED STEPS     # not delayed, and killed after so many steps
 
 Each delay is written to FOLDER/delays.jsonl when it is over: its category, and from when to when.
 """
@@ -21,6 +22,7 @@ from tfparallel.callbacks import BackupAndRestore, Measure
 from tfparallel.measure.goodput import process_started_at
 
 FOLDER, SEED = sys.argv[1], int(sys.argv[2])
+LAST_STEP = int(sys.argv[3]) if len(sys.argv) > 3 else None
 LOG = os.open(f"{FOLDER}/delays.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
@@ -30,10 +32,15 @@ def note(category, began):
     os.write(LOG, json.dumps(line).encode() + b"\n")
 
 
+def pause(seconds):
+    """Sleeps, where the training is delayed."""
+    time.sleep(seconds if LAST_STEP is None else 0.0)
+
+
 def delay(category, seconds):
     """Sleeps: of validation and of restoring, which are noted as such, it is a part."""
     began, category = time.time(), WITHIN.get((category, where[-1]), category)
-    time.sleep(seconds)
+    pause(seconds)
     if category is not None:
         note(category, began)
 
@@ -46,7 +53,7 @@ WITHIN = {("productive", "validation"): "validation", ("input", "restoring"): No
 def work(seconds):
     """Computes on this thread, as tracing does."""
     category = where[-1]
-    began, until = time.time(), time.thread_time() + seconds
+    began, until = time.time(), time.thread_time() + (seconds if LAST_STEP is None else 0.0)
     while time.thread_time() < until:
         pass
     if category != "start":  # which is noted as a whole
@@ -61,11 +68,11 @@ class Slow(keras.layers.Layer):
 
         @tf.custom_gradient
         def paused(x):
-            def pause(rows):
+            def late(rows):
                 delay("productive", 0.15)  # 2
                 return rows
 
-            return tf.ensure_shape(tf.numpy_function(pause, [x], x.dtype), x.shape), lambda dy: dy
+            return tf.ensure_shape(tf.numpy_function(late, [x], x.dtype), x.shape), lambda dy: dy
 
         return paused(inputs)
 
@@ -73,12 +80,12 @@ class Slow(keras.layers.Layer):
 def slow_rows(category, seconds):
     """A pipeline that sleeps for each batch."""
 
-    def pause(rows):
+    def late(rows):
         delay(category, seconds)
         return rows
 
     def paused(rows):
-        rows = tf.ensure_shape(tf.numpy_function(pause, [rows], tf.float32), rows.shape)
+        rows = tf.ensure_shape(tf.numpy_function(late, [rows], tf.float32), rows.shape)
         return rows, rows[:, :1]
 
     options = tf.data.Options()
@@ -106,14 +113,14 @@ class Saves(BackupAndRestore):
     def on_train_begin(self, logs=None):
         began = time.time()
         where.append("restoring")
-        time.sleep(0.7)  # 8
+        pause(0.7)  # 8
         super().on_train_begin(logs)
         where.pop()
         note("restoring", began)
 
     def on_train_batch_end(self, batch, logs=None):
         began = time.time()
-        time.sleep(0.05)  # 9
+        pause(0.05)  # 9
         super().on_train_batch_end(batch, logs)
         note("saving", began)
 
@@ -123,7 +130,7 @@ class Checkpoints(keras.callbacks.ModelCheckpoint):
 
     def on_epoch_end(self, epoch, logs=None):
         began = time.time()
-        time.sleep(0.5)  # 10
+        pause(0.5)  # 10
         super().on_epoch_end(epoch, logs)
         note("saving", began)
 
@@ -143,14 +150,16 @@ class First(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.steps += 1
-        if self.steps == 2:  # the first one traces
+        if self.steps == LAST_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == 2 and LAST_STEP is None:  # the first one traces
             moment = random.Random(SEED).uniform(4.0, 9.0)
             threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     steps = 0
 
 
-time.sleep(0.6)  # 11: part of the start; 12 is the pause between two runs
+pause(0.6)  # 11: part of the start; 12 is the pause between two runs
 keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
 model.compile("sgd", "mse")

@@ -571,6 +571,25 @@ def test_buckets_of_any_levels_share_collectives_and_equal_fixed_compressors(lev
     tf.nest.map_structure(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.parametrize(("countdown", "is_timed"), [(100, False), (MEASURED_STEPS, True)])
+def test_exact_steps_that_are_kept_are_those_without_compression(countdown, is_timed):
+    """But for the last ones, which the controller asks about."""
+    gradients = Gradients([(40, 30)] * 3, 2)
+
+    def run(transport):
+        adaptive = GradientCompression(Adaptive(ranks=(2, 1)), gradients.variables, bucket_bytes=1)
+        reducer, own = adaptive._reducer, gradients.of(transport.rank, 0)
+        reducer._countdown.assign(countdown)
+        reducer._left.assign([False] * 3)
+        sums = tf.function(lambda: adaptive.reduce(own, transport))()
+        assert reducer._countdown.numpy() == countdown - 1
+        assert reducer._times_s.numpy().any() == is_timed
+        return [sums, transport.all_reduce_sum(own)]
+
+    for sums, expected in Meeting(2).run(run):
+        tf.nest.map_structure(np.testing.assert_array_equal, sums, expected)
+
+
 @pytest.mark.parametrize(
     "options", [{"max_error": 1.0}, {"ranks": ()}, {"ranks": (2, 2)}, {"interval": 0}]
 )

@@ -12,7 +12,7 @@ from tfparallel.communication.compression.adaptive_orders import (
     Measurement,
     Order,
 )
-from tfparallel.communication.compression.adaptive_plan import Controller
+from tfparallel.communication.compression.adaptive_plan import MEASURED_STEPS, Controller
 from tfparallel.communication.compression.adaptive_rounds import (
     Note,
     rounds_of_bucket,
@@ -21,6 +21,7 @@ from tfparallel.communication.compression.adaptive_rounds import (
 from tfparallel.communication.compression.buckets import (
     Bucket,
     BucketReducer,
+    remember,
     uncompressed,
 )
 from tfparallel.communication.compression.cast import Cast
@@ -96,7 +97,8 @@ class Adaptive(PowerSGD):
 class AdaptiveReducer(BucketReducer):
     """Sends each bucket at the level that a `Controller` chose.
 
-    The step holds all levels, as branches. Python is called in measuring steps only.
+    The step holds all levels, as branches. Python is called in measuring steps only. While exact
+    steps are kept, one does what it would do without compression, and counts.
     """
 
     def __init__(self, adaptive: Adaptive, buckets: Sequence[Sequence[tuple[int, ...]]]):
@@ -143,6 +145,35 @@ class AdaptiveReducer(BucketReducer):
         """As `BucketReducer.reduce`."""
         if not buckets:
             return run_together([uncompressed(plain)], [0], transport)
+
+        def exactly() -> list[list[tf.Tensor]]:
+            self._countdown.assign_sub(1, read_value=False)
+            reductions = [
+                uncompressed(tensors) for tensors in (*(b.tensors for b in buckets), plain)
+            ]
+            return [each.sums for each in run_together(reductions, starts, transport)]
+
+        def in_levels() -> list[list[tf.Tensor]]:
+            reduced = self._reduce_in_levels(buckets, plain, starts, transport)
+            remember(reduced)
+            return [each.sums for each in reduced]
+
+        starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
+        sums = tf.cond(self._is_kept_exact(), exactly, in_levels)
+        return [Reduction(each) for each in sums]
+
+    def _is_kept_exact(self) -> tf.Tensor:
+        """Whether the next step has nothing to tell a controller that keeps exact steps."""
+        is_exact = tf.reduce_all(tf.equal(self._rows, 0)) & ~tf.reduce_any(self._left)
+        return is_exact & (self._countdown > MEASURED_STEPS)
+
+    def _reduce_in_levels(
+        self,
+        buckets: Sequence[Bucket],
+        plain: list[tf.Tensor],
+        starts: Sequence[int],
+        transport: Transport,
+    ) -> list[Reduction]:
         levels, left = tf.unstack(self._levels()), tf.unstack(self._left.read_value())
         notes = [Note(bucket, 1 + len(self._adaptive.levels)) for bucket in buckets]
         _, half, *low_ranks = self._adaptive.levels
@@ -151,7 +182,6 @@ class AdaptiveReducer(BucketReducer):
             rounds_of_bucket(half, of_ranks, *each, transport)
             for each in zip(buckets, levels, left, notes, strict=True)
         ]
-        starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
         reduced = run_together([*reductions, uncompressed(plain)], starts, transport)
         reduced[-1].updates.append((self._left, tf.not_equal(tf.stack(levels), 0)))
         self._advance(notes, transport)

@@ -92,3 +92,21 @@ def uncompressed(tensors: list[tf.Tensor]) -> Rounds:
         return Reduction([])
     sums = yield Sum(tensors)
     return Reduction(sums, witnesses=[total for total in sums if total.dtype.is_floating])
+
+
+def remember(reduced: Sequence[Reduction]) -> None:
+    """Assigns the new states, unless a gradient of any rank was not finite."""
+    updates = [update for reduction in reduced for update in reduction.updates]
+    if not updates:
+        return
+    witnesses = [witness for reduction in reduced for witness in reduction.witnesses]
+    totals = tf.stack([tf.reduce_sum(tf.cast(w, tf.float32)) for w in witnesses])
+
+    def assign() -> tf.Tensor:
+        for variable, value in updates:
+            variable.assign(value, read_value=False)
+        return tf.constant(True)
+
+    # Not `tf.where`: it would read every old state and copy every new one.
+    is_finite = tf.reduce_all(tf.math.is_finite(totals))
+    tf.cond(is_finite, assign, lambda: tf.constant(False))

@@ -9,14 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.communication.bucketing import COMPRESSED_BUCKET_BYTES, plan_buckets
-from tfparallel.communication.compression.buckets import Bucket, State
+from tfparallel.communication.compression.buckets import Bucket, State, remember
 from tfparallel.communication.compression.compression_report import (
     CompressionReport,
     VariableReport,
 )
 from tfparallel.communication.compression.compressor import Compressor
 from tfparallel.communication.compression.names import as_compressor
-from tfparallel.communication.compression.transport import Reduction, Transport
+from tfparallel.communication.compression.transport import Transport
 from tfparallel.internals import ResourceVariable
 
 
@@ -101,7 +101,7 @@ class GradientCompression(tf.Module):
         for bucket, reduction in zip([*chosen, plain], reduced, strict=True):
             for i, total in zip(bucket, reduction.sums, strict=True):
                 results[i] = tf.cast(total, gradients[i].dtype)
-        _update(reduced)
+        remember(reduced)
         return results
 
     def report(self, world_size: int) -> CompressionReport:
@@ -228,21 +228,3 @@ def _sum_of_sparse(gradient: tf.IndexedSlices, transport: Transport) -> tf.Index
 
 def _name(variable: keras.Variable | tf.Variable) -> str:
     return getattr(variable, "path", None) or variable.name
-
-
-def _update(reduced: Sequence[Reduction]) -> None:
-    """Assigns the new states, unless a gradient of any rank was not finite."""
-    updates = [update for reduction in reduced for update in reduction.updates]
-    if not updates:
-        return
-    witnesses = [witness for reduction in reduced for witness in reduction.witnesses]
-    totals = tf.stack([tf.reduce_sum(tf.cast(w, tf.float32)) for w in witnesses])
-
-    def assign() -> tf.Tensor:
-        for variable, value in updates:
-            variable.assign(value, read_value=False)
-        return tf.constant(True)
-
-    # Not `tf.where`: it would read every old state and copy every new one.
-    is_finite = tf.reduce_all(tf.math.is_finite(totals))
-    tf.cond(is_finite, assign, lambda: tf.constant(False))
