@@ -154,11 +154,13 @@ class AdaptiveReducer(BucketReducer):
             return [each.sums for each in run_together(reductions, starts, transport)]
 
         def in_levels() -> list[list[tf.Tensor]]:
-            reduced = self._reduce_in_levels(buckets, plain, starts, transport)
+            reduced = self._reduce_in_levels(buckets, plain, starts, notes, transport)
             remember(reduced)
             return [each.sums for each in reduced]
 
         starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
+        # Outside: a branch begins with what is ready first.
+        notes = [Note(bucket, 1 + len(self._adaptive.levels)) for bucket in buckets]
         sums = tf.cond(self._is_kept_exact(), exactly, in_levels)
         return [Reduction(each) for each in sums]
 
@@ -172,10 +174,10 @@ class AdaptiveReducer(BucketReducer):
         buckets: Sequence[Bucket],
         plain: list[tf.Tensor],
         starts: Sequence[int],
+        notes: Sequence[Note],
         transport: Transport,
     ) -> list[Reduction]:
         levels, left = tf.unstack(self._levels()), tf.unstack(self._left.read_value())
-        notes = [Note(bucket, 1 + len(self._adaptive.levels)) for bucket in buckets]
         _, half, *low_ranks = self._adaptive.levels
         of_ranks = [level.rank for level in low_ranks]
         reductions = [
@@ -217,7 +219,7 @@ class AdaptiveReducer(BucketReducer):
     def _weighed(self, transport: Transport) -> list[tf.Tensor]:
         """`[1]` each: the payload's bytes, and seconds of the smallest message and of the payload.
 
-        The second of two: the first one wakes up a connection that was idle.
+        The shorter of two: the first one wakes up a connection that was idle.
         """
         size = self._payload_bytes.read_value()
 
@@ -230,7 +232,7 @@ class AdaptiveReducer(BucketReducer):
                 with tf.control_dependencies([began_s]):
                     after = transport.all_gather_rows(tf.identity(payload))
                 times.append(time_after([after]) - began_s)
-            return [times[0][tf.newaxis], times[2][tf.newaxis]]
+            return [times[0][tf.newaxis], tf.minimum(times[1], times[2])[tf.newaxis]]
 
         nothing = tf.zeros([1], tf.float64)
         taken = tf.cond(size > 0, weigh, lambda: [nothing, nothing])
