@@ -140,17 +140,22 @@ def _tried(
 ) -> LossOfRows:
     kind = declared_kind_of(model)
     if kind is None:
-        kind = _kind(compute_loss, arguments, step)
-    return LossOfRows(kind, _needed(compute_loss, arguments, step) if kind == "coupled" else ())
+        kind = _kind(model, compute_loss, arguments, step)
+    is_coupled = kind == "coupled"
+    return LossOfRows(kind, _needed(model, compute_loss, arguments, step) if is_coupled else ())
 
 
-def _kind(compute_loss: Callable, arguments: RowArguments, step: ReplicaStep) -> str:
+def _kind(
+    model: keras.Model, compute_loss: Callable, arguments: RowArguments, step: ReplicaStep
+) -> str:
     """The kind of a loss; "mean" also if it cannot be tried, or is random.
 
     What a training step takes gradients of is tried again, with the model (`step_losses.py`).
     """
     if not all(isinstance(x, tf.Tensor) for x in arguments.leaves if tf.is_tensor(x)):
         return "mean"
+    if any(isinstance(value, tf.Variable) for value in vars(model).values()):
+        return "mean"  # a trial would leave a trace in what is no Keras variable
     is_random = []
 
     def loss_of(given: Sequence) -> tf.Tensor:
@@ -164,7 +169,7 @@ def _kind(compute_loss: Callable, arguments: RowArguments, step: ReplicaStep) ->
         return TrialOutcome(loss, loss)
 
     try:
-        with trial(), step.with_all_rows():
+        with trial(), _without_state(model), step.with_all_rows():
             kinds = found_for(outcome, *arguments.specs(), arguments.least_digits()).kinds
     except (GathersRowsError, TakesTensorsError, UntriableError):
         return "mean"
@@ -176,11 +181,13 @@ def _are_equal(loss: tf.Tensor, again: tf.Tensor) -> bool:
     return bool(tf.reduce_all((loss == again) | (loss != loss)))
 
 
-def _needed(compute_loss: Callable, arguments: RowArguments, step: ReplicaStep) -> list[int]:
+def _needed(
+    model: keras.Model, compute_loss: Callable, arguments: RowArguments, step: ReplicaStep
+) -> list[int]:
     """The places of rows of which a loss is computed, by a trace that is thrown away."""
     graph, leaves, targets = FuncGraph("compute_loss"), list(arguments.leaves), []
     try:
-        with graph.as_default(), keras.StatelessScope(collect_losses=True), step.with_all_rows():
+        with graph.as_default(), _without_state(model), step.with_all_rows():
             for i in arguments.rows:
                 leaves[i] = _placeholder(arguments.leaves[i])
                 mask = get_keras_mask(arguments.leaves[i])
@@ -197,6 +204,13 @@ def _needed(compute_loss: Callable, arguments: RowArguments, step: ReplicaStep) 
         for i, own in zip(arguments.rows, targets, strict=True)
         if any(reaches(loss, own) for loss in made)
     ]
+
+
+def _without_state(model: keras.Model) -> keras.StatelessScope:
+    """Within it, no variable changes, and weights that regularizers read are ones."""
+    weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
+    ones = [(weight, tf.ones(weight.shape, weight.dtype)) for weight in weights]
+    return keras.StatelessScope(state_mapping=ones, collect_losses=True)
 
 
 def _placeholder(rows: tf.Tensor) -> tf.Tensor:

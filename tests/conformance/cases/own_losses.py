@@ -212,7 +212,9 @@ class Step(keras.Model):
     def __init__(self, loss, **options):
         super().__init__(**options)
         self.own_loss = loss
-        self.centre = keras.Variable(np.zeros(4), trainable=False, name="centre")
+        self.centre = keras.Variable(
+            np.zeros(4, keras.config.floatx()), trainable=False, name="centre"
+        )
 
     def train_step(self, data):
         x, _ = data
