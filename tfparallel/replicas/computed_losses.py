@@ -123,7 +123,7 @@ def _check_is_number(model: keras.Model, loss: object) -> object:
     Raises:
         ValueError: if `loss` is one.
     """
-    if tf.is_tensor(loss) and loss.shape.rank != 0:
+    if isinstance(loss, tf.Tensor) and loss.shape.rank != 0:
         raise ValueError(
             "A compute_loss that couples the rows of a batch is called with those of all replicas, "
             f"and must return numbers. Received: a tensor of shape {loss.shape} from model "

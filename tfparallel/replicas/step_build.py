@@ -141,7 +141,7 @@ def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
         return
     of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
-    if step.__name__ == "train_step" and not is_declared(model) and of_any_rows() is not None:
+    if step.__name__ == "train_step" and not is_declared(model):
         check_losses(model, of_any_rows())
 
 

@@ -24,16 +24,19 @@ from tfparallel.replicas.row_trial import UntriableError
 _FEW_DIGITS = "float16", "bfloat16"
 
 
-def check_losses(model: keras.Model, step: StepOfOwnRows) -> None:
+def check_losses(model: keras.Model, step: StepOfOwnRows | None) -> None:
     """Refuses a step whose loss is not put together by parts of the batch.
 
     Args:
         model: whose `train_step` has been traced.
-        step: as it was, for any number of rows, with what layers couple (BatchNorm) left out.
+        step: as it was, for any number of rows, with what layers couple (BatchNorm) left out; None
+            if it could not be.
 
     Raises:
         RefusedStepError: naming the model.
     """
+    if step is None:
+        return
     made_by_layers = [x for x in step.all_assignments() if id(x.operation) in step.of_layers]
     if any(each.depends for each in made_by_layers):
         return  # layers with a state of all rows, which get them when the step runs
