@@ -18,7 +18,7 @@ from tests.conformance.cases.metric_states import (
     Smallest,
     SpreadOfBatch,
 )
-from tfparallel.replicas.metric_states import UpdateArguments, has_own_update, is_adding
+from tfparallel.replicas.metric_states import has_own_update, is_adding, update_arguments
 
 LABELS, SCORES = tf.constant([0, 1, 2, 1]), tf.ones((4, 3))
 
@@ -56,7 +56,7 @@ class Raises(OfOneState):
 
 
 def added(metric, *args, **kwargs) -> bool:
-    return is_adding(metric, UpdateArguments(args, kwargs, 4))
+    return is_adding(metric, update_arguments(args, kwargs, 4))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ __all__ = [
     "captures_through",
     "changed_variables",
     "computed_from",
+    "draws_otherwise",
     "dtype_behind",
     "functions_of",
     "gradients_in_graph",
@@ -46,6 +47,7 @@ __all__ = [
     "never_bypass",
     "only_wait_for",
     "place",
+    "read_as_assigned",
     "run_after",
     "run_independently",
     "take_instead",
@@ -158,17 +160,13 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
 
     Args:
         graph: which is not a function yet, of variables from outside.
-        inputs: placeholders of it.
+        inputs: placeholders of it, which are computed for other numbers of rows, too.
         value: which no branch, loop or function holds.
 
     Returns:
         A function of a list of tensors.
     """
-    needed, stack = {value.op.name}, [value.op]
-    while stack:
-        behind = {x.op.name: x.op for x in stack.pop().inputs if x.op.name not in needed}
-        needed.update(behind)
-        stack += behind.values()
+    needed = {operation.name for operation in _operations_behind(value)}
     definition = graph.as_graph_def()
     nodes = [node for node in definition.node if node.name in needed]
     for node in nodes:  # what only has to have happened before is left out
@@ -183,7 +181,75 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
         given = {inner.name: into.capture(x) for inner, x in pairs if inner.op.name in needed}
         return tf.import_graph_def(kept, given, [value.name])[0]
 
-    return tf.function(compute, autograph=False)
+    specs = [tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else [], x.dtype) for x in inputs]
+    return tf.function(compute, [specs], autograph=False)
+
+
+def read_as_assigned(graph: FuncGraph, operations: Sequence[tf.Operation]) -> None:
+    """Has what reads a variable behind an assignment take what is assigned, without the variable.
+
+    Args:
+        graph: which will never run.
+        operations: some of it, in their order; others are left as they are.
+    """
+    values: dict[int, tf.Tensor] = {}
+    with graph.as_default():
+        for operation in operations:
+            if operation.type == "ReadVariableOp" and id(operation.inputs[0]) in values:
+                _replace(operation.outputs[0], values[id(operation.inputs[0])])
+            elif operation.type in _ASSIGNED:
+                handle, value = operation.inputs
+                before = values.get(id(handle))
+                if before is None:
+                    before = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+                values[id(handle)] = _ASSIGNED[operation.type](before, value)
+
+
+# What a variable is then, of what it was and what is given.
+_ASSIGNED: dict[str, Callable] = {
+    "AssignVariableOp": lambda before, value: value,
+    "AssignAddVariableOp": tf.add,
+    "AssignSubVariableOp": tf.subtract,
+}
+
+
+def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Has all that takes `tensor` take `other`."""
+    for consumer in tensor.consumers():
+        for i, taken in enumerate(consumer.inputs):
+            if taken is tensor:
+                take_instead(consumer, i, other)
+
+
+def draws_otherwise(value: tf.Tensor) -> bool:
+    """Whether `value` is computed of random numbers that `computed_from` leaves to chance."""
+    return any(
+        (_draws(operation) and operation.type not in _OF_FLOATS_DRAWN)
+        or any(_has_draws(graph) for graph, _ in called_graphs(operation))
+        for operation in _operations_behind(value)
+    )
+
+
+def _has_draws(graph: tf.Graph) -> bool:
+    return any(
+        _draws(operation) or any(_has_draws(inner) for inner, _ in called_graphs(operation))
+        for operation in graph.get_operations()
+    )
+
+
+def _draws(operation: tf.Operation) -> bool:
+    has_name = any(each in operation.type for each in ("Random", "Multinomial", "TruncatedNormal"))
+    return has_name and not operation.type.startswith("StatelessRandomGet")  # the seed's own
+
+
+def _operations_behind(value: tf.Tensor) -> list[tf.Operation]:
+    """All that `value` is computed by."""
+    found, stack = {value.op.name: value.op}, [value.op]
+    while stack:
+        behind = {x.op.name: x.op for x in stack.pop().inputs if x.op.name not in found}
+        found.update(behind)
+        stack += behind.values()
+    return list(found.values())
 
 
 def _without_chance(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:

@@ -23,7 +23,7 @@ from tfparallel.internals.hooks import shadowed
 from tfparallel.internals.keras_layers import behind, compiled_metrics_of
 from tfparallel.parameter_server.effects import current_effects
 from tfparallel.replicas.local_copies import first_copy
-from tfparallel.replicas.metric_states import UpdateArguments, has_own_update, is_adding
+from tfparallel.replicas.metric_states import has_own_update, is_adding, update_arguments
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def _update(
     effects = current_effects()
     if effects is None or in_stateless_scope() or in_symbolic_scope() or not metric.variables:
         return update_state(*args, **kwargs)
-    arguments = UpdateArguments(args, kwargs, None)
+    arguments = update_arguments(args, kwargs, None)
     if is_adding(metric, arguments):
         return update_state(*args, **kwargs)
     places = arguments.rows + arguments.numbers

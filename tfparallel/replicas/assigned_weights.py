@@ -18,54 +18,22 @@ same everywhere. What layers assign when they are called has rules of its own
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.graphs import FuncGraph, computed_from
 from tfparallel.internals.keras_layers import behind, layers_of, own_state, own_weights
-from tfparallel.replicas.build_context import BuildContext
-from tfparallel.replicas.dependence import Assignment, assignments
+from tfparallel.replicas.dependence import Assignment
 from tfparallel.replicas.local_copies import copies_here
-from tfparallel.replicas.row_trial import TrialOutcome, UntriableError, found_for, trial
+from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
+from tfparallel.replicas.row_trial import UntriableError
 from tfparallel.replicas.variables import ReplicatedVariable
 
 _WAY_OUT = (
     "compute what is assigned from the rows of all replicas (strategy.all_rows), or from sums over "
     "them (tf.distribute.get_replica_context().all_reduce)."
 )
-
-
-class RefusedStepError(ValueError):
-    """A step would train to other weights than on one device."""
-
-
-@dataclass
-class StepOfOwnRows:
-    """A step of a user's own, traced as one replica sees it.
-
-    Attributes:
-        graph: of the step.
-        context: in which it was traced.
-        data: the batch there, a nest of tensors.
-        of_layers: the ids of the operations that calls of layers with rules of their own have made.
-    """
-
-    graph: FuncGraph
-    context: BuildContext
-    data: object = None
-    of_layers: set[int] = field(default_factory=set)
-
-    def rows(self) -> list[tf.Tensor]:
-        """The dense tensors of the batch."""
-        return [x for x in tf.nest.flatten(self.data, expand_composites=True) if x is not None]
-
-    def assignments(self) -> list[Assignment]:
-        """What the step itself assigns."""
-        found = assignments(self.graph, set(map(id, self.rows())), self.context.met)
-        return [each for each in found if id(each.operation) not in self.of_layers]
 
 
 def check_assigned_weights(
@@ -174,30 +142,11 @@ def _states(model: keras.Model) -> dict[int, tuple[str, tf.Variable]]:
 
 def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:
     """Whether the mean over replicas of what they assign, weighted by rows, is that of all rows."""
-    operation, rows = assignment.operation, step.rows()
+    operation = assignment.operation
     value = operation.inputs[1]  # behind the variable
     if not operation.type.startswith("Assign") or not value.dtype.is_floating:
         return False
-    leaves = tf.nest.flatten(step.data)
-    if not all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves):
-        return False  # of sparse and ragged rows there is no trial
-    parts = step.data if isinstance(step.data, tuple) else ()  # x, y and weights, in Keras's way
-    roles = [*parts, None][:3] if len(parts) in (2, 3) else [step.data, None, None]
-    data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
-    compute = computed_from(step.graph, rows, value)
-
-    def outcome(*given: object) -> TrialOutcome:
-        targets, data, weights = given
-        leaves = tf.nest.flatten([data, targets, weights])
-        number = compute([leaf for leaf in leaves if leaf is not None])
-        return TrialOutcome(number, number)
-
     try:
-        with trial():
-            return "mean" in found_for(outcome, targets, data, weights).kinds
+        return "mean" in step.found_for(value).kinds
     except UntriableError:
         return False
-
-
-def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
-    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)

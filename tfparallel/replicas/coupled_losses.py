@@ -16,6 +16,7 @@ from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import own_rows_live
 from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+from tfparallel.replicas.row_trial import is_trial
 
 
 def loss_of_whole_batch(loss: Any) -> Callable:
@@ -30,6 +31,10 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         step = current_replica_step()
         if step is None:
             return loss(y_true, y_pred, sample_weight)
+        if is_trial():  # of a `compute_loss` that this is a part of
+            return _any_mean(y_pred)
+        if step.has_all_rows:
+            return plain(y_true, y_pred, sample_weight)
         kind = kind_of_loss(plain, y_true, y_pred, sample_weight)
         if kind == "coupled":
             return plain(*rows_of_all(step, y_true, y_pred, sample_weight))
@@ -43,6 +48,12 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         return value if kind == "mean" else weighed(value, tf.ones((), value.dtype), step)
 
     return on_replica
+
+
+def _any_mean(y_pred: Any) -> tf.Tensor:
+    """A mean over rows, as which a loss counts here."""
+    first = tf.cast(keras.tree.flatten(y_pred)[0], keras.config.floatx())
+    return tf.reduce_mean(tf.square(first))
 
 
 def rows_of_all(step: ReplicaStep, *arguments: Any) -> tuple:

@@ -69,6 +69,8 @@ class CallsOfLayer:
 
     def call(self, *args: object, **kwargs: object) -> object:
         """`layer.call`."""
+        if in_stateless_scope():  # a trial
+            return self._call(*args, **kwargs)
         self._arguments, step = (args, kwargs), current_replica_step()
         self._is_of_all_rows = step is not None and step.has_all_rows
         return self._call(*args, **kwargs)

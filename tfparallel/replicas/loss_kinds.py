@@ -116,6 +116,13 @@ def declared_kind(loss: object) -> str | None:
     return kind if kind is not None else getattr(getattr(loss, "fn", None), _ATTRIBUTE, None)
 
 
+def declare_alike(loss: object, other: object) -> None:
+    """Declares `other` what `loss` has been declared itself, if it has."""
+    kind = getattr(loss, _ATTRIBUTE, None)
+    if kind is not None:
+        _declared(other, kind)
+
+
 def kind_of_loss(
     loss: keras.Loss, y_true: object, y_pred: object, sample_weight: tf.Tensor | None
 ) -> str:

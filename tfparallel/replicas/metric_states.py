@@ -26,15 +26,14 @@ import tensorflow as tf
 from tfparallel.internals import (
     ReduceOp,
     distribute_lib,
-    get_keras_mask,
     in_stateless_scope,
     in_symbolic_scope,
-    set_keras_mask,
     values_util,
 )
 from tfparallel.replicas.batch import Rows
 from tfparallel.replicas.coupled_losses import rows_of_all
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+from tfparallel.replicas.row_arguments import RowArguments
 from tfparallel.replicas.row_trial import (
     GathersRowsError,
     TakesTensorsError,
@@ -43,7 +42,7 @@ from tfparallel.replicas.row_trial import (
     trial,
 )
 
-_ROLES = "y_true", "y_pred", "sample_weight"
+_NAMES = "y_true", "y_pred", "sample_weight"
 _adding: Any = weakref.WeakKeyDictionary()  # by metric: {arguments: whether an update adds}
 
 
@@ -64,7 +63,7 @@ def update_with_all_rows(metric: keras.Metric) -> Callable:
         step = current_replica_step()
         if step is None or step.has_all_rows or in_stateless_scope() or in_symbolic_scope():
             return update_state(*args, **kwargs)
-        arguments = UpdateArguments(args, kwargs, step.rows)
+        arguments = update_arguments(args, kwargs, step.rows)
         if is_adding(metric, arguments):
             return update_state(*args, **kwargs)
         args, kwargs = _of_whole_batch(metric, arguments, step)
@@ -76,89 +75,16 @@ def update_with_all_rows(metric: keras.Metric) -> Callable:
     return on_replica
 
 
-class UpdateArguments:
-    """What a metric is updated with on a replica.
+def update_arguments(args: tuple, kwargs: dict, count: Rows | None) -> RowArguments:
+    """What a metric is updated with on a replica of `count` rows; `RowArguments` says more.
 
-    Args:
-        args, kwargs: of `update_state`.
-        count: how many rows the replica has; None: what has an axis has rows.
-
-    Attributes:
-        leaves: tensors and others.
-        rows: the places of dense tensors with as many rows, or a multiple (positions of rows).
-        numbers: the places of other dense tensors, which say something of the whole.
-        key: equal for arguments that are alike but for the values of tensors.
+    Numbers are of parts that are added up.
     """
-
-    def __init__(self, args: tuple, kwargs: dict, count: Rows | None):
-        self._nest = args, kwargs
-        self.leaves = keras.tree.flatten(self._nest)
-        dense = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, tf.Tensor)]
-        self.rows = [i for i in dense if _has_rows(self.leaves[i], count)]
-        self.numbers = [i for i in dense if i not in self.rows]
-        self.masked = [i for i in self.rows if get_keras_mask(self.leaves[i]) is not None]
-        self.key = tuple(
-            (str(self._spec(i)), i in self.masked) if i in dense else repr(leaf)
-            for i, leaf in enumerate(self.leaves)
-        )
-
-    def _spec(self, i: int) -> tf.TensorSpec:
-        """Of what is drawn: the parts that numbers are of are added up."""
-        leaf = self.leaves[i]
-        return tf.TensorSpec([None, *leaf.shape[1 if i in self.rows else 0 :]], leaf.dtype)
-
-    def specs(self) -> tuple[list, list, list]:
-        """Of targets, of predictions and their masks, and of weights, as `adds_up` takes them."""
-        targets, predictions, weights = self._by_role()
-        specs = [[self._spec(i) for i in places] for places in (targets, predictions, weights)]
-        return specs[0], specs[1] + [self._spec_of_mask(i) for i in self.masked], specs[2]
-
-    def _spec_of_mask(self, i: int) -> tf.TensorSpec:
-        mask = get_keras_mask(self.leaves[i])
-        return tf.TensorSpec([None, *mask.shape[1:]], mask.dtype)
-
-    def drawn(self, targets: Sequence, predictions: Sequence, weights: Sequence) -> tuple:
-        """Arguments of what is drawn for `specs()`."""
-        roles, leaves = self._by_role(), list(self.leaves)
-        masks = predictions[len(roles[1]) :]
-        for places, values in zip(roles, (targets, predictions, weights), strict=True):
-            for i, value in zip(places, values, strict=False):
-                leaves[i] = value if i in self.rows else tf.reduce_sum(value, 0)
-        for i, mask in zip(self.masked, masks, strict=True):
-            set_keras_mask(leaves[i], mask)
-        return self.packed(leaves)
-
-    def packed(self, leaves: Sequence) -> tuple[tuple, dict]:
-        """Arguments with other leaves."""
-        args, kwargs = keras.tree.pack_sequence_as(self._nest, leaves)
-        return args, kwargs
-
-    def _by_role(self) -> tuple[list, list, list]:
-        """The places of targets, predictions and weights, as Keras passes them."""
-        args, kwargs = self._nest
-        is_alone = len(args) == 1  # as `Mean` takes values
-        of_args = ["y_pred"] if is_alone else [*_ROLES, *["y_pred"] * len(args)][: len(args)]
-        names = [*of_args, *kwargs]
-        roles: dict[str, list] = {"y_true": [], "sample_weight": [], "y_pred": []}
-        place = 0
-        for name, argument in zip(names, [*args, *kwargs.values()], strict=True):
-            count = len(keras.tree.flatten(argument))
-            own = [i for i in range(place, place + count) if i in self.rows + self.numbers]
-            roles[name if name in roles else "y_pred"] += own
-            place += count
-        return roles["y_true"], roles["y_pred"], roles["sample_weight"]
+    names = ("y_pred",) if len(args) == 1 else _NAMES  # as `Mean` takes values
+    return RowArguments(args, kwargs, count, names, tf.reduce_sum)
 
 
-def _has_rows(tensor: tf.Tensor, count: Rows | None) -> bool:
-    if not tensor.shape.rank or count is None:
-        return bool(tensor.shape.rank)
-    first = tensor.shape[0]
-    if first is None or not isinstance(count, int):
-        return first is None
-    return first == count or (count > 1 and first % count == 0)
-
-
-def _of_whole_batch(metric: keras.Metric, arguments: UpdateArguments, step: ReplicaStep) -> tuple:
+def _of_whole_batch(metric: keras.Metric, arguments: RowArguments, step: ReplicaStep) -> tuple:
     """The arguments of one device, where these are of the replica's own rows."""
     leaves = list(arguments.leaves)
     if arguments.rows:
@@ -191,7 +117,7 @@ def _number_in_process() -> int:
 # ---- finding what an update does -----------------------------------------------------------------
 
 
-def is_adding(metric: keras.Metric, arguments: UpdateArguments) -> bool:
+def is_adding(metric: keras.Metric, arguments: RowArguments) -> bool:
     """Whether an update with such arguments adds a sum over rows to the state of `metric`."""
     known = _adding.setdefault(metric, {})
     if arguments.key not in known:
@@ -199,7 +125,7 @@ def is_adding(metric: keras.Metric, arguments: UpdateArguments) -> bool:
     return known[arguments.key]
 
 
-def _tried(metric: keras.Metric, arguments: UpdateArguments) -> bool:
+def _tried(metric: keras.Metric, arguments: RowArguments) -> bool:
     if any(isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in arguments.leaves):
         tf.get_logger().warning(
             "Metric '%s' is given ragged or sparse tensors, and cannot be tried: its state is "
@@ -220,7 +146,7 @@ def _tried(metric: keras.Metric, arguments: UpdateArguments) -> bool:
     alone = contextlib.nullcontext() if step is None else step.with_all_rows()
     try:
         with trial(), alone, _attributes_kept(metric):
-            return adds_up(update, *arguments.specs(), computed_in=_least_digits(arguments))
+            return adds_up(update, *arguments.specs(), computed_in=arguments.least_digits())
     except GathersRowsError:
         return True  # by itself
     except (TakesTensorsError, UntriableError) as error:
@@ -249,12 +175,6 @@ def _states(metric: keras.Metric, args: tuple, kwargs: dict) -> tuple[list, list
         [np.asarray(tf.cast(value, tf.float64)) for value in each] for each in (start, once, twice)
     )
     return start, once, twice
-
-
-def _least_digits(arguments: UpdateArguments) -> str | None:
-    few = "float16", "bfloat16"
-    dtypes = [arguments.leaves[i].dtype.name for i in arguments.rows + arguments.numbers]
-    return max((each for each in dtypes if each in few), default=None)
 
 
 def _own_variables(metric: keras.Metric) -> bool:

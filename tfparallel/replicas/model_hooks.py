@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib
 from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
-from tfparallel.internals.keras_layers import compile_loss_of, compiled_metrics_of, flat_losses
-from tfparallel.replicas import coupled_metrics, layer_losses, metric_states
+from tfparallel.internals.keras_layers import compiled_metrics_of
+from tfparallel.replicas import coupled_metrics, metric_states
 from tfparallel.replicas.added_losses import added_losses_by_replica
-from tfparallel.replicas.coupled_losses import loss_of_whole_batch
 from tfparallel.replicas.interface import StepDecisions
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.step_build import build
+from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
 
 _BATCH = "_batch_to_build_with"  # of Keras's iterator over the data of a call
@@ -178,25 +178,6 @@ def gathering_layers(
     """Within it, layers whose state depends on all rows get them, where replicas can gather."""
     gathers = extended._gathers_for_layers
     return computed_on_all_rows(model) if gathers else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def weighted_losses(model: keras.Model) -> Iterator[None]:
-    """Within it, the mean of `model`'s losses weighted by rows is the loss of the whole batch."""
-    losses = flat_losses(model)
-    with contextlib.ExitStack() as hooks:
-        if losses:
-            hooks.enter_context(
-                shadowed(
-                    compile_loss_of(model),
-                    "_flat_losses",
-                    [entry._replace(loss=loss_of_whole_batch(entry.loss)) for entry in losses],
-                    during="a step on replicas",
-                    why="Losses that are no means over rows are weighted as if they were.",
-                )
-            )
-        hooks.enter_context(layer_losses.weighted(model))
-        yield
 
 
 def _in_cross_replica(

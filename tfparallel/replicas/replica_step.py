@@ -27,6 +27,7 @@ class ReplicaStep:
         inputs: the replica's part of the batch, a nest of tensors.
         first_row: where `rows` begin among those of all replicas, None where that is not known.
         summed_targets: of the last gradient of the step's own, as `tape_hooks` has changed them.
+        losses: gets all targets of such gradients, if it is given.
         has_all_rows: what is computed is of the rows of all replicas, on each of them alike.
     """
 
@@ -42,6 +43,7 @@ class ReplicaStep:
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
         self.summed_targets: list | None = None
+        self.losses: list | None = None
         self.has_all_rows = False
 
     def zero_without_rows(self, gradients: list) -> list:

@@ -17,12 +17,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_ROWS = 6
+NUM_ROWS = 6
 _PARTS = slice(0, 2), slice(2, 6)  # of different sizes; even, as some programs halve a batch
 _UNKNOWN_DIM = 3
 # What rounding may do, and of dtypes of few digits so many of their last; parts of coupled rows are
 # far apart.
 _RELATIVE, _OF_LARGEST, _OF_FEW_DIGITS = 1e-4, 1e-5, 4
+_OF_A_MODEL = 1e-3  # relative, of what comes out of many layers
+_OF_DIFFERENCES = 1e-2  # of that, as it may be all that is left of numbers of about 1
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,17 @@ class Draw:
     spread: float | None
 
 
+_LARGE = 20.0
 # Classes and probabilities, regressions; and labels by which programs leave positions out.
 _DRAWS = (
     Draw((0, 1), True, None),
     Draw((0, 1), False, 1.0),
-    Draw((0, 1), True, 20.0),
+    Draw((0, 1), True, _LARGE),
     Draw((0, 1, -1), True, None),
     Draw((0, 1, -100), True, 1.0),
     Draw((0, 1, 255), True, 1.0),
 )
+_WITHOUT_LABELS = 3  # draws that differ where there are none
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def found_for(
     predictions: object,
     weights: object,
     computed_in: str | None = None,
+    has_model: bool = False,
 ) -> Found:
     """Tries a function of the rows of a batch.
 
@@ -137,6 +142,7 @@ def found_for(
         function: of targets, predictions and weights, to an `TrialOutcome`.
         targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
         computed_in: the dtype of what the function computes, if not that of its outcomes.
+        has_model: whether the function is a model and its loss, whose rounding adds up.
 
     Raises:
         UntriableError: from the last error.
@@ -144,8 +150,9 @@ def found_for(
         TakesTensorsError: from its first use of a tensor that is no argument of it.
     """
     found: Found | None = None
-    for whole, first, second in _outcomes(function, targets, predictions, weights):
-        own = _compared(whole, first, second, computed_in)
+    for whole, first, second in _outcomes(function, targets, predictions, weights, has_model):
+        least = _rounding(whole.values, whole.number, computed_in)
+        own = _compared(whole, first, second, max(least, _OF_A_MODEL if has_model else 0.0))
         found = own if found is None else found & own
     assert found is not None  # `_outcomes` has given some, or raised
     return found
@@ -177,7 +184,11 @@ def adds_up(
 
 
 def _outcomes(
-    function: Callable[..., T], targets: object, predictions: object, weights: object
+    function: Callable[..., T],
+    targets: object,
+    predictions: object,
+    weights: object,
+    has_model: bool = False,
 ) -> Iterator[tuple[T, T, T]]:
     """What `function` gives for all rows, and for each of two parts; for each draw that it takes.
 
@@ -186,7 +197,10 @@ def _outcomes(
     """
     error: Exception | None = None
     is_tried = False
-    for seed, draw in enumerate(_DRAWS):
+    has_labels = _have_labels(targets, [predictions, weights])
+    for seed, draw in enumerate(_DRAWS if has_labels else _DRAWS[:_WITHOUT_LABELS]):
+        if has_model and draw.spread == _LARGE:
+            continue  # what layers make of them is large enough to be rounded
         rng = np.random.default_rng(seed)
         rows = [
             _drawn(targets, draw, rng, is_target=True),
@@ -208,6 +222,13 @@ def _outcomes(
         raise UntriableError from error
 
 
+def _have_labels(targets: object, others: object) -> bool:
+    """Whether anything is drawn from a draw's labels."""
+    specs = [each for each in keras.tree.flatten([targets, others]) if each is not None]
+    has_targets = any(each is not None for each in keras.tree.flatten(targets))
+    return has_targets or not all(tf.as_dtype(each.dtype).is_floating for each in specs)
+
+
 def _add_up(whole: tuple, first: tuple, second: tuple, computed_in: str | None) -> bool:
     """Whether what parts add to a state is what all rows add, whatever the state before."""
     rounding = _rounding(0.0, 0.0, computed_in)
@@ -222,18 +243,18 @@ def _add_up(whole: tuple, first: tuple, second: tuple, computed_in: str | None) 
 
 
 def _compared(
-    whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome, computed_in: str | None
+    whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome, rounding: float
 ) -> Found:
     values, number = _numbers(whole.values), _numbers(whole.number)
     if not np.all(np.isfinite(values)):
         return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing
-    kinds, rounding = [], _rounding(whole.values, whole.number, computed_in)
+    kinds = []
     in_parts = _joined([_numbers(part.values) for part in (first, second)])
-    if values.shape[:1] == (_ROWS,) and _equal(values, in_parts, rounding):
+    if values.shape[:1] == (NUM_ROWS,) and _equal(values, in_parts, rounding):
         kinds.append("rows")
     a, b = _numbers(first.number), _numbers(second.number)
     if a.shape == b.shape == number.shape:
-        shares = [(part.stop - part.start) / _ROWS for part in _PARTS]
+        shares = [(part.stop - part.start) / NUM_ROWS for part in _PARTS]
         kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []
         kinds += ["sum"] if _equal(number, a + b, rounding) else []
     return Found(frozenset(kinds), whole.is_masked)
@@ -263,7 +284,8 @@ def _equal(whole: np.ndarray, parts: np.ndarray | None, rounding: float) -> bool
         return False
     whole, parts = whole.astype("float64"), parts.astype("float64")
     of_largest = max(_OF_LARGEST, rounding) * np.max(np.abs(whole), initial=0)
-    return np.allclose(whole, parts, max(_RELATIVE, rounding), of_largest)
+    absolute = of_largest + rounding * _OF_DIFFERENCES
+    return np.allclose(whole, parts, max(_RELATIVE, rounding), absolute)
 
 
 def _part(rows: list, part: slice) -> list:
@@ -283,7 +305,7 @@ def _drawn_leaf(
 ) -> np.ndarray:
     """Rows that differ in size as a whole, so that means of many positions differ too."""
     dims = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape[1:]]
-    shape, of_rows = (_ROWS, *dims), (_ROWS, *[1 for _ in dims])
+    shape, of_rows = (NUM_ROWS, *dims), (NUM_ROWS, *[1 for _ in dims])
     dtype = tf.as_dtype(spec.dtype)
     size = rng.uniform(0.2, 1, of_rows)
     if dtype == tf.bool:

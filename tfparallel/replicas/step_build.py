@@ -27,6 +27,8 @@ from tfparallel.internals import (
     distribute_lib,
     is_stock_step,
 )
+from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.graphs import read_as_assigned
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import (
     clear_added_losses,
@@ -41,17 +43,16 @@ from tfparallel.internals.keras_trainer import (
     strategy_of,
 )
 from tfparallel.replicas import checks
-from tfparallel.replicas.assigned_weights import (
-    RefusedStepError,
-    StepOfOwnRows,
-    check_assigned_weights,
-)
-from tfparallel.replicas.batch import Batch
+from tfparallel.replicas.assigned_weights import check_assigned_weights
+from tfparallel.replicas.batch import Batch, num_rows
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.model_optimizers import optimizers_of
+from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
+from tfparallel.replicas.step_losses import check_losses, is_declared
+from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.replicas.whole_batch_layers import calls_of_layers_told
 
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
@@ -136,22 +137,46 @@ def _placeholder_like(output: keras.KerasTensor) -> tf.Tensor:
 
 def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
     traced = _traced_once(model, step, data_batch)
-    if traced is None:
+    if traced is None or num_replicas(traced.context.strategy) == 1:
         return
-
-    def of_any_rows() -> StepOfOwnRows | None:
-        try:
-            return _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
-        except Exception:  # a step may be written for one number of rows
-            return None
-
+    of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
+    if step.__name__ == "train_step" and not is_declared(model):
+        check_losses(model, of_any_rows())
+
+
+def _traced_for_any_rows(
+    model: keras.Model, step: Callable, data_batch: object
+) -> StepOfOwnRows | None:
+    """Traces a step that has been traced for the rows that it gets; None if it is for these alone.
+
+    An error of the step's own that does not come of the number of rows has come before.
+    """
+    try:
+        traced = _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
+    except Exception as error:
+        if step.__name__ == "train_step" and not is_declared(model):
+            tf.get_logger().warning(
+                "The train_step of model '%s' cannot be traced for any number of rows (%r), by "
+                "which its loss would be tried: the loss is taken for a mean over rows. Write "
+                "keras.ops.shape(x)[0] for x.shape[0]; or declare the model by "
+                "tfparallel.mean_loss.",
+                model.name,
+                error,
+            )
+        return None
+    if traced is not None:
+        read_as_assigned(traced.graph, traced.own_operations())
+    return traced
 
 
 def _traced_once(
     model: keras.Model, step: Callable, data_batch: object, is_cut: bool = True
 ) -> StepOfOwnRows | None:
-    """Traces `step`, for a replica's part of the batch or all of it; None without a strategy."""
+    """Traces `step`, for a replica's part of the batch or all of it; None without a strategy.
+
+    Of all of it, losses and their gradients are traced as when the step runs.
+    """
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_remat_of_keras(model))
@@ -161,17 +186,27 @@ def _traced_once(
         stack.enter_context(tf.variable_creator_scope(_create_outside))
         if strategy is not None:
             traced = StepOfOwnRows(graph, BuildContext(strategy, graph), data)
-            data = Batch(strategy.extended, data).parts[0] if is_cut else data
+            part = Batch(strategy.extended, data).parts[0] if is_cut else data
             stack.enter_context(traced.context)
-            only = ReplicaStep(1, tf.ones(()), True, [], first_row=0)
-            stack.enter_context(only.active())
+            stack.enter_context(_only_replica(traced, is_cut).active())
             stack.enter_context(drawn_by_row(strategy.extended._row_seeds, model))
             stack.enter_context(calls_of_layers_told(model, graph, traced.of_layers))
             if not is_cut:
                 stack.enter_context(_frozen_batch_norm(model))
+                stack.enter_context(weighted_losses(model))
+            data = part
         step(data)
     clear_added_losses(model)
     return traced
+
+
+def _only_replica(traced: StepOfOwnRows, is_cut: bool) -> ReplicaStep:
+    if is_cut:
+        return ReplicaStep(1, tf.ones(()), True, [], first_row=0)
+    traced.weight = tf.compat.v1.placeholder(tf.float64, [])
+    replica = ReplicaStep(num_rows(traced.data), traced.weight, False, [], first_row=0)
+    replica.losses = traced.losses
+    return replica
 
 
 def _called_in_inference(call: Callable, *args: object, **kwargs: object) -> tf.Tensor:

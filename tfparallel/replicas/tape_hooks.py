@@ -30,6 +30,8 @@ def told_of_gradient() -> None:
         return
     tape, targets = asked
     step.summed_targets = targets  # the next source of this call changes nothing
+    if step.losses is not None:
+        step.losses += targets
     divided = functools.partial(_divided, step)
     targets[:] = [
         with_gradient(tape, target, divided) if _is_by_row(target, step.rows) else target

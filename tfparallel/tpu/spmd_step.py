@@ -36,6 +36,7 @@ from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.weighed_gradients import active_step
+from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.segments.memory_policy import MemoryPolicy
 from tfparallel.segments.step_segments import StepSegments
 from tfparallel.tpu.input_by_host import distributed_by_host
@@ -87,7 +88,7 @@ class SpmdKerasSteps(DescribedStrategy):
             checks.check_states_of_rows(self, model)
             batch = self._distributed(args[0], model)
             is_padded = isinstance(batch, PaddedBatch)
-            hooks = without_padding(model) if is_padded else model_hooks.weighted_losses(model)
+            hooks = without_padding(model) if is_padded else weighted_losses(model)
             kept = self._memory.during(model, in_xla=True)
             with spoken_of(self, fn), hooks, kept as segments:
                 return super().run(_step_on_replica(fn, segments), (batch,), kwargs, options)

@@ -105,7 +105,7 @@ def _trained(run: Run, metrics, build=tiny_model) -> dict:
         build=build,
         compile_options=lambda: {"loss": loss, **metrics()},
         sample_weight=weights,
-        batch_size=10,
+        batch_size=11,
         validation_data=(x, y, weights),
         validation_batch_size=7,
     ).results()

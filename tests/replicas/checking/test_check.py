@@ -185,3 +185,23 @@ def test_numbers_are_compared_without_tf32():
     strategy.check(model, BATCH, build=lambda: compiled(tf.distribute.get_strategy(), sees))
     assert seen and not any(seen)
     assert tf.config.experimental.tensor_float_32_execution_enabled()
+
+
+class Spread(keras.Sequential):
+    """Its step minimises the deviations of its outputs, which couple rows."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.std(self(data[0]), axis=0))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_loss_of_parts_that_is_declared_is_compared():
+    def declared():
+        return tfparallel.mean_loss(Spread(tiny_model().layers))
+
+    assert check(declared, float64=True).verdict == "unexplained"
+    with pytest.raises(ValueError, match="must be a mean over rows"):
+        check(lambda: Spread(tiny_model().layers))

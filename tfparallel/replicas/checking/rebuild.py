@@ -10,6 +10,7 @@ import keras
 from tfparallel.internals import BaseOptimizer
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.internals.keras_trainer import build_from_shapes, compile_arguments
+from tfparallel.replicas.loss_kinds import declare_alike
 
 Build = Callable[[], keras.Model]
 
@@ -70,6 +71,7 @@ def _from_config(model: keras.Model, dtype: str | None) -> keras.Model:
     pairs = zip(layers_of(model), layers_of(new), strict=False)
     for own, layer in pairs:  # a model comes before its layers
         layer.trainable = own.trainable
+        declare_alike(own, layer)
     if type(model).compile is not keras.Model.compile:
         with keras.saving.custom_object_scope(custom_objects):
             new.compile_from_config(model.get_compile_config())

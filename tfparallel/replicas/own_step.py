@@ -1,0 +1,91 @@
+"""A step of a user's own, traced before it runs: what it would do is read off, and tried, there."""
+
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from tfparallel.internals.graphs import FuncGraph, computed_from
+from tfparallel.replicas.build_context import BuildContext
+from tfparallel.replicas.dependence import Assignment, assignments
+from tfparallel.replicas.row_trial import (
+    NUM_ROWS,
+    Found,
+    TrialOutcome,
+    UntriableError,
+    found_for,
+    trial,
+)
+
+
+class RefusedStepError(ValueError):
+    """A step would train to other weights than on one device."""
+
+
+@dataclass
+class StepOfOwnRows:
+    """A step of a user's own, traced as one replica sees it.
+
+    Attributes:
+        graph: of the step.
+        context: in which it was traced.
+        data: the batch there, a nest of tensors.
+        weight: of the replica, a placeholder of the graph; None if it is 1.
+        of_layers: the ids of the operations that calls of layers with rules of their own have made.
+        losses: what the step takes gradients of with respect to variables.
+    """
+
+    graph: FuncGraph
+    context: BuildContext
+    data: object = None
+    weight: tf.Tensor | None = None
+    of_layers: set[int] = field(default_factory=set)
+    losses: list[tf.Tensor] = field(default_factory=list)
+
+    def rows(self) -> list[tf.Tensor]:
+        """The dense tensors of the batch."""
+        return [x for x in tf.nest.flatten(self.data, expand_composites=True) if x is not None]
+
+    def own_operations(self) -> list[tf.Operation]:
+        """Those of the step itself."""
+        return [x for x in self.graph.get_operations() if id(x) not in self.of_layers]
+
+    def all_assignments(self) -> list[Assignment]:
+        """What the step and its layers assign."""
+        return list(assignments(self.graph, set(map(id, self.rows())), self.context.met))
+
+    def assignments(self) -> list[Assignment]:
+        """What the step itself assigns."""
+        return [x for x in self.all_assignments() if id(x.operation) not in self.of_layers]
+
+    def found_for(self, value: tf.Tensor, computed_in: str | None = None) -> Found:
+        """What `value`, of floating point, is to parts of a batch: tried on random ones.
+
+        Args:
+            value: of the graph, in no branch, loop or function.
+            computed_in: as `row_trial.found_for` takes it.
+
+        Raises:
+            UntriableError: it cannot be computed on any, or the batch is not of dense tensors.
+        """
+        leaves = tf.nest.flatten(self.data)
+        if not all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves):
+            raise UntriableError from TypeError("the batch has ragged or sparse tensors")
+        parts = self.data if isinstance(self.data, tuple) else ()  # x, y and weights, as Keras has
+        roles = [*parts, None][:3] if len(parts) in (2, 3) else [self.data, None, None]
+        data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
+        of_replica = [] if self.weight is None else [self.weight]
+        compute = computed_from(self.graph, [*self.rows(), *of_replica], value)
+
+        def outcome(*given: object) -> TrialOutcome:
+            targets, data, weights = given
+            leaves = [x for x in tf.nest.flatten([data, targets, weights]) if x is not None]
+            share = tf.constant(len(leaves[0]) / NUM_ROWS, tf.float64)
+            number = compute([*leaves, *[share for _ in of_replica]])
+            return TrialOutcome(number, number)
+
+        with trial():
+            return found_for(outcome, targets, data, weights, computed_in, has_model=True)
+
+
+def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
+    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
