@@ -45,7 +45,7 @@ def _named_once(mesh: Mesh) -> list[str]:
 
 
 def _check_layout_map(mesh: Mesh, layout_map: object) -> None:
-    """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
+    """Refuses a layout of other axes, and one whose own mesh is not this one."""
     if isinstance(layout_map, str) and layout_map == "auto":
         return
     if not isinstance(layout_map, keras.distribution.LayoutMap):
