@@ -56,13 +56,16 @@ def checks_types(cls: C) -> C:
 
     @functools.wraps(construct)
     def checked(self: object, *args: object, **kwargs: object) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError:
+            return construct(self, *args, **kwargs)  # Python's error names the class, too
         found = [
             each for name in given if name in annotations() for each in problems(name, given[name])
         ]
         if found:
             raise ArgumentTypeError(found, cls.__name__)
-        construct(self, *args, **kwargs)
+        return construct(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls

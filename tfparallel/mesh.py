@@ -70,7 +70,10 @@ def mesh_of(sizes: Sequence[int], axis_names: Sequence[str], devices: Sequence[s
             twice = [name for name, each in zip(axis_names, known, strict=True) if each == axis]
             raise ValueError(f"A mesh has each axis once. Received: {twice}, all of them {axis!r}.")
     if any(size < 1 for size in sizes):
-        raise ValueError(f"Axes have sizes of 1 or more. Received: {_product(axis_names, sizes)}.")
+        raise ValueError(
+            f"Axes have sizes of 1 or more. Received: {_product(axis_names, sizes)} for "
+            f"{len(devices)} devices. {_what_fits(axis_names, sizes, len(devices))}"
+        )
     if math.prod(sizes) != len(devices):
         raise ValueError(
             f"The axes of a mesh multiply to its devices. Received: {_product(axis_names, sizes)} "
@@ -115,9 +118,9 @@ def _product(names: Iterable[str], sizes: Sequence[int]) -> str:
 def _what_fits(names: Sequence[str], sizes: Sequence[int], num_devices: int) -> str:
     """Meshes that differ in one axis and have a place for each device."""
     fits = []
-    for i, size in enumerate(sizes):
-        others = math.prod(sizes) // size
-        if num_devices % others == 0:
+    for i in range(len(sizes)):
+        others = math.prod([*sizes[:i], *sizes[i + 1 :]])
+        if others > 0 and num_devices % others == 0:
             fits.append(_product(names, [*sizes[:i], num_devices // others, *sizes[i + 1 :]]))
     if fits:
         return f"What would fit: {'; '.join(fits)}."

@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import threading
+import types
 
 import keras
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import tfparallel
 from tests.helpers import assert_same_training, tiny_compile_options, tiny_data, train
 from tfparallel.callbacks import BackupAndRestore, BackupError
-from tfparallel.callbacks.backup.model_state import mirrored_state
+from tfparallel.callbacks.backup.model_state import mirrored_state, replica_state
+from tfparallel.callbacks.backup.snapshot import Restoration
 from tfparallel.callbacks.backup.storage import Storage
 from tfparallel.callbacks.preemption import EXIT_STATUS
 from tfparallel.coordination.writer import writer_for
@@ -195,6 +197,23 @@ def test_another_strategy_goes_on_from_there(folder, caplog, batches):
     received = train_under(None, BackupAndRestore(folder, **backup))
     assert_same_training(expected, received)
     assert "Not carried over: random numbers that differ by replica" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "saved_by", "expected"), [(1, 2, 7), (0, 2, 7), (1, 3, 0)])
+def test_sums_over_other_replicas_of_as_many_workers_stay_where_they_were(rank, saved_by, expected):
+    """Each worker has read its own part, of one replica here. Of others all read all parts.
+
+    Where workers but the first began at zero, the first epoch's logs lacked their rows.
+    """
+    model = train(tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]), epochs=1).model
+    count = len(replica_state(model))
+    restoration = types.SimpleNamespace(
+        _shared={"num_workers": saved_by}, _call=types.SimpleNamespace(model=model)
+    )
+    workers = types.SimpleNamespace(num_workers=2, is_chief=rank == 0)
+    saved = [{"metrics": [[np.float32(7)]] * count}]
+    received = Restoration._metrics_for(restoration, saved, workers)
+    assert received == [[expected, 0]] * count
 
 
 # ---- what cannot be restored ---------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The architectures that meshes are built for train as on one device, on meshes of 4 and of 8."""
 
+import fnmatch
 import functools
 
 import pytest
+import tensorflow as tf
 
 import tfparallel
 from tests.helpers import assert_same_training, train
@@ -70,26 +72,35 @@ def test_it_does_in_two_processes_with_a_mesh_each(workers, model, sizes):
     workers(2, 4).ask({"model": model, "sizes": sizes}, timeout_s=570)
 
 
+JOINED = ["narrow", "joined", "pooled", "scores"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "devices",
+    ("devices", "partition"),
     [
-        ["CPU:0", ["CPU:1", "CPU:2"], "CPU:3"],
-        ["CPU:0", "CPU:1", ["CPU:2", "CPU:3"]],
+        # One branch is a pipeline of two layers; that of the large kernel has two devices.
+        ([0, [1, 2], 3], [["stem", "wide_1"], ["wider_*"], ["wide_2", *JOINED]]),
+        # And so has what follows.
+        ([0, 1, [2, 3]], [["stem", "wide_1"], ["wider_*"], ["wide_2", *JOINED]]),
+        # Both are, on devices that no other layer is on.
+        ([0, 1, 2, 3], [["stem"], ["wide_1", "wider_1"], ["wide_2", "wider_2"], JOINED]),
+        ([0, [1, 2], 3], [["stem"], ["wide_1", "wider_1"], ["wide_2", "wider_2", *JOINED]]),
     ],
     ids=str,
 )
-def test_branches_are_on_devices_of_their_own(devices):
-    """One is a pipeline of two layers; the one of the large kernel has two devices."""
-    partition = [
-        ["stem", "wide_1"],
-        ["wider_*"],
-        ["narrow", "wide_2", "joined", "pooled", "scores"],
-    ]
+def test_branches_are_on_devices_of_their_own(devices, partition):
     options = {**MODELS["inception"], "rows": 10, "batch_size": 5}
-    strategy = tfparallel.PipelineStrategy(devices, 4, partition=partition)
+    stages = [[each] if isinstance(each, int) else each for each in devices]
+    names = [[f"CPU:{number}" for number in each] for each in stages]
+    strategy = tfparallel.PipelineStrategy(names, 4, partition=partition)
     training = train(strategy, **options)
     assert_same_training(train(None, **options), training)
-    kernels = {name: training.model.get_layer(name).kernel for name in ("wide_1", "wide_2")}
-    devices_of = {name: kernel.value.values[0].device for name, kernel in kernels.items()}
-    assert devices_of["wide_1"] != devices_of["wide_2"]
+    for layer in [layer for layer in training.model.layers if layer.weights]:
+        (stage,) = [
+            stage
+            for stage, patterns in zip(stages, partition, strict=True)
+            if any(fnmatch.fnmatch(layer.name, pattern) for pattern in patterns)
+        ]
+        copies = [tf.DeviceSpec.from_string(x.device) for x in layer.kernel.value.values]
+        assert {copy.device_index for copy in copies} == {*stage}

@@ -19,7 +19,7 @@ from tfparallel.communication.compression.names import as_compressor
 from tfparallel.communication.local_sgd import LocalSGD, as_meeting
 from tfparallel.hybrid.mesh_over_processes import laid_over_processes
 from tfparallel.hybrid.processes_of_job import GradientsCrossing
-from tfparallel.mesh import mesh_of
+from tfparallel.mesh import ALIASES, mesh_of
 from tfparallel.replicas.inner import inside_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "combining.md").read_text()
@@ -141,6 +141,11 @@ def test_what_the_page_says_is_refused_is_refused(name):
     for attempt in REFUSED[name]:
         with pytest.raises((ValueError, NotImplementedError), match="Received"):
             attempt()
+
+
+def test_the_page_calls_axes_what_the_code_does():
+    others = {row[0].strip("`"): tuple(re.findall(r"`(\w+)`", row[1])) for row in table("axis")}
+    assert others == ALIASES
 
 
 def test_every_pair_of_axes_is_on_the_page_and_none_is_refused():

@@ -144,6 +144,24 @@ def test_a_process_with_other_weights_is_found(workers, sizes):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("sizes", "other"),
+    [
+        ({"data": 2, "pipeline": 2}, {"shard": 4}),
+        ({"shard": 2, "model": 2}, {"data": 2, "pipeline": 2}),
+        ({"data": 2, "shard": 2}, {"shard": 2, "pipeline": 2}),
+    ],
+    ids=str,
+)
+def test_what_the_system_kills_goes_on_under_another_mesh(workers, tmp_path, sizes, other):
+    with pytest.raises(WorkerFailure, match="worker 1"):
+        workers(2, 2).ask({"backups": str(tmp_path), "sizes": sizes, "killed": 1}, timeout_s=280)
+    for reply in workers(2, 2).ask({"backups": str(tmp_path), "sizes": other}, timeout_s=280):
+        assert 0 < reply["batches"] <= 12 - 3  # the fourth may not have been written by all
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_four_processes_share_two_copies(workers):
     replies = workers(4, 1).ask({"sizes": {"data": 2, "shard": 2}}, timeout_s=870)

@@ -1,5 +1,7 @@
 """Trains on a mesh of the devices of several processes, beside one device."""
 
+import os
+import signal
 import sys
 
 import keras
@@ -22,6 +24,7 @@ from tests.hybrid.matrix_over_processes import check
 from tests.hybrid.meshes import over_processes
 from tests.hybrid.models_of_matrix import dropping, plain, sequences
 from tests.multi_process.answering import answer_requests
+from tfparallel.callbacks import BackupAndRestore
 
 _MODELS = {
     **MODELS,
@@ -36,11 +39,14 @@ def answer(
     cell: list | None = None,
     features: list | None = None,
     drawn: dict[str, int] | None = None,
+    backups: str | None = None,
     **request,
 ) -> dict:
     """What a process replies: of a training, one that goes wrong, of a matrix, or a drawn step."""
     if drawn is not None:
         return _drawn(drawn)
+    if backups is not None:
+        return _resumed(backups, **request)
     if cell is not None:
         return {"share": check(*cell)}
     if features is not None:
@@ -99,6 +105,33 @@ def _drawn(sizes: dict[str, int]) -> dict:
         sorted({box.kind for box in step.boxes if box.lane == i}) for i in range(len(step.lanes))
     ]
     return {"kinds": dict(zip(step.lanes, kinds, strict=True)), "boxes": step.boxes}
+
+
+def _resumed(folder: str, sizes: dict[str, int], killed: int | None = None) -> dict:
+    """Goes on with what is in `folder`; fails where the end differs from one device.
+
+    Args:
+        folder: for backups, of all processes.
+        sizes: of the axes of the mesh.
+        killed: the rank that the operating system ends, behind the fourth of twelve batches.
+    """
+    data = {**_MODELS["plain"], "rows": 26, "batch_size": 5, "optimizer": _adam}
+    batches: list[int] = []
+    with in_float64():
+        keras.backend.clear_session()  # layouts go by the numbers in layers' names
+        strategy = over_processes(sizes)
+
+        def count(batch: int, logs: dict | None = None) -> None:
+            batches.append(batch)
+            if len(batches) == 4 and strategy.extended._id_in_cluster == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        counts = keras.callbacks.LambdaCallback(on_train_batch_end=count)
+        backups = BackupAndRestore(folder, save_freq=1, asynchronous=False)
+        candidate = train(strategy, callbacks=[backups, counts], **data)
+        keras.backend.clear_session()
+        assert_same_training(train(None, **data), candidate, atol=1e-9)
+    return {"batches": len(batches)}
 
 
 def _adam() -> keras.optimizers.Optimizer:

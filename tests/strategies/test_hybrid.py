@@ -1,5 +1,6 @@
 """HybridStrategy: what the conformance suite cannot ask."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tests.helpers import assert_same_training, tiny_data, train
+from tests.helpers import assert_same_training, tiny_data, tiny_model, train
 from tests.helpers import cpu_mesh_of as mesh
 from tests.hybrid.meshes import hybrid
 from tests.tensor_parallel.layouts import LayoutOfAnything
@@ -285,8 +286,20 @@ def test_the_summary_has_a_table_for_each_axis_and_says_that_none_leaves_the_pro
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: HybridStrategy(3), TypeError, "size of each axis by its name"),
+        (lambda: HybridStrategy(3), TypeError, "mesh: expected DeviceMesh . Mapping.str, int."),
+        (lambda: HybridStrategy({}), TypeError, "size of each axis by its name"),
+        (lambda: HybridStrategy(), TypeError, r"HybridStrategy\.__init__.*'mesh'"),
+        (
+            lambda: HybridStrategy((2, 2), ("data", "model")),
+            TypeError,
+            "HybridStrategy.*positional",
+        ),
         (lambda: HybridStrategy({"data": 3}), ValueError, "would fit: data 4 = 4"),
+        (
+            lambda: HybridStrategy({"data": -1, "pipeline": 2}),
+            ValueError,
+            "1 or more. Received: .* for 4 devices. What would fit: data 2 x pipeline 2 = 4",
+        ),
         (lambda: HybridStrategy(mesh(data=2, pipes=2)), ValueError, "'pipes'"),
         (
             lambda: HybridStrategy(mesh(data=2), pipeline=PipelineOptions(2)),
@@ -305,6 +318,34 @@ def test_the_summary_has_a_table_for_each_axis_and_says_that_none_leaves_the_pro
 def test_what_does_not_fit_a_mesh_is_refused_at_once(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "axes", "message"),
+    [
+        (".*kernel", (None, "tensor"), "'model' of the mesh.*None, 'tensor'.* for '.*kernel'"),
+        (".*kernel", ("pipeline", "model"), "'pipeline'. divide no weights"),
+        ("*kernel", (None, "model"), "regular expressions.*Received: '.kernel', which is none"),
+    ],
+)
+def test_a_layout_by_which_nothing_would_be_in_parts_is_refused(pattern, axes, message):
+    layout_map = keras.distribution.LayoutMap(None)  # which knows no names
+    layout_map[pattern] = axes
+    with pytest.raises(ValueError, match=message):
+        HybridStrategy({"pipeline": 2, "model": 2}, layout_map=layout_map)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, {"data": 4}], ids=str)
+def test_only_a_compiled_model_of_its_own_is_profiled(sizes):
+    strategy, batch = HybridStrategy(sizes), tiny_data(8)
+    for scope, message in (
+        (strategy.scope, "profile takes a compiled model. Received: model 'sequential"),
+        (contextlib.nullcontext, "Expected a model built under this HybridStrategy"),
+    ):
+        with scope():
+            model = tiny_model()
+        with pytest.raises(ValueError, match=message):
+            strategy.profile(model, batch)
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ def _named_once(mesh: Mesh) -> list[str]:
 
 
 def _check_layout_map(mesh: Mesh, layout_map: object) -> None:
-    """Refuses a layout whose own mesh has other axes: its names would not be this mesh's."""
+    """Refuses a layout of other axes, and one whose own mesh is not this one."""
     if isinstance(layout_map, str) and layout_map == "auto":
         return
     if not isinstance(layout_map, keras.distribution.LayoutMap):
@@ -53,6 +53,7 @@ def _check_layout_map(mesh: Mesh, layout_map: object) -> None:
             "Expected `layout_map`, 'auto' or a keras.distribution.LayoutMap. Received: "
             f"{layout_map!r}. Make one with keras.distribution.LayoutMap(device_mesh)."
         )
+    _check_axes_of_layouts(mesh, layout_map)
     own = layout_map.device_mesh
     if own is None:
         return
@@ -64,6 +65,19 @@ def _check_layout_map(mesh: Mesh, layout_map: object) -> None:
             f"Expected a LayoutMap over this strategy's mesh, {mesh}. Received: one over a mesh of "
             f"{received}. Make it with keras.distribution.LayoutMap(device_mesh) of the same mesh."
         )
+
+
+def _check_axes_of_layouts(mesh: Mesh, layout_map: keras.distribution.LayoutMap) -> None:
+    """Refuses names by which nothing would be in parts; those of rows and shards change nothing."""
+    known = {name for axis, name in mesh.names.items() if axis != "pipeline"}
+    for pattern, layout in layout_map.items():
+        unknown = [name for name in layout.axes if name is not None and name not in known]
+        if unknown:
+            raise ValueError(
+                f"A layout names, for each dim, the axis {mesh.names['model']!r} of the mesh, or "
+                f"None. Received: {tuple(layout.axes)!r} for {pattern!r}, of which {unknown} "
+                f"divide no weights of a mesh of {mesh}."
+            )
 
 
 def _full_name(name: object) -> str:

@@ -7,13 +7,16 @@ from tfparallel.internals.keras_trainer import build_from_shapes
 from tfparallel.pipeline.no_trace import python_as_it_was, variables_as_they_were
 from tfparallel.pipeline.summary import short_name
 from tfparallel.pipeline.swimlane import Swimlane, swimlane
+from tfparallel.replicas.checks import check_compiled, check_model
 
 
 def measure_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> Swimlane:
     """Runs two steps, and measures the second; see `PipelineStrategy.profile`."""
-    batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     extended = strategy.extended
     strategy = extended.outermost()
+    check_model(strategy, model)
+    check_compiled(model, "profile")
+    batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     with strategy.scope():
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
         build_from_shapes(model, (x, y, weight))

@@ -70,6 +70,15 @@ def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
                 )
 
 
+def check_compiled(model: keras.Model, what: str) -> None:
+    """Refuses a model that is not compiled, for `what` takes a step of it."""
+    if not model.compiled:
+        raise ValueError(
+            f"{what} takes a compiled model. Received: model '{model.name}', which is not. Call "
+            "its compile() in the strategy's scope."
+        )
+
+
 def check_trained(
     strategy: tf.distribute.Strategy, optimizer: keras.Optimizer, variables: Iterable
 ) -> None:

@@ -1,5 +1,6 @@
 """A strategy of one process, inside of one over several."""
 
+import inspect
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -33,12 +34,20 @@ def made(inner: Inner) -> KerasStrategy:
 
 
 def _called(inner: object) -> KerasStrategy:
-    strategy = inner() if callable(inner) else inner
-    if not isinstance(strategy, KerasStrategy):
+    must = (
+        "`inner` must be a strategy of tfparallel, or a function without arguments that makes one"
+    )
+    if not callable(inner):
+        raise TypeError(f"{must}. Received: {inner!r}.")
+    try:
+        inspect.signature(inner).bind()
+    except TypeError as error:
         raise TypeError(
-            "`inner` must be a strategy of tfparallel, or a function that makes one. Received: "
-            f"{inner!r}."
-        )
+            f"{must}. Received: {inner!r}, called without arguments: {error}. Write a lambda."
+        ) from None
+    strategy = inner()
+    if not isinstance(strategy, KerasStrategy):
+        raise TypeError(f"{must}. Received: a function that gives {strategy!r}.")
     return strategy
 
 

@@ -122,11 +122,12 @@ class HybridStrategy(KerasStrategy):
             it belongs.
         ValueError: for axes of unknown names, for a mesh of more or fewer places than devices, for
             devices that do not exist, for options of an axis that the mesh does not have, for
-            those of `Sharding` that mean nothing on it, for a layout that is to be found beside
-            shards, for `memory` beside a pipeline's own `rematerialize`, for the options'
-            `num_stages` where other axes than the pipeline have places, for axes over processes
-            that have to be inside of one, and for `compression` or `check_weights_every` without
-            `transport`, or where processes share the state.
+            those of `Sharding` that mean nothing on it, for a layout that names other axes, whose
+            pattern is no regular expression, or that is to be found beside shards, for `memory`
+            beside a pipeline's own `rematerialize`, for the options' `num_stages` where other axes
+            than the pipeline have places, for axes over processes that have to be inside of one,
+            and for `compression` or `check_weights_every` without `transport`, or where processes
+            share the state.
     """
 
     _shares_among_processes = False

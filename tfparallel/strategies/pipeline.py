@@ -185,6 +185,9 @@ class PipelineStrategy(KerasStrategy):
         Args:
             model: compiled under this strategy.
             batch: `(x, y)` or `(x, y, sample_weight)`, arrays or tensors.
+
+        Raises:
+            ValueError: for a model that is not compiled, or not this strategy's.
         """
         return measure_step(self, model, batch)
 

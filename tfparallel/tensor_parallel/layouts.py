@@ -1,6 +1,7 @@
 """What a `LayoutMap` says of each variable: which dim is in parts, or why none is."""
 
 import logging
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ class Layouts:
         branches: the number of the device that computes a layer, of layers of branches.
         cuts_sequences: whether what is between a row and a column is in parts along positions.
         allows_unused: whether patterns may match nothing, of which the log tells once.
+
+    Raises:
+        ValueError: for a pattern that is no regular expression.
     """
 
     layout_map: Any
@@ -56,6 +60,16 @@ class Layouts:
     cuts_sequences: bool = False
     _matched: set[str] = field(default_factory=set)
     _of_outputs: dict[str, tuple | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pattern in self.layout_map or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    "Patterns of a LayoutMap are regular expressions, such as '.*dense.*kernel'. "
+                    f"Received: {pattern!r}, which is none: {error}."
+                ) from None
 
     def place(
         self, path: str, shape: Sequence[int], trainable: bool, blocks: int = 1

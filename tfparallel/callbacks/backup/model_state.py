@@ -135,21 +135,21 @@ def num_terms(state: list[list[np.ndarray]]) -> int:
 
 
 def with_one_term(
-    states: Sequence[list[list[np.ndarray]]], num_replicas: int, is_first: bool
+    states: Sequence[list[list[np.ndarray]]], num_replicas: int, has_sum: bool
 ) -> list[list[np.ndarray]]:
     """The same sums for other replicas than those that saved them: all in the first one's term.
 
     Args:
-        states: the `replica_state` of every process that saved.
+        states: the `replica_state` of each process whose terms are summed.
         num_replicas: how many this process has.
-        is_first: whether this process has the first replica.
+        has_sum: whether the sum is in this process; in others all terms are zero.
     """
     merged = []
     for terms_by_process in zip(*states, strict=True):
         terms = [term for terms in terms_by_process for term in terms]
         total = np.sum(terms, axis=0, dtype=terms[0].dtype)
         others = [np.zeros_like(total)] * num_replicas
-        merged.append([total, *others[1:]] if is_first else others)
+        merged.append([total, *others[1:]] if has_sum else others)
     return merged
 
 

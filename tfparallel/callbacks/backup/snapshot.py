@@ -130,7 +130,9 @@ class Restoration:
             "over: random numbers that differ by replica, and how sums over replicas round.",
             *(saved_by, num_terms(metrics[0]), workers.num_workers, num_replicas),
         )
-        return with_one_term(metrics, num_replicas, is_first=workers.is_chief)
+        # Of as many workers each has read its own part alone, and its sum stays with it.
+        has_sum = workers.is_chief or workers.num_workers == saved_by
+        return with_one_term(metrics, num_replicas, has_sum)
 
     def before_training(self, position: InputPosition) -> None:
         """Puts everything back, and tells `fit` where to begin."""

@@ -13,7 +13,7 @@ from tfparallel.replicas.checking.report import Difference, StepCheck
 from tfparallel.replicas.checking.step import values_of, variables_of
 from tfparallel.replicas.checking.traces import no_trace
 from tfparallel.replicas.checking.whole_float32 import whole_float32
-from tfparallel.replicas.checks import check_model
+from tfparallel.replicas.checks import check_compiled, check_model
 
 
 @whole_float32()
@@ -59,11 +59,7 @@ def prepared(
             "`with strategy.scope():`. Call it after that block."
         )
     check_model(strategy, model)
-    if not model.compiled:
-        raise ValueError(
-            f"{what} takes a compiled model. Received: model '{model.name}', which is not. Call "
-            "its compile() in the strategy's scope."
-        )
+    check_compiled(model, what)
     batch = _as_tensors(batch, keras.config.floatx())
     build_if_needed(model, batch)
     return batch
