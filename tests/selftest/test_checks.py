@@ -1,10 +1,13 @@
 """What `tfparallel selftest` decides: how checks end, and what they call wrong."""
 
 import asyncio
+import dataclasses
 import importlib
+import itertools
 import json
 import re
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -17,7 +20,14 @@ from tfparallel.selftest import exactness_checks, remote_integers
 from tfparallel.selftest.catalogue import CHECKS, FIRST, Check, why_not
 from tfparallel.selftest.children import outcome_of, run_check
 from tfparallel.selftest.command_line import chosen_gpus, outcomes_as_json, show
-from tfparallel.selftest.contenders import IN_ONE_PROCESS, IN_SEVERAL_PROCESSES, all_trials
+from tfparallel.selftest.contenders import (
+    IN_ONE_PROCESS,
+    IN_SEVERAL_PROCESSES,
+    XLA,
+    references,
+    repeated_of,
+    trials_of,
+)
 from tfparallel.selftest.gpu_checks import (
     Copies,
     copies_of_profile,
@@ -26,8 +36,7 @@ from tfparallel.selftest.gpu_checks import (
 )
 from tfparallel.selftest.machine_devices import Bench, bench_of_json
 from tfparallel.selftest.one_check import MARK
-from tfparallel.selftest.pipeline_checks import MemoryUse, judge_memory
-from tfparallel.selftest.trials import Trial, train
+from tfparallel.selftest.trials import OPTIONS, Trial, train
 from tfparallel.selftest.verdicts import CheckFailedError, Outcome
 
 CHECK = Check("a check", "module:function", cure="do this", limit_s=7)
@@ -99,6 +108,9 @@ def test_a_process_over_its_limit_is_ended(tmp_path):
         (Check("x", "", min_gpus=2), 1, "needs 2 GPUs, 1 here"),
         (Check("x", "", is_job=True), 1, "needs a GPU for each of two processes, 1 here"),
         (Check("x", "", is_job=True), 0, ""),
+        (Check("x", "", is_job=True, is_slow=True), 0, "takes too long without GPUs"),
+        (Check("x", "", is_job=True, is_slow=True), 2, ""),
+        (Check("x", "", is_for_tpus=True), 2, "needs a TPU, and libtpu is not installed"),
         (Check("x", "", min_gpus=2, is_job=True), 2, ""),
     ],
 )
@@ -146,8 +158,82 @@ def test_a_strategy_that_trains_elsewhere_fails_and_one_that_does_not_passes(tmp
         exactness_checks.compare("mirrored", lambda: make(bench.devices), bench)
 
 
+def test_other_bits_in_the_second_of_two_fail(tmp_path, monkeypatch):
+    bench = Bench((), str(tmp_path))
+    monkeypatch.setattr(exactness_checks, "trials_of", lambda *_, **__: [TRIAL])
+    exactness_checks._write(bench, TRIAL, train(TRIAL))
+    endings = iter([train(TRIAL), train(TRIAL)])
+
+    def one_bit_off_the_second_time(*_):
+        ending = next(endings)
+        if next(counted):
+            ending.weights[0][0, 0] = np.nextafter(ending.weights[0][0, 0], 1.0)
+        return ending
+
+    counted = itertools.count()
+    monkeypatch.setattr(exactness_checks, "train", one_bit_off_the_second_time)
+    with pytest.raises(CheckFailedError, match="second of two: mlp-uneven-float32"):
+        exactness_checks.compare("one_device", lambda: None, bench)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "message", "is_refused"),
+    [
+        ("mirrored", "jit_compile", "jit_compile=True needs one replica per process", True),
+        ("one_device", "jit_compile", "jit_compile=True needs one replica per process", False),
+        ("mirrored", "jit_compile", "shapes do not match", False),
+        ("mirrored", "run_eagerly", "run_eagerly=True is not here", False),
+        ("parameter_server_async", "run_eagerly", "run_eagerly=True runs Python", True),
+    ],
+)
+def test_what_a_page_refuses_is_told_and_all_else_fails(
+    monkeypatch, strategy, option, message, is_refused
+):
+    def refuse(*_):
+        raise ValueError(message)
+
+    monkeypatch.setattr(exactness_checks, "train", refuse)
+    trial = Trial("mlp", "many", option=option)
+    if is_refused:
+        assert exactness_checks._ending(strategy, trial, None) is None
+    else:
+        with pytest.raises(ValueError, match=message):
+            exactness_checks._ending(strategy, trial, None)
+
+
+def test_a_step_that_keras_does_not_compile_fails(monkeypatch):
+    """As where operations are deterministic: Keras warns, and XLA is asked nothing."""
+
+    def train_without_xla(*_):
+        said = "Model doesn't support `jit_compile=True`. Proceeding with `jit_compile=False`."
+        warnings.warn(said, stacklevel=2)
+
+    monkeypatch.setattr(exactness_checks, "train", train_without_xla)
+    with pytest.raises(CheckFailedError, match="jit_compile=False"):
+        exactness_checks._ending("one_device", XLA, None)
+
+
+def test_other_weights_by_xla_fail():
+    ending = train(TRIAL)
+    passed = exactness_checks.judge_xla({"one_device": ending, "mirrored": None}, ending)
+    assert passed.text == "from one device: one_device 0.0e+00; refused: mirrored"
+    off = dataclasses.replace(ending, predictions=ending.predictions + 1e-4)
+    with pytest.raises(CheckFailedError, match="one_device by"):
+        exactness_checks.judge_xla({"one_device": off}, ending)
+
+
 def test_one_device_trains_whatever_any_strategy_is_asked():
-    assert len(all_trials()) == 4 * 3 + 4 * 2  # models by sizes, and models by half types
+    # Models by sizes, models by half types, and of five batches: plain, clipped, accumulated.
+    assert len(references(on_gpus=True)) == 4 * 3 + 4 * 2 + 3
+    assert len(references(on_gpus=False)) == 5 + 3
+
+
+def test_every_option_is_asked_of_every_strategy_on_gpus():
+    for name in (*IN_ONE_PROCESS, *IN_SEVERAL_PROCESSES):
+        options = {trial.option for trial in trials_of(name, on_gpus=True)}
+        assert options | {XLA.option} == set(OPTIONS)
+        assert {trial.model for trial in repeated_of(name, on_gpus=True)} >= {"mlp", "gpt"}
+        assert repeated_of(name, on_gpus=False) == [Trial("mlp", "uneven")]
 
 
 NCCL = """\
@@ -200,24 +286,6 @@ def test_copies_are_held_against_the_batch(copies, message):
     else:
         with pytest.raises(CheckFailedError, match=message):
             judge_copies(copies, 10, 1000)
-
-
-@pytest.mark.parametrize(
-    ("few", "many", "message"),
-    [
-        ([(90, 100), (50, 60)], [(95, 100), (50, 60)], None),
-        ([(90, 100), (50, 60)], [(101, 100), (50, 60)], "peak .* of 4 .* of 16"),
-        ([(90, 100), (50, 60)], [(90, 100), (80, 60)], "90%, 133%"),
-        ([(90, 100), (50, 60)], [(90, 100), (30, 60)], "90%, 50%"),
-    ],
-)
-def test_memory_is_held_against_fewer_microbatches_and_the_prediction(few, many, message):
-    uses = [[MemoryUse(*(n << 20 for n in each)) for each in own] for own in (few, many)]
-    if message is None:
-        assert judge_memory(*uses).text.endswith("of what summary predicts: 95%, 83%")
-    else:
-        with pytest.raises(CheckFailedError, match=message):
-            judge_memory(*uses)
 
 
 @pytest.mark.parametrize("is_wide", [True, False])

@@ -8,12 +8,17 @@ import pytest
 import tensorflow as tf
 
 from tfparallel.internals.ran_operations import Ran
-from tfparallel.selftest import bandwidth_checks, memory_checks, speed_checks
+from tfparallel.selftest import bandwidth_checks, memory_checks, pipeline_checks, speed_checks
 from tfparallel.selftest.bandwidth_checks import NCCL, judge_bandwidth
 from tfparallel.selftest.contenders import IN_ONE_PROCESS
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.memory_checks import Growth, judge_growth
-from tfparallel.selftest.pipeline_checks import computing_s, judge_balance
+from tfparallel.selftest.pipeline_checks import (
+    MemoryUse,
+    computing_s,
+    judge_balance,
+    judge_memory,
+)
 from tfparallel.selftest.speed_checks import judge_input
 from tfparallel.selftest.verdicts import CheckFailedError
 
@@ -57,7 +62,7 @@ def test_steps_of_batches_on_devices_are_those_of_fit(monkeypatch):
     strategy = IN_ONE_PROCESS["mirrored"](CPUS)
     monkeypatch.setattr(speed_checks, "STEPS", 2)  # of two epochs
     model, batch = speed_checks._image_model(strategy, len(CPUS))
-    assert len(speed_checks._seconds_of_fit(model, batch)) == 1
+    assert len(speed_checks.seconds_of_fit(model, batch, epochs=1)) == 1
     monkeypatch.setattr(speed_checks, "STEPS", 3)  # and one before
     other, batch = speed_checks._image_model(strategy, len(CPUS))
     assert len(speed_checks._seconds_on_devices(strategy, other, batch)) == 1
@@ -90,6 +95,50 @@ def test_stages_that_take_longer_than_others_fail():
         judge_balance([0.5, 0.5], [6.1, 3.9])
     with pytest.raises(CheckFailedError, match="nothing on some GPUs"):
         judge_balance([0.5, 0.5], [6.1, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("many", "lowered", "message"),
+    [
+        ([(95, 100), (50, 60)], 0.5, None),
+        ([(101, 100), (50, 60)], 0.5, "4: 90 MiB, 64: 101 MiB"),
+        ([(90, 100), (80, 60)], 0.5, "to 133% of predictions"),
+        ([(90, 100), (30, 60)], 0.5, "50% to"),
+        ([(95, 100), (50, 60)], 0.8, "with offload 80%"),
+    ],
+)
+def test_memory_is_held_against_fewer_microbatches_the_prediction_and_policies(
+    many, lowered, message
+):
+    few = [(90, 100), (50, 60)]
+    uses = {
+        number: [MemoryUse(*(n << 20 for n in each)) for each in own]
+        for number, own in ((4, few), (64, many))
+    }
+    if message is None:
+        assert judge_memory(uses, {"offload": lowered}).text == (
+            "peaks by microbatches: 4: 90 MiB, 64: 95 MiB; 83% to 95% of predictions; "
+            "with offload 50%"
+        )
+    else:
+        with pytest.raises(CheckFailedError, match=message):
+            judge_memory(uses, {"offload": lowered})
+
+
+def test_the_memory_of_pipelines_is_asked_of_their_devices(monkeypatch):
+    """CPUs tell of no peak, so that it is made up here: what runs is the rest."""
+    asked = []
+    info = lambda device: asked.append(device) or {"peak": 3 << 20}  # noqa: E731
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", info)
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", lambda device: None)
+    for name, value in {"_MICROBATCH_ROWS": 2, "_WIDTH": 8, "_MICROBATCHES": (2,)}.items():
+        monkeypatch.setattr(pipeline_checks, name, value)
+    monkeypatch.setattr(pipeline_checks, "judge_memory", lambda *found: found)
+    by_number, lowered = pipeline_checks.measure_memory(Bench((), ""))
+    assert asked == CPUS * 4 and lowered == {"offload": 1.0, "rematerialize": 1.0}
+    for use in by_number[2]:
+        assert use.measured == 3 << 20
+        assert use.predicted > 11 * 8 * 8 * 4  # weights of nearly half of its layers
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 128 << 20])

@@ -358,11 +358,12 @@ def traced(monkeypatch):
     return steps
 
 
-def compiled(scope):
+def compiled(scope, steps_per_execution=1):
     with scope.scope():
         keras.utils.set_random_seed(1)
         model = tiny_model()
-        model.compile(momentum_sgd(), **tiny_compile_options())
+        options = {**tiny_compile_options(), "steps_per_execution": steps_per_execution}
+        model.compile(momentum_sgd(), **options)
     return model
 
 
@@ -419,6 +420,18 @@ def test_batches_of_whole_rows_are_not_touched(traced):
         patch.setattr(spmd_step, "without_padding", None)  # calling it fails
         model.fit(data, verbose=0)
     assert traced == [("train_step", (4, 6))] * 2
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_several_steps_an_execution_are_of_known_shapes(traced, drop_remainder):
+    """What TensorFlow hands a loop over steps has lost them, which a program needs."""
+    data = tf.data.Dataset.from_tensor_slices(tiny_data(17)).batch(8, drop_remainder)
+    model, reference = compiled(CpuStrategy(2), 2), compiled(tf.distribute.get_strategy())
+    for each in (model, reference):
+        each.fit(data, epochs=2, verbose=0)
+    assert set(traced) == {("train_step", (4, 6))}
+    ours, theirs = ({"weights": each.get_weights()[0]} for each in (model, reference))
+    assert_same_training(theirs, ours, EXACT)
 
 
 # ---- *_on_batch ----------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ import keras
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.selftest.trials import Trial
+from tfparallel.selftest.trials import OPTIONS, Trial, reference_of
 
 _BATCHES = ("static", "uneven", "tiny")
 _HALF = ("mixed_float16", "mixed_bfloat16")
 _MICROBATCHES = 2
 _CUT = ("pipeline", "hybrid")  # into stages
+XLA = Trial("mlp", "many", option="jit_compile")  # of a check of its own
+_WITH_OPTIONS = [Trial("mlp", "many", option=x) for x in OPTIONS if x not in ("", XLA.option)]
 
 
 class _LayoutOfTrials(keras.distribution.LayoutMap):
@@ -71,10 +73,11 @@ IN_SEVERAL_PROCESSES: dict[str, Callable[[], tf.distribute.Strategy]] = {
 }
 
 
-def all_trials() -> list[Trial]:
-    """Every training that any strategy is asked for: what one device trains to compare with."""
+def references(on_gpus: bool) -> list[Trial]:
+    """What one device trains so that any strategy can be compared with it."""
     names = [*IN_ONE_PROCESS, *IN_SEVERAL_PROCESSES]
-    return list(dict.fromkeys(t for name in names for t in trials_of(name, on_gpus=True)))
+    asked = [trial for name in names for trial in trials_of(name, on_gpus)]
+    return list(dict.fromkeys(map(reference_of, asked)))
 
 
 def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
@@ -83,10 +86,26 @@ def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
     if on_gpus:
         models = ("mlp", convolutions, "gpt")
         whole = [Trial(model, size) for model in models for size in _BATCHES]
-        return whole + [Trial(model, "uneven", dtype) for model in models for dtype in _HALF]
+        whole += [Trial(model, "uneven", dtype) for model in models for dtype in _HALF]
+        return whole + _WITH_OPTIONS
     few = [Trial("mlp", "uneven")]
     if strategy in ("mirrored", "pipeline_1f1b"):
         few += [Trial("mlp", "tiny"), Trial(convolutions, "uneven"), Trial("gpt", "uneven")]
+        few += _WITH_OPTIONS
     elif strategy in ("sharded", "tensor_parallel", "multi_worker_mirrored"):
         few.append(Trial("gpt", "uneven"))
     return few
+
+
+def repeated_of(strategy: str, on_gpus: bool) -> list[Trial]:
+    """What it is asked twice, for equal bits: each model on GPUs, one without."""
+    asked = trials_of(strategy, on_gpus)
+    whole = [t for t in asked if t.size == "uneven" and t.dtype == "float32"]
+    return whole if on_gpus else whole[:1]
+
+
+def may_refuse(strategy: str, option: str) -> bool:
+    """Whether a strategy's page says that it refuses an option of `compile`."""
+    if option == XLA.option:  # XLA compiles a step for one device
+        return strategy != "one_device"
+    return (strategy, option) == ("parameter_server_async", "run_eagerly")

@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from tfparallel.selftest.one_check import MARK
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
 ALONE = [sys.executable, "-m"]  # starts a module in one process, with all devices
+_ONE_CHECK = "tfparallel.selftest.one_check"  # the module of each process
 _STAND_IN_WORKERS = 2
 
 
@@ -39,29 +39,6 @@ def compress(bench: Bench) -> Passed:
     return Passed(f"{len(found[0]['figures'])} compressors, equal bits on {workers} workers")
 
 
-def restart(bench: Bench) -> Passed:
-    """A training that is killed and started again ends with the bits of one that was left alone."""
-    alone = _resumed(bench, "alone", kill_at=0)
-    killed = _resumed(bench, "killed", kill_at=5)
-    if killed is not None:
-        raise CheckFailedError("expected SIGKILL to end the first process; it ended by itself")
-    again = _resumed(bench, "killed", kill_at=0)
-    if alone is None or alone != again:
-        raise CheckFailedError("the weights differ from those of a training that was left alone")
-    return Passed("killed after 5 batches, resumed to the same bits")
-
-
-def _resumed(bench: Bench, name: str, kill_at: int) -> str | None:
-    """The digest of the weights that a process ended with; None of one that was killed."""
-    check = [sys.executable, "-m", "tfparallel.selftest.one_check", bench.to_json()]
-    command = [*check, "task_checks:train_with_backups", name, str(kill_at)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == -signal.SIGKILL:
-        return None
-    (outcome,) = outcomes_in(done.stdout)
-    return str(outcome["found"])
-
-
 def _train(start: list[str], bench: Bench, name: str) -> Passed:
     found = outcomes_of(start, bench, "exactness_checks:train_as_task", name)
     if not found:
@@ -82,10 +59,18 @@ def horovodrun(bench: Bench) -> list[str]:
     Raises:
         CheckSkippedError: without Horovod.
     """
+    return [command_of_horovod(), "-np", str(_num_processes(bench)), sys.executable, "-m"]
+
+
+def command_of_horovod() -> str:
+    """The path of `horovodrun`.
+
+    Raises:
+        CheckSkippedError: without Horovod.
+    """
     if importlib.util.find_spec("horovod") is None:
         raise CheckSkippedError("Horovod is not installed: python -m tfparallel.build_horovod")
-    command = str(Path(sys.executable).with_name("horovodrun"))
-    return [command, "-np", str(_num_processes(bench)), sys.executable, "-m"]
+    return str(Path(sys.executable).with_name("horovodrun"))
 
 
 def _num_processes(bench: Bench) -> int:
@@ -104,7 +89,7 @@ def outcomes_of(start: list[str], bench: Bench, function: str, *arguments: str) 
     Raises:
         CheckFailedError: if one of them failed, or the job did.
     """
-    command = [*start, "tfparallel.selftest.one_check", bench.to_json(), function, *arguments]
+    command = [*start, _ONE_CHECK, bench.to_json(), function, *arguments]
     environment = bench.environment()
     if start != ALONE:
         environment.pop(LOGICAL_CPUS_VARIABLE, None)  # a device for each

@@ -45,6 +45,21 @@ def look_at_topology(bench: Bench) -> Passed:
     return Passed(text, {"topology": links, "peer_access": peers, "mig_instances": parts})
 
 
+def has_nvlink() -> bool:
+    """Whether NVLink joins each pair of GPUs of this machine."""
+    return is_all_nvlink(_said("topo", "-m"))
+
+
+def is_all_nvlink(links: str) -> bool:
+    """Whether a table of `nvidia-smi topo -m` says so.
+
+    A row of a GPU is its name, then its link to each GPU ("X" to itself, "NV12", "PIX", "SYS").
+    """
+    rows = re.findall(r"^GPU\d+\t(.*)$", links, re.MULTILINE)
+    links_of = [row.split()[: len(rows)] for row in rows]
+    return all(link == "X" or link.startswith("NV") for own in links_of for link in own)
+
+
 def _said(*arguments: str) -> str:
     """What `nvidia-smi` writes.
 

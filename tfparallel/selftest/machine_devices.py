@@ -4,13 +4,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE, open_logical_cpus
 from tfparallel.machine.gpu_shares import VISIBLE
-
-if TYPE_CHECKING:
-    pass
 
 _HALF_MB = 8192  # of memory for each of two devices on the only GPU
 _STAND_INS = 2
@@ -64,17 +60,24 @@ def bench_of_json(text: str) -> Bench:
     return Bench(tuple(fields["gpus"]), fields["folder"])
 
 
-def open_devices() -> None:
+def open_devices(is_exact: bool = True, is_deterministic: bool = True) -> None:
     """Opens the devices of this process, before TensorFlow starts, and makes its results repeat.
 
     The only GPU becomes two devices, so that strategies have something to divide. TF32 is off, by
     which Ampere and newer GPUs multiply float32 with 11 bits of mantissa, and operations are
     deterministic: what is left between two strategies is the order of sums.
+
+    Args:
+        is_exact: False leaves TF32 as users have it.
+        is_deterministic: False leaves operations as users have them. Keras compiles no step with
+            XLA where they are deterministic.
     """
     import tensorflow as tf
 
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    tf.config.experimental.enable_op_determinism()
+    if is_exact:
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    if is_deterministic:
+        tf.config.experimental.enable_op_determinism()
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) == 1 and "TF_CONFIG" not in os.environ and "HOROVOD_RANK" not in os.environ:
         halves = [tf.config.LogicalDeviceConfiguration(memory_limit=_HALF_MB)] * _STAND_INS

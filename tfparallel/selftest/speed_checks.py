@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -16,7 +15,6 @@ STEPS = 20
 _WIDTH = 4096
 _ROWS_A_GPU = 2048
 _SLOWEST_LAUNCH = 0.5  # of a step
-_SLOWEST_TO_STOCK = 0.9
 _SLOWEST_INPUT = 0.9  # of steps whose batch is on the GPUs already
 _IMAGE = (128, 128, 3)
 _IMAGES_A_GPU = 256  # 48 MiB: a few ms to a GPU, of a step of some tens
@@ -46,19 +44,6 @@ def launch_ahead(bench: Bench) -> Passed:
     return Passed(f"launching takes {share:.0%} of the time of steps", {"share": share})
 
 
-def compare_speed(bench: Bench) -> Passed:
-    """Steps a second beside TensorFlow's own strategy, in turn."""
-    open_devices()
-    ours = _timed(tfparallel.MirroredStrategy(bench.devices), bench)
-    stock = _timed(tf.distribute.MirroredStrategy(bench.devices), bench)
-    pairs = [(next(ours), next(stock)) for _ in range(5)]
-    own, other = (float(np.median(times)) for times in zip(*pairs, strict=True))
-    text = f"{STEPS / own:.1f} steps/s, tf.distribute {STEPS / other:.1f}"
-    if other / own < _SLOWEST_TO_STOCK:
-        raise CheckFailedError(text)
-    return Passed(text, {"steps_per_s": STEPS / own, "stock_steps_per_s": STEPS / other})
-
-
 def compare_input(bench: Bench) -> Passed:
     """`fit` gets its batches to the GPUs while steps run: hardly slower than if they were there.
 
@@ -68,7 +53,7 @@ def compare_input(bench: Bench) -> Passed:
     open_devices()
     strategy = tfparallel.MirroredStrategy(bench.devices)
     model, batch = _image_model(strategy, len(bench.devices))
-    of_fit_s = min(_seconds_of_fit(model, batch))
+    of_fit_s = min(seconds_of_fit(model, batch, _EPOCHS))
     return judge_input(of_fit_s, min(_seconds_on_devices(strategy, model, batch)))
 
 
@@ -114,11 +99,13 @@ class _EpochTimes(keras.callbacks.Callback):
         self.times.append(time.perf_counter())
 
 
-def _seconds_of_fit(model: keras.Model, batch: tuple[np.ndarray, np.ndarray]) -> list[float]:
-    """Seconds of epochs of `STEPS` within one `fit`, without the first."""
+def seconds_of_fit(
+    model: keras.Model, batch: tuple[np.ndarray, np.ndarray], epochs: int
+) -> list[float]:
+    """Seconds of epochs of `STEPS` steps within one `fit`, of one batch, without a first epoch."""
     data = tf.data.Dataset.from_tensors(batch).repeat()
     ends = _EpochTimes()
-    number = {"epochs": _EPOCHS + 1, "steps_per_epoch": STEPS}
+    number = {"epochs": epochs + 1, "steps_per_epoch": STEPS}
     model.fit(data, **number, shuffle=False, verbose=0, callbacks=[ends])
     return [end - begin for begin, end in itertools.pairwise(ends.times)]
 
@@ -161,17 +148,6 @@ def wide_model(
     rows = _ROWS_A_GPU * num_devices * STEPS
     x = np.random.default_rng(0).normal(size=(rows, 256)).astype("float32")
     return model, x, np.ascontiguousarray(x[:, :8])
-
-
-def _timed(strategy: tf.distribute.Strategy, bench: Bench) -> Iterator[float]:
-    """Seconds of an epoch, one after the other."""
-    model, x, y = wide_model(strategy, len(bench.devices))
-    options = {"batch_size": len(x) // STEPS, "verbose": 0}
-    model.fit(x, y, **options)
-    while True:
-        begin = time.perf_counter()
-        model.fit(x, y, **options)
-        yield time.perf_counter() - begin
 
 
 def _wait(logs: object) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,22 +13,32 @@ from keras import layers
 _CLASSES = 3
 _TOKENS = 20
 _LENGTH = 6
-# Rows and batch: whole batches; a last one that is smaller; fewer rows than replicas.
-SIZES = {"static": (32, 16), "uneven": (29, 12), "tiny": (2, 1)}
+# Rows and batch: whole batches; a last one that is smaller; fewer rows than replicas; five batches.
+SIZES = {"static": (32, 16), "uneven": (29, 12), "tiny": (2, 1), "many": (45, 10)}
+# What users may add to `compile`, by name: its keywords, of how a step runs, and the optimizer's.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    "steps_per_execution": ({"steps_per_execution": 4}, {}),
+    "run_eagerly": ({"run_eagerly": True}, {}),
+    "jit_compile": ({"jit_compile": True}, {}),
+    "clipping": ({}, {"global_clipnorm": 0.1}),
+    "accumulation": ({}, {"gradient_accumulation_steps": 2}),
+}
 # Weights after so few steps differ by the order of sums alone.
 MOST_DIFFERENCE = 1e-5
 MOST_DIFFERENCE_OF_HALF = 1e-2
 
 
 class Trial(NamedTuple):
-    """One training: a model of `MODELS`, a size of `SIZES`, a dtype policy of Keras."""
+    """One training: a model of `MODELS`, a size of `SIZES`, a dtype policy of Keras, an option."""
 
     model: str
     size: str
     dtype: str = "float32"
+    option: str = ""  # of `OPTIONS`
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.size}-{self.dtype}"
+        return "-".join(filter(None, self))
 
 
 @dataclass(frozen=True)
@@ -95,10 +105,12 @@ def data_of(trial: Trial) -> tuple[np.ndarray, np.ndarray, int]:
 def compiled_model(trial: Trial) -> keras.Model:
     """The model, from the same weights each time; called within the strategy's scope."""
     model = MODELS[trial.model]()
+    of_compile, of_optimizer = OPTIONS[trial.option]
     model.compile(
-        keras.optimizers.SGD(0.05, momentum=0.9),
+        keras.optimizers.SGD(0.05, momentum=0.9, **of_optimizer),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        **of_compile,
     )
     return model
 
@@ -120,6 +132,12 @@ def train(trial: Trial, strategy: tf.distribute.Strategy | None = None) -> Trial
         return TrialEnding(model.get_weights(), evaluation, predictions)
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+def reference_of(trial: Trial) -> Trial:
+    """What one device trains to compare with: how a step runs makes no difference there."""
+    _, of_optimizer = OPTIONS[trial.option]
+    return trial if of_optimizer else trial._replace(option="")
 
 
 def difference(trial: Trial, one: TrialEnding, other: TrialEnding) -> float:

@@ -48,12 +48,24 @@ class PaddedBatch(NamedTuple):
 
 @functools.cache
 def of_size(kind: type, rows: int) -> type:
-    """A type for batches of `kind` that give each replica so many rows.
+    """A type for batches of `kind` that give each replica so many rows, its `ROWS`.
 
     Keras's functions of a batch would be traced for any number of rows once they have had two, of
     `fit` and `evaluate` say, or of two calls. Batches of different types get traces of their own.
     """
-    return type(f"{kind.__name__}Of{rows}", (kind,), {"__slots__": ()})
+    return type(f"{kind.__name__}Of{rows}", (kind,), {"__slots__": (), "ROWS": rows})
+
+
+def know_rows(batch: PaddedBatch | WholeBatch) -> None:
+    """Tells TensorFlow again how many rows each replica has, as the type of `batch` says.
+
+    What it hands a loop over several steps (`steps_per_execution`) may be the end of the data, and
+    has lost the number.
+    """
+    kind: Any = type(batch)
+    for part in tf.nest.flatten(batch, expand_composites=True):
+        if part is not None and part.shape.rank:
+            part.set_shape([kind.ROWS, *part.shape[1:]])
 
 
 def padded(data: object, num_replicas: int, rows: int) -> PaddedBatch:

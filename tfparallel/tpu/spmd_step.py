@@ -46,6 +46,7 @@ from tfparallel.tpu.padded_batches import (
     batch_size_of,
     checked_at_most,
     checked_to_fit,
+    know_rows,
     padded,
     parts_by_replica,
 )
@@ -141,6 +142,7 @@ class SpmdKerasSteps(DescribedStrategy):
     def _distributed(self, data: object, model: keras.Model) -> object:
         """`data` as replicas get it: split already, or each replica's rows sent to it alone."""
         if isinstance(data, PaddedBatch | WholeBatch):
+            know_rows(data)
             if isinstance(data, PaddedBatch) and self._batch_rows is not None:
                 checked_to_fit(self.experimental_local_results(data.totals)[0])
             return data
