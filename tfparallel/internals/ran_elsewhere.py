@@ -17,7 +17,8 @@ import tensorflow as tf
 # The addresses of the cluster that this process controls.
 from tensorflow.python.eager import context
 
-from tfparallel.internals.ran_operations import OPTIONS, Profile, read_profile
+from tfparallel.internals.profile_planes import Profile, read_profile
+from tfparallel.internals.ran_operations import OPTIONS
 
 __all__ = ["Profiled", "Task", "addresses_elsewhere", "own_task", "repeated_while_profiled"]
 

@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals.profile_planes import Ran
 from tfparallel.internals.ran_elsewhere import addresses_elsewhere, own_task
-from tfparallel.internals.ran_operations import Node, Ran, collected_graphs, profiled
+from tfparallel.internals.ran_operations import Node, collected_graphs, profiled
 from tfparallel.measure.clock_offsets import Offset, offsets
 from tfparallel.measure.lanes import Box, StepLanes, lanes_of
 from tfparallel.measure.operation_kinds import kind_of_operation
