@@ -143,6 +143,7 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
     return {
         **records[0].details,
         **latest,
+        **_slowest(records),
         "traces": sum(each.details["traces"] for each in records),
         "bytes_sent": sum(each.details["bytes_sent"] for each in records),
         "collectives_s": sum(each.details["collectives_s"] for each in records),
@@ -151,6 +152,18 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
         "iterators_s": sum(each.details["iterators_s"] for each in records),
         "input_stage": records[-1].details["input_stage"],
     }
+
+
+def _slowest(records: Sequence[Record]) -> dict[str, str]:
+    """The rank or stage that was waited for longest; nothing where there is one."""
+    waited_s = added(
+        *(
+            {each.details["slowest"]: each.seconds["imbalance"]}
+            for each in records
+            if "slowest" in each.details
+        )
+    )
+    return {"slowest": max(waited_s, key=waited_s.__getitem__)} if waited_s else {}
 
 
 def added(*tables: Mapping[str, float]) -> dict[str, float]:
