@@ -8,7 +8,7 @@ from tfparallel.measure.shares import CATEGORIES
 
 def epoch(number, imbalance_s, slowest):
     seconds = dict.fromkeys(CATEGORIES, 0.0) | {"imbalance": imbalance_s, "compute": 1.0}
-    sums = {"traces": 0, "bytes_sent": 0, "collectives_s": 0.0, "iterators_s": 0.0}
+    sums = {"traces": 0, "bytes_sent": 0, "collectives_s": 0.0, "iterators_s": 0.0, "python_s": 0.0}
     names = {"callbacks_s": {}, "saving_s": {}, "input_stage": {}, "slowest": slowest}
     return Record(number, 10, 80, 1.0 + imbalance_s, seconds, details={**sums, **names})
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import keras
 import numpy as np
 import pytest
 
@@ -42,14 +43,14 @@ def as_of_a_tpu(monkeypatch, tmp_path):
 def test_a_step_on_cpus_is_drawn_and_leaves_no_trace(trained):
     strategy, model = trained
     variables = [*model.variables, *model.optimizer.variables]
-    before = [np.array(each) for each in variables]
+    before = [keras.ops.convert_to_numpy(each) for each in variables]
     most_rows = strategy._most_rows
     drawn = strategy.profile(model, tiny_data(13))  # rows of padding fill it up
     assert drawn.lanes[:2] == ("CPU:0", "CPU:1")
     for lane in range(2):
         assert {b.kind for b in drawn.boxes if b.lane == lane} >= {"compute", "update"}
     for value, variable in zip(before, variables, strict=True):
-        np.testing.assert_array_equal(value, np.array(variable))
+        np.testing.assert_array_equal(value, keras.ops.convert_to_numpy(variable))
     assert strategy._most_rows == most_rows
 
 
@@ -63,8 +64,8 @@ def test_a_core_is_a_lane_and_so_is_what_goes_on_beside_it(trained, as_of_a_tpu,
         "TPU:0 async         .rrr.c......",
         "TPU:1 async         ..rrr.c.....",
     ]
-    assert drawn.seconds == pytest.approx(0.012)
-    assert drawn.busy_s("reduce")[:2] == pytest.approx([0.002, 0.002])
+    assert drawn.seconds == pytest.approx(0.012, rel=1e-4)
+    assert drawn.busy_s("reduce")[:2] == pytest.approx([0.002, 0.002], rel=1e-3)
     drawn.save_trace(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(drawn.lanes)

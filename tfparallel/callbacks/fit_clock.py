@@ -176,7 +176,7 @@ class FitClock:
             if not self._has_run:
                 clock.forget_step()
                 continue
-            clock.end_step()
+            clock.end_step(last - first + 1)
             self.step += last - first + 1
             self._after_step()
             count += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfparallel.measure.shares import CATEGORIES
 
+MANY_TRACES = 2  # more are no beginning any more
 _SMOOTHED = ("noise",)  # of all epochs until then: the last one has the most
 
 
@@ -97,6 +98,12 @@ class Record:
         """Of all categories; they sum to 1."""
         return {category: self.share(category) for category in CATEGORIES}
 
+    @property
+    def once_s(self) -> float:
+        """Seconds of tracing that a training pays once, however long it is."""
+        is_once = self.details.get("traces", 0) <= MANY_TRACES
+        return self.seconds["tracing"] if is_once else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """What a line of JSON holds."""
         own = dataclasses.asdict(self)
@@ -150,6 +157,7 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
         "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
         "saving_s": added(*(each.details["saving_s"] for each in records)),
         "iterators_s": sum(each.details["iterators_s"] for each in records),
+        "python_s": sum(each.details["python_s"] for each in records),
         "input_stage": records[-1].details["input_stage"],
     }
 

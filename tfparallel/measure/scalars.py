@@ -5,6 +5,7 @@ not bring.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class ScalarWriter:
     def __init__(self, folder: Path):
         self._writer: Any = None
         if find_spec("tensorboard") is not None:
+            import_module("tensorboard.plugins.scalar.summary_v2")  # not while somebody measures
             self._writer = tf.summary.create_file_writer(str(folder))
             return
         tf.get_logger().warning(
