@@ -169,7 +169,9 @@ def instructions(
         names: of planes and lines with instructions.
     """
     found = names.planes.fullmatch(plane.name)
-    for line in plane.lines if found else ():
+    if found is None:
+        return
+    for line in plane.lines:
         ran, flows = _ran_of_line(plane, line, found[1], began_ns, names.stat)
         if names.lines.fullmatch(line.name):
             yield from _innermost(ran)
