@@ -33,7 +33,8 @@ h1{font-size:1.4rem;line-height:1.3}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%}
 td,th{padding:.25rem .6rem .25rem 0;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}td.wide{width:45%}
-img{width:100%;height:auto}figure{margin:0}.lanes img{min-width:44rem}figcaption{font-size:.9rem;color:#555}
+img{width:100%;height:auto}.lanes img{min-width:44rem}
+figure{margin:0}figcaption{font-size:.9rem;color:#555}
 """
 
 
