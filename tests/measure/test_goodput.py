@@ -31,6 +31,12 @@ def test_one_run():
     assert found.share == 0.3
 
 
+def test_steps_of_a_millisecond_count():
+    """All of them, as what is added up are seconds: no step is too short."""
+    found = goodput([start(0, 0.0), beat(0, 1.0, 0), beat(0, 2.0, 900, compute=0.9)])
+    assert (found.steps, found.productive_s) == (900, 0.9)
+
+
 def test_steps_that_are_done_again_were_in_vain():
     """Killed at step 10, resumed at 4; the time of 4 to 10 in the first run does not count."""
     lines = [

@@ -31,6 +31,8 @@ def test_rows_of_steps_that_are_executed_together(steps, is_length_known):
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
         weights.append(model.get_weights())
     assert [record.rows for record in callbacks[0].records] == [22, 22]
+    if is_length_known:
+        assert [record.steps for record in callbacks[0].records] == [6, 6]
     for without, measured in zip(*weights, strict=True):
         np.testing.assert_array_equal(without, measured)
 

@@ -134,6 +134,30 @@ def test_gradients_meet_after_they_are_computed_and_before_the_update(drawn):
     assert any(">" in name for name in drawn.lanes)
 
 
+class WithoutCall(keras.Model):
+    """As a GAN or a VAE is written: its `train_step` says all, and nobody calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.dense(x) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.dense.variables)
+        return {"loss": loss}
+
+
+def test_a_model_that_is_never_called_is_drawn():
+    strategy = tfparallel.MirroredStrategy(2)
+    with strategy.scope():
+        model = WithoutCall()
+        model.compile("sgd")
+    step = strategy.profile(model, tiny_data(4))
+    assert len(model.dense.variables) == 2 and min(step.busy_s("compute")[:2]) > 0
+
+
 def test_models_of_others_are_refused():
     strategy = tfparallel.MirroredStrategy(2)
     with strategy.scope():

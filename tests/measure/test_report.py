@@ -54,6 +54,8 @@ def test_one_file_that_needs_nothing_else(folder, tmp_path):
     ]
     assert loaded and all(each.startswith("data:image/png;base64,") for each in loaded)
     assert any(a.get("name") == "viewport" for tag, a in tags if tag == "meta")
+    (lanes,) = [a for tag, a in tags if tag == "figure" and a["class"]]
+    assert lanes["class"] == "scroll lanes"  # wider than a phone, or nobody could read it
     total = read_records(folder)[-1]
     assert total["verdict"].split(".")[0] in html.unescape(text)
     assert "MFU" in text and "Noise scale" in text and "One step" in text and "goodput" in text

@@ -25,15 +25,15 @@ class Hands:
         )
         return TrainingClock(sources, lambda: self.now, lambda: self.python)
 
-    def step(self, clock, seconds=1.0, python=0.0, waited=0.0, traces=0, spent=0.0):
+    def step(self, clock, seconds=1.0, python=0.0, waited=0.0, traces=0, spent=0.0, num=1):
         clock.begin_step()
         self.now += seconds
         self.python += python
         self.waited += waited
         self.traces += traces
         self.spent += spent
-        self.rows += 4
-        clock.end_step()
+        self.rows += 4 * num
+        clock.end_step(num)
 
 
 def test_an_epoch():
@@ -53,6 +53,20 @@ def test_an_epoch():
     assert (epoch.traces, epoch.num_steps, epoch.rows) == (1, 4, 16)
     assert epoch.step_times().median == 1
     assert clock.end_epoch().spent.wall_s == 0
+
+
+def test_steps_that_are_executed_together():
+    """Each takes its part; how long tracing took is told of executions."""
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=12, python=8, traces=1, num=4)
+    for seconds in (4, 4, 16, 4):
+        hands.step(clock, seconds=seconds, num=4)
+    epoch = clock.end_epoch()
+    steps = epoch.step_times()
+    assert (epoch.num_steps, epoch.rows) == (20, 80)
+    assert (steps.median, steps.slowest, steps.slowest_step) == (1, 4, 8)
+    assert (epoch.spent.steps_s, epoch.spent.tracing_s) == (40, 12 - 4)
 
 
 def test_an_iterator_that_is_let_go_is_waited_for_as_input():

@@ -51,6 +51,9 @@ CAUSES = [
     ("imbalance: stage", record({"slowest": "stage 1"}, imbalance=4), PIPELINE, "stage 1"),
     ("imbalance: rank", record({"slowest": "rank 3"}, imbalance=4), Setting(), "rank 3"),
     ("host: tiny batch", record(host=6), Setting(batch_size=2), "of 2 rows"),
+    ("host: between epochs", record({"python_s": 1.0}, host=6), Setting(), "5.0 s in all"),
+    ("host: tiny batch", record({"python_s": 5.0}, host=6), Setting(), "steps_per_execution=3"),
+    ("host: tiny batch", record(host=6), Setting(steps_at_once=4), "steps_per_execution=8"),
     (
         "host: callback Sleeper",
         record({"callbacks_s": {"Sleeper": 5.0, "History": 0.1}}, host=6),
@@ -91,6 +94,25 @@ def test_healthy_runs_raise_no_alarm(measured):
     verdict = judge(measured, Setting(cores=8, threads=8))
     assert verdict.cause == "none"
     assert "computes" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        (record(input=0.5), "95% computes; the largest loss is input with 5%."),
+        (
+            record(tracing=6, input=0.4),
+            "6.0 s tracing (paid once); of the rest 90% computes; the largest loss is "
+            "input with 10%.",
+        ),
+        (
+            record(tracing=5, validation=3),
+            "5.0 s tracing (paid once) and 3.0 s validation; of the rest 100% computes; no losses.",
+        ),
+    ],
+)
+def test_what_is_paid_once_hides_nothing_of_the_rest(measured, told):
+    assert judge(measured, Setting()).text == told
 
 
 def test_the_largest_loss_comes_first():

@@ -71,6 +71,13 @@ def test_a_killed_training_on_two_hosts_goes_on_as_one_device_that_was_not(case,
     assert max(received["differences"].values()) < 1e-9, received
 
 
+@pytest.mark.long
+def test_a_step_is_drawn_of_the_cores_of_all_hosts():
+    lanes = printed_by("tests.tpu.two_hosts", "lanes")
+    cores = [f"worker {host} CPU:{core}" for host in (0, 1) for core in (0, 1)]
+    assert {"compute", "update"} <= set.intersection(*(set(lanes[core]) for core in cores)), lanes
+
+
 def test_each_host_keeps_the_rows_of_its_cores():
     """8 rows, 2 hosts of 2 cores; and 5 of them, of which cores get 2, 1, 1, 1."""
     size, hosts = BatchSize(8, may_differ=False), [range(2), range(2, 4)]

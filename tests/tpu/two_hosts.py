@@ -100,8 +100,22 @@ def generated(rows: int) -> dict:
     return {"x": data.batch(6)}
 
 
+def lanes(strategy: CpuStrategy) -> dict:
+    """Of a step on the cores of both hosts, what kinds of boxes there are."""
+    with strategy.scope():
+        drawn_model = model()
+        drawn_model.compile("adam", "mse")
+    step = strategy.profile(drawn_model, (np.ones((8, 6)), np.ones((8, 3))))
+    kinds = {name: set() for name in step.lanes}
+    for box in step.boxes:
+        kinds[step.lanes[box.lane]].add(box.kind)
+    return {name: sorted(own) for name, own in kinds.items()}
+
+
 def main(case: str) -> dict:
     strategy = connect()
+    if case == "lanes":
+        return lanes(strategy)
     strategy._batch_rows = 8 if case == "of_python" else None
 
     def training(scope):

@@ -176,12 +176,19 @@ class FitClock:
             if not self._has_run:
                 clock.forget_step()
                 continue
-            clock.end_step()
-            self.step += last - first + 1
+            num_steps = self._num_steps(first, last)
+            clock.end_step(num_steps)
+            self.step += num_steps
             self._after_step()
             count += 1
             if count & (count - 1) == 0 and self._input is not None:  # 1, 2, 4, 8, ...
                 self.slowest_stage = self._input.slowest_stage() or self.slowest_stage
+
+    def _num_steps(self, first: int, last: int) -> int:
+        """Of an execution; the last one of an epoch has fewer, which Keras does not tell."""
+        epochs = self._fit.epoch_iterator
+        batches = None if epochs.steps_per_epoch else epochs.num_batches
+        return (min(last + 1, batches) if batches else last + 1) - first
 
     def _iterations(self) -> int:
         iterations = getattr(self._model.optimizer, "iterations", None)

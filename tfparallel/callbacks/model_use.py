@@ -41,6 +41,8 @@ class ModelUse:
             own = measured_flops_per_s(devices, model.compute_dtype)
             peak = sum(exchange(agreement, "measure the peak", own))
         self._peak = float(peak)
+        if model.built:  # before the training: what is traced for it is no share of an epoch
+            self._flops_per_row = self._counted()
 
     def figures(self) -> dict[str, float] | None:
         """`flops_per_row` of the model, `peak_flops_per_s` of the job; None if not known."""

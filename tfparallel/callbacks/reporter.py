@@ -17,6 +17,7 @@ from tfparallel.measure.screen import (
     noise_line,
     print_screen,
     screen,
+    speed_up_line,
     use_line,
 )
 from tfparallel.measure.shares import NO_PLAN, Plan, Spent, seconds_by_category
@@ -135,11 +136,9 @@ class Reporter:
 
     def _compared(self, record: Record) -> str:
         """Speed-up and efficiency against one device, if its speed is known."""
-        if self._one_device is None or record.rows_per_s is None:
+        if self._one_device is None or record.rows is None:
             return ""
-        count = self._num_devices()
-        speed_up = record.rows_per_s / self._one_device
-        return f"speed-up {speed_up:.2f} of {count}, efficiency {speed_up / count:.0%}"
+        return speed_up_line(record, self._one_device, self._num_devices())
 
     def _setting(self, size: int | None) -> Setting:
         strategy = self._model.distribute_strategy
@@ -153,6 +152,7 @@ class Reporter:
             cores=usable_cores(),
             threads=tf.config.threading.get_intra_op_parallelism_threads() or threads_told(),
             eager=self._model.run_eagerly,
+            steps_at_once=self._model.steps_per_execution,
             gpus=any("GPU" in name for name in self._devices()),
         )
 
@@ -168,6 +168,7 @@ def _details(epoch: Epoch, timed: FitClock) -> dict[str, object]:
         "callbacks_s": {k: v for k, v in callbacks.items() if k not in saving},
         "saving_s": {k: v for k, v in callbacks.items() if k in saving},
         "iterators_s": epoch.spent.iterators_s,
+        "python_s": epoch.spent.python_s,
         "input_stage": timed.slowest_stage,
         "batch_size": timed.batch_size,
     }

@@ -24,7 +24,7 @@ from tensorflow.python.eager.polymorphic_function import tf_method_target
 from tfparallel.internals.keras_epochs import EpochIterator
 from tfparallel.internals.running_call import RunningCall
 
-_METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+_METHODS_THAT_BUILD = ("fit", "evaluate", "train_on_batch", "test_on_batch", "build_if_needed")
 _AROUND_UPDATE = ("train_step", "compute_metrics")  # what calls the optimizer, and what comes then
 
 
@@ -135,7 +135,10 @@ def trainer_that_builds() -> tuple[keras.Model, str] | None:
     model = frame.f_locals["self"]  # type: ignore[union-attr]
     while frame is not None and frame.f_code.co_name not in _METHODS_THAT_BUILD:
         frame = frame.f_back
-    return None if frame is None else (model, frame.f_code.co_name)
+    if frame is None:
+        return None
+    name = frame.f_code.co_name
+    return model, "fit" if name == build_if_needed.__name__ else name
 
 
 def is_loss_scaling() -> bool:

@@ -1,7 +1,8 @@
 """Which operations ran in other tasks of a cluster, whose servers answer a profiler.
 
 Every `tf.distribute.Server` has TensorFlow's profiler as a service at its own address. It is asked
-for so many seconds from now, not for a step: whoever asks runs steps meanwhile.
+for so many seconds from now, not for a step: whoever asks runs steps meanwhile. Servers of TPUs
+have it at another port (tensorflow/python/tpu/profiler/capture_tpu_profile.py).
 """
 
 import tempfile
@@ -17,11 +18,13 @@ import tensorflow as tf
 # The addresses of the cluster that this process controls.
 from tensorflow.python.eager import context
 
-from tfparallel.internals.ran_operations import OPTIONS, Profile, read_profile
+from tfparallel.internals.profile_planes import Profile, read_profile
+from tfparallel.internals.ran_operations import OPTIONS
 
 __all__ = ["Profiled", "Task", "addresses_elsewhere", "own_task", "repeated_while_profiled"]
 
 Task = tuple[str, int]  # a job of the cluster, and a number in it
+_OF_TPU = (":8470", ":8466")  # where a TPU's server listens, and where it answers a profiler
 _FIRST_S = 0.5  # that servers are profiled for; twice as long until a whole call was within
 
 
@@ -45,7 +48,7 @@ def own_task() -> Task:
 
 
 def addresses_elsewhere(devices: Iterable[str]) -> dict[Task, str]:
-    """The addresses of tasks that have some of these devices, by job and number; not our own."""
+    """Where others of the tasks that have these devices answer a profiler, by job and number."""
     server = context.context().get_server_def()
     if server is None:
         return {}
@@ -56,7 +59,7 @@ def addresses_elsewhere(devices: Iterable[str]) -> dict[Task, str]:
     }
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     named = {(spec.job, spec.task) for spec in specs} - {own_task()}
-    return {task: by_task[task] for task in sorted(named & by_task.keys())}
+    return {task: by_task[task].replace(*_OF_TPU) for task in sorted(named & by_task.keys())}
 
 
 def repeated_while_profiled(

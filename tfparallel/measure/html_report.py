@@ -33,7 +33,8 @@ h1{font-size:1.4rem;line-height:1.3}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%}
 td,th{padding:.25rem .6rem .25rem 0;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}td.wide{width:45%}
-img{width:100%;height:auto}figure{margin:0}figcaption{font-size:.9rem;color:#555}
+img{width:100%;height:auto}.lanes img{min-width:44rem}
+figure{margin:0}figcaption{font-size:.9rem;color:#555}
 """
 
 
@@ -167,7 +168,7 @@ def _pictures(
         draw = lambda axes: draw_goodput(axes, noise["rows"], size, step)  # noqa: E731
         found.append(_picture("Goodput over batch sizes", draw))
     if (step_png := folder / "step.png").exists():
-        found.append(_figure("One step", step_png.read_bytes()))
+        found.append(_figure("One step", step_png.read_bytes(), "scroll lanes"))
     return found
 
 
@@ -179,10 +180,12 @@ def _picture(caption: str, draw: Callable[["Axes"], None]) -> str:
     return _figure(caption, image.getvalue())
 
 
-def _figure(caption: str, png: bytes) -> str:
+def _figure(caption: str, png: bytes, classes: str = "") -> str:
+    """A picture under its caption; `classes` are the page's own."""
     data = base64.b64encode(png).decode()
     alt = html.escape(caption)
-    return f'<h2>{alt}</h2><figure><img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
+    image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+    return f'<h2>{alt}</h2><figure class="{classes}">{image}</figure>'
 
 
 def _table(epochs: Sequence[Mapping[str, Any]]) -> str:

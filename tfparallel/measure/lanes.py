@@ -22,7 +22,7 @@ COLOURS = {
     "reduce": "#e15759",
     "update": "#61b884",
 }
-_ROUNDING = 1e-6  # of a column: as much as times of seconds since 1970 are wrong
+_ROUNDING_S = 5e-7  # as much as two times of seconds since 1970 are wrong together
 _LETTERS = {kind: kind[0] for kind in KINDS} | {"receive": "v"}
 
 
@@ -105,7 +105,7 @@ class StepLanes:
                 first, last = (min(int(t / column_s), columns - 1) for t in (box.start, box.end))
                 for i in range(first, last + 1):
                     within = min(box.end, (i + 1) * column_s) - max(box.start, i * column_s)
-                    if within > _ROUNDING * column_s:
+                    if within > _ROUNDING_S:
                         spent[i][box.kind] = spent[i].get(box.kind, 0.0) + within
         return "".join(_LETTERS[max(own, key=own.__getitem__)] if own else "." for own in spent)
 

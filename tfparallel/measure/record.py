@@ -8,6 +8,7 @@ from typing import Any
 
 from tfparallel.measure.shares import CATEGORIES
 
+MANY_TRACES = 2  # more are no beginning any more
 _SMOOTHED = ("noise",)  # of all epochs until then: the last one has the most
 
 
@@ -97,6 +98,12 @@ class Record:
         """Of all categories; they sum to 1."""
         return {category: self.share(category) for category in CATEGORIES}
 
+    @property
+    def once_s(self) -> float:
+        """Seconds of tracing that a training pays once, however long it is."""
+        is_once = self.details.get("traces", 0) <= MANY_TRACES
+        return self.seconds["tracing"] if is_once else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """What a line of JSON holds."""
         own = dataclasses.asdict(self)
@@ -143,14 +150,28 @@ def _details_of_all(records: Sequence[Record]) -> dict[str, Any]:
     return {
         **records[0].details,
         **latest,
+        **_slowest(records),
         "traces": sum(each.details["traces"] for each in records),
         "bytes_sent": sum(each.details["bytes_sent"] for each in records),
         "collectives_s": sum(each.details["collectives_s"] for each in records),
         "callbacks_s": added(*(each.details["callbacks_s"] for each in records)),
         "saving_s": added(*(each.details["saving_s"] for each in records)),
         "iterators_s": sum(each.details["iterators_s"] for each in records),
+        "python_s": sum(each.details["python_s"] for each in records),
         "input_stage": records[-1].details["input_stage"],
     }
+
+
+def _slowest(records: Sequence[Record]) -> dict[str, str]:
+    """The rank or stage that was waited for longest; nothing where there is one."""
+    waited_s = added(
+        *(
+            {each.details["slowest"]: each.seconds["imbalance"]}
+            for each in records
+            if "slowest" in each.details
+        )
+    )
+    return {"slowest": max(waited_s, key=waited_s.__getitem__)} if waited_s else {}
 
 
 def added(*tables: Mapping[str, float]) -> dict[str, float]:

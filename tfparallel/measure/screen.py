@@ -22,6 +22,7 @@ _COLOURS = {
 }
 _BAR = 40
 _SMALLEST = 0.0005
+_TOLD_APART = 0.02  # of the wall time
 
 
 def screen(record: Record, verdict: Verdict, beside: Sequence[str] = ()) -> Group:
@@ -87,6 +88,23 @@ def efficiency_line(record: Record) -> str:
         f"statistical efficiency: {noise['efficiency']:.0%}, what a row is worth in a batch of "
         f"{size:,} beside one alone"
     )
+
+
+def speed_up_line(record: Record, one_device_rows_per_s: float, num_devices: int) -> str:
+    """Against one device, whose speed is of steps alone: without first traces and validation.
+
+    Args:
+        record: with rows.
+        one_device_rows_per_s: of the one device.
+        num_devices: that compute.
+    """
+    apart_s = record.once_s + record.seconds["validation"]
+    if record.rows is None or record.wall_s <= apart_s:
+        return ""
+    speed_up = record.rows / (record.wall_s - apart_s) / one_device_rows_per_s
+    beside = ", without tracing and validation" if apart_s >= _TOLD_APART * record.wall_s else ""
+    efficiency = speed_up / num_devices
+    return f"speed-up {speed_up:.2f} of {num_devices}, efficiency {efficiency:.0%}{beside}"
 
 
 def use_line(record: Record) -> str:

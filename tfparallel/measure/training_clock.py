@@ -55,9 +55,9 @@ class Epoch:
 
     Attributes:
         spent: sums of seconds.
-        times_s: of steps that traced nothing.
+        times_s: of steps that traced nothing; those that are executed together take alike.
         traced_s: of those that did.
-        own_s: as `times_s`, without callbacks and waiting for collectives.
+        own_s: of executions that traced nothing, without callbacks and waiting for collectives.
         traced: of those that traced: the same, without waiting for data as well, and what the main
             thread computed.
         rows: None where that is not known.
@@ -182,8 +182,12 @@ class TrainingClock:
         epoch.spent.iterators_s += waited_s
         step.started_s += waited_s
 
-    def end_step(self) -> None:
-        """Keras asks for the next step."""
+    def end_step(self, num_steps: int = 1) -> None:
+        """Keras asks for the next step.
+
+        Args:
+            num_steps: that were executed together.
+        """
         step, epoch, spent = self._step, self.epoch, self.epoch.spent
         assert step is not None
         self._step = None
@@ -204,25 +208,25 @@ class TrainingClock:
             epoch.links = epoch.links.plus(links)
         if traces or not self._usual_s:  # the first one also where traces cannot be counted
             epoch.traces += max(1, traces)
-            epoch.traced_s.append(took_s)
-            waited_s, num_steps = self._waited_since_last_asked()
-            epoch.traced.append((own_s - waited_s / num_steps, python_s))
-            self._usual_s = self._usual_s or took_s
+            epoch.traced_s += [took_s / num_steps] * num_steps
+            waited_s, num_executions = self._waited_since_last_asked()
+            epoch.traced.append((own_s - waited_s / num_executions, python_s))
+            self._usual_s = self._usual_s or took_s / num_steps
             return
-        epoch.times_s.append(took_s)
+        each_s = took_s / num_steps
+        epoch.times_s += [each_s] * num_steps
         epoch.own_s.append(own_s)
         if self._sources.splits_python:
             spent.python_s += python_s
-        if len(epoch.times_s) % 64 == 1:
+        if len(epoch.own_s) % 64 == 1:
             self._usual_s = statistics.median(epoch.times_s[-256:])
-        if took_s >= epoch.longest_s:
-            epoch.longest_s = took_s
-            self._look_up(step, took_s, python_s, links)
+        if each_s >= epoch.longest_s:
+            epoch.longest_s = each_s
+            if each_s >= _UNUSUAL * self._usual_s:
+                self._look_up(step, took_s, python_s, links)
 
     def _look_up(self, step: _Step, took_s: float, python_s: float, links: LinkTimes) -> None:
-        """Why a step took longer than any before, if it did so by far."""
-        if took_s < _UNUSUAL * self._usual_s:
-            return
+        """Why a step took longer than any before, by far."""
         causes = {
             "input": self._waited_since_last_asked()[0],
             "callbacks": step.callbacks_s,

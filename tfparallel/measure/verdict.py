@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfparallel.measure.record import Record
+from tfparallel.measure.record import MANY_TRACES, Record
 
 ALARM = 0.10  # of the wall time: less is left alone
 _TINY_STEP_S = 0.005
 _SLOW_MBIT_PER_S = 900.0
-_MANY_TRACES = 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Setting:
         cores: that this process has.
         threads: that TensorFlow may use within an operation; 0: it chooses.
         eager: whether `run_eagerly` is set.
+        steps_at_once: `steps_per_execution`.
         gpus: whether a device is one.
     """
 
@@ -39,6 +39,7 @@ class Setting:
     cores: float = 1.0
     threads: int = 0
     eager: bool = False
+    steps_at_once: int = 1
     gpus: bool = False
 
 
@@ -66,9 +67,11 @@ def judge(record: Record, setting: Setting) -> Verdict:
     traces = record.details.get("traces", 0)
     if setting.eager:
         return _eager(record)
-    if traces <= _MANY_TRACES:
+    if traces <= MANY_TRACES:
         losses.pop("tracing")
-    elif 2 * traces >= record.steps:  # no step is left to compare with: the share is a lower bound
+    elif (
+        2 * traces * setting.steps_at_once >= record.steps
+    ):  # no step is left to compare with: the share is a lower bound
         cause, text = _tracing(record, setting, record.details)
         return Verdict(f"tracing: {cause}", losses["tracing"], text)
     name = max(losses, key=losses.__getitem__)
@@ -77,8 +80,21 @@ def judge(record: Record, setting: Setting) -> Verdict:
         return Verdict(f"{name}: {cause}" if cause else name, losses[name], text)
     if setting.threads and setting.threads * 2 <= setting.cores:
         return _few_threads(record, setting)
-    rest = f"the largest loss is {name} with {losses[name]:.0%}" if losses[name] else "no losses"
-    return Verdict("none", losses[name], f"{record.share('compute'):.0%} computes; {rest}.")
+    return Verdict("none", losses[name], _healthy(record, name))
+
+
+def _healthy(record: Record, largest: str) -> str:
+    """What computes, of all but what is paid once and validation, where those are much."""
+    once_s, validation_s = record.once_s, record.seconds["validation"]
+    rest_s, start = record.wall_s, ""
+    if once_s + validation_s >= ALARM * record.wall_s:
+        rest_s = max(record.wall_s - once_s - validation_s, 1e-9)
+        apart = {"tracing (paid once)": once_s, "validation": validation_s}
+        told = [f"{seconds:.1f} s {name}" for name, seconds in apart.items() if seconds > 0]
+        start = f"{' and '.join(told)}; of the rest "
+    loss_s = record.seconds[largest]
+    loss = f"the largest loss is {largest} with {loss_s / rest_s:.0%}" if loss_s else "no losses"
+    return f"{start}{record.seconds['compute'] / max(rest_s, 1e-9):.0%} computes; {loss}."
 
 
 def _percent(record: Record, category: str) -> str:
@@ -96,7 +112,8 @@ def _input(record: Record, setting: Setting, details: Mapping[str, Any]) -> tupl
     if iterators_s > record.seconds["input"] / 2:
         return "iterators", (
             f"{_percent(record, 'input')} passes before first steps of epochs, {iterators_s:.1f} s "
-            "in all: each makes an iterator. repeat() and steps_per_epoch make epochs longer."
+            "in all: each makes an iterator. Longer epochs pay it less often: repeat() of tf.data "
+            "with steps_per_epoch, a larger len() of a PyDataset."
         )
     start = (
         f"{_percent(record, 'input')} waits for data, {_per_step_ms(record, 'input'):.1f} ms a step"
@@ -200,7 +217,14 @@ def _host(record: Record, setting: Setting, details: Mapping[str, Any]) -> tuple
                 f"{start}: {callbacks[name]:.1f} s of it in the callback {name}, {each:.1f} ms a "
                 "step. Call it less often, or let it do its work on a thread."
             )
+    between_s = record.seconds["host"] - details.get("python_s", record.seconds["host"])
+    if between_s - sum(callbacks.values()) >= record.seconds["host"] / 2:
+        return "between epochs", (
+            f"{_percent(record, 'host')} is Python between epochs, {between_s:.1f} s in all: Keras "
+            "ends one, and begins the next and its validation. Longer epochs pay it less often."
+        )
     at_once = max(2, math.ceil(_TINY_STEP_S / max(record.step.median, 1e-6)))
+    at_once = max(at_once, 2 * setting.steps_at_once)
     size = "" if setting.batch_size is None else f" of {setting.batch_size} rows"
     return "tiny batch", (
         f"{start}: a step{size} takes {record.step.median * 1e3:.1f} ms. A larger batch, or "

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import tensorflow as tf
 
+from tfparallel.internals.profile_planes import Ran
 from tfparallel.internals.ran_elsewhere import Profiled, Task, repeated_while_profiled
-from tfparallel.internals.ran_operations import Ran
 from tfparallel.measure.clock_offsets import Offset, offsets
 
 ROUNDS = 8  # in which clocks are compared

@@ -5,6 +5,7 @@ device and what for, our own transport what it sends and receives.
 """
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,22 +15,26 @@ import keras
 import tensorflow as tf
 
 from tfparallel.coordination.agreement import Agreement
+from tfparallel.internals.profile_planes import Ran
 from tfparallel.internals.ran_elsewhere import addresses_elsewhere, own_task
-from tfparallel.internals.ran_operations import Node, Ran, collected_graphs, profiled
+from tfparallel.internals.ran_operations import Node, collected_graphs, profiled
 from tfparallel.measure.clock_offsets import Offset, offsets
 from tfparallel.measure.lanes import Box, StepLanes, lanes_of
 from tfparallel.measure.operation_kinds import kind_of_operation
 from tfparallel.replicas.checking.check import prepared
-from tfparallel.replicas.checking.step import TracedStep, values_of
+from tfparallel.replicas.checking.step import TracedStep
 from tfparallel.replicas.checking.traces import no_trace
 from tfparallel.replicas.device_names import names_with_tasks
 from tfparallel.replicas.measured_training import MeasuredTraining
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.profile_of_servers import BOOT, ROUNDS, OnServers
+from tfparallel.replicas.training import training_of
 
 _GAP = 1 / 400  # of a step: shorter pauses between boxes of one kind are not shown
 # They end when another operation has called them back, of which the profiler sees the start only.
 _COME_BACK = ("_Recv", "_HostRecv", "Collective", "Horovod", "Nccl")
+
+_TPU = re.compile(r"\bTPU:\d")  # what the host does for it is launching, whatever its clock says
 
 
 def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: object) -> StepLanes:
@@ -40,16 +45,16 @@ def profile_step(strategy: tf.distribute.Strategy, model: keras.Model, batch: ob
         steps_at_once = extended._steps_at_once(model, batch)
         if steps_at_once is not None:
             return _of_steps_at_once(steps_at_once, _optimizer_names(model))
-        step, state = TracedStep(model), values_of(model)
+        step = TracedStep(model)
         with collected_graphs() as nodes:
-            step.run(state, batch)
-        agreement = extended.agreement()
+            step.repeat(batch)
+        agreement = training_of(strategy).agreement()
         offset = _offset(agreement)  # nobody begins before all have traced
         addresses = addresses_elsewhere({node.device for node in nodes.values()})
         with profiled() as ran, extended._link_journal() as journal:
             servers = OnServers(lambda: step.repeat(batch), addresses) if addresses else None
             if servers is None:
-                step.run(state, batch)
+                step.repeat(batch)
     if servers is not None:
         ran = _of_all_tasks(servers, ran, nodes)
         offset = offset._replace(error_s=max(offset.error_s, servers.clock_error_s))
@@ -171,7 +176,7 @@ def _add_operations(
         end_s = each.end_s
         if each.operation.startswith(_COME_BACK):
             end_s = max(end_s, first_use.get(each.name, end_s))
-        if device not in has_clock:
+        if device not in has_clock and not _TPU.search(device):
             lanes.add(device, kind, each.operation, each.start_s, end_s)
     _add_transfers(lanes, sent, received, nodes, names)
 

@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.internals.ran_operations import Ran, profiled
+from tfparallel.internals.profile_planes import Ran
+from tfparallel.internals.ran_operations import profiled
 from tfparallel.selftest.machine_devices import Bench, open_devices
 from tfparallel.selftest.verdicts import CheckFailedError, Passed
 

@@ -1,11 +1,13 @@
 """What optimizers, layers and variables ask of an `extended` whose replicas run one program."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
+from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.internals import (
     BaseOptimizer,
     ReduceOp,
@@ -40,6 +42,13 @@ class SpmdExtended(tf.distribute.StrategyExtended):
     def _cutting_host(self) -> str:
         """The CPU that a batch is cut on which is not distributed by TensorFlow."""
         return device_util.get_host_for_device(self.worker_devices[0])
+
+    def _link_journal(self) -> contextlib.AbstractContextManager[LinkJournal]:
+        """An empty one: what cores send one another is within the program."""
+        return contextlib.nullcontext(LinkJournal())
+
+    def _steps_at_once(self, model: keras.Model, batch: object) -> None:
+        """None, as all cores take part in each step."""
 
     def _create_variable(self, next_creator: Callable, **kwargs: object) -> tf.Variable:
         owner = owner_of_new_variable()

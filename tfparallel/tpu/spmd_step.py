@@ -9,7 +9,7 @@ for all. The mathematics are the same.
 import contextlib
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -32,6 +32,7 @@ from tfparallel.replicas import checks, model_hooks
 from tfparallel.replicas.all_rows import all_rows
 from tfparallel.replicas.batch import OfRows, Rows, concat_rows, num_rows
 from tfparallel.replicas.described_strategy import DescribedStrategy
+from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
@@ -56,6 +57,9 @@ from tfparallel.tpu.padded_layers import (
     without_padding,
 )
 from tfparallel.tpu.padded_step import PaddedStep, average_statistics
+
+if TYPE_CHECKING:
+    from tfparallel.measure.lanes import StepLanes
 
 Nest = TypeVar("Nest")
 
@@ -195,20 +199,35 @@ class SpmdKerasSteps(DescribedStrategy):
         """The rows that all replicas have: as `KerasStrategy.all_rows`, of equally many each."""
         return all_rows(self, tensors)
 
-    def profile(self, model: keras.Model, batch: object) -> NoReturn:
-        """Not on a TPU: other strategies have it, a TPU tells its own profiler alone.
+    def profile(self, model: keras.Model, batch: object) -> "StepLanes":
+        """Measures when cores and the host do what in a training step; as `KerasStrategy.profile`.
+
+        A step is one XLA program for each core, of whose instructions the TPU's own profiler tells
+        the times. A lane for each core, and one for what it sends and receives beside.
+
+        Args:
+            model: built and compiled under this strategy.
+            batch: what `train_step` takes: `(x, y)` or `(x, y, sample_weight)` of arrays.
 
         Raises:
-            NotImplementedError: always; it says what does show a step of a TPU.
+            ValueError: inside of a scope, and for a model that is not this strategy's.
+            RuntimeError: if the profiler tells nothing of the cores.
         """
-        name = getattr(model, "name", model)
-        raise NotImplementedError(
-            f"{type(self).__name__} draws no step. Received: profile of model '{name}'. A TPU runs "
-            "a step as one XLA program, whose operations have no times on the host. "
-            "keras.callbacks.TensorBoard(folder, profile_batch=(10, 12)) asks the TPU for them, "
-            "TensorBoard's trace viewer draws them; callbacks.Measure() tells the shares of the "
-            "time."
-        )
+        from tfparallel.replicas.step_profile import profile_step  # loads the profiler's format
+
+        most_rows = self._most_rows
+        try:
+            drawn = profile_step(self, model, batch)
+        finally:
+            self._most_rows = most_rows  # as of batches that were trained on
+        cores = short_names(self.extended.worker_devices)
+        if not any(core in lane for lane in drawn.lanes for core in cores):
+            raise RuntimeError(
+                f"TensorFlow's profiler is expected to tell what {cores} ran. Received: "
+                f"{list(drawn.lanes)}. keras.callbacks.TensorBoard(folder, profile_batch=(10, 12)) "
+                "writes what it does tell."
+            )
+        return drawn
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.replicas.device_names import devices_here
 from tfparallel.replicas.local_copies import copies_of
 from tfparallel.replicas.model_optimizers import optimizers_of
 
@@ -64,8 +65,11 @@ class TracedStep:
             setattr(model, name, value)
 
     def repeat(self, batch: object) -> int:
-        """The step from where the model is; one, which all workers share."""
+        """The step from where the model is, until all is done; one, which all workers share."""
         tf.nest.map_structure(np.asarray, self._function(iter([batch])))  # waits for it
+        for gpu in devices_here("GPU"):  # they go on when the logs are there
+            with tf.device(gpu.name):
+                tf.raw_ops.SyncDevice()
         return 1
 
     def run(self, state: Sequence[np.ndarray], batch: object) -> StepOutcome:
