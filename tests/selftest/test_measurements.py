@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-<<<<<<< HEAD
-from tfparallel.internals.ran_operations import Ran
-from tfparallel.selftest import bandwidth_checks, memory_checks, pipeline_checks, speed_checks
-=======
 from tfparallel.internals.profile_planes import Ran
-from tfparallel.selftest import bandwidth_checks, memory_checks, speed_checks
->>>>>>> h24
+from tfparallel.selftest import bandwidth_checks, memory_checks, pipeline_checks, speed_checks
 from tfparallel.selftest.bandwidth_checks import NCCL, judge_bandwidth
 from tfparallel.selftest.contenders import IN_ONE_PROCESS
 from tfparallel.selftest.machine_devices import Bench
