@@ -5,7 +5,7 @@ import pytest
 from tfparallel.selftest import recovery_checks
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.recovery_checks import (
-    Place,
+    ProcessPlace,
     judge_places,
     judge_weights,
     read_places,
@@ -14,9 +14,9 @@ from tfparallel.selftest.recovery_checks import (
 from tfparallel.selftest.verdicts import CheckFailedError
 
 GPUS = ("GPU-a", "GPU-b")
-BEGAN = [Place(0, 2, 0, "GPU:0 GPU-a"), Place(0, 2, 1, "GPU:0 GPU-b")]
-AGAIN = [Place(1, 2, 0, "GPU:0 GPU-a"), Place(1, 2, 1, "GPU:0 GPU-b")]
-ALONE = [Place(1, 1, 0, "GPU:0 GPU-a")]
+BEGAN = [ProcessPlace(0, 2, 0, "GPU:0 GPU-a"), ProcessPlace(0, 2, 1, "GPU:0 GPU-b")]
+AGAIN = [ProcessPlace(1, 2, 0, "GPU:0 GPU-a"), ProcessPlace(1, 2, 1, "GPU:0 GPU-b")]
+ALONE = [ProcessPlace(1, 1, 0, "GPU:0 GPU-a")]
 
 
 def test_places_are_those_that_were_written(tmp_path):
@@ -39,8 +39,8 @@ def test_who_goes_on_is_where_it_was():
     [
         (BEGAN, 2, "expected a start again with 2"),
         (BEGAN + ALONE, 2, "expected a start again with 2"),
-        ([*BEGAN, Place(1, 1, 0, "CPU:0")], 1, "went on on another: .*rank 0 on CPU:0"),
-        ([*BEGAN, Place(1, 1, 0, "GPU:0 GPU-b")], 1, "went on on another"),
+        ([*BEGAN, ProcessPlace(1, 1, 0, "CPU:0")], 1, "went on on another: .*rank 0 on CPU:0"),
+        ([*BEGAN, ProcessPlace(1, 1, 0, "GPU:0 GPU-b")], 1, "went on on another"),
         ([x._replace(device="CPU:0") for x in BEGAN + AGAIN], 2, "expected a GPU for each"),
         ([x._replace(device="GPU:0 GPU-a") for x in BEGAN + AGAIN], 2, "expected a GPU for each"),
     ],

@@ -25,13 +25,14 @@ _MOVES = {
     *("_Arg", "_DeviceArg", "_Retval", "_DeviceRetval", "_Send", "_HostSend", "_Recv", "_HostRecv"),
     *("ReadVariableOp", "VarHandleOp", "PartitionedCall", "StatefulPartitionedCall", "RemoteCall"),
 }
+# Whether tokens and labels are in range (TensorParallelStrategy looks where they come from).
+_CHECKS = {"Assert", "All", "GreaterEqual", "Greater", "Less", "LessEqual", "LogicalAnd"}
 # The batch, its cut into rows of replicas, how many there are, and counters: beside the model.
 _OF_ROWS = {
     *("Shape", "Size", "StridedSlice", "Slice", "Split", "SplitV", "ExpandDims", "Squeeze"),
     *("Pack", "Unpack", "ConcatV2", "GatherV2", "Range", "Reshape", "Cast", "AssignAddVariableOp"),
     *("Minimum", "Maximum", "AddV2", "Add", "AddN", "Sub", "Mul", "Sum", "FloorDiv", "FloorMod"),
-    *("RealDiv", "DivNoNan", "SelectV2", "Equal", "NotEqual", "Less", "LessEqual", "Greater"),
-    *("GreaterEqual", "LogicalAnd", "LogicalNot", "All", "Any"),
+    *("RealDiv", "DivNoNan", "SelectV2", "Equal", "NotEqual", "LogicalNot", "Any"),
 }
 _OF_DATA = re.compile(r".*(Dataset(V\d)?|Iterator(V\d)?|IteratorGetNext)|Optional.*")
 
@@ -85,14 +86,14 @@ def operations_on_host(strategy: str, trial: Trial, devices: Sequence[str]) -> l
 
 
 def misplaced(nodes: Mapping[str, Node], scopes: Collection[str]) -> Iterator[str]:
-    """Operations of the host that neither send nor count rows.
+    """Operations of the host that send nothing, check nothing and count no rows.
 
     Args:
         nodes: of graphs that were divided between devices, by name.
         scopes: of a model's layers, gradients and updates, without numbers behind them.
     """
     for name, node in nodes.items():
-        if _HOST not in node.device or node.operation in _MOVES:
+        if _HOST not in node.device or node.operation in _MOVES | _CHECKS:
             continue
         of_model = {_NUMBER.sub("", part) for part in name.split("/")[:-1]} & set(scopes)
         of_batch = node.operation in _OF_ROWS or _OF_DATA.fullmatch(node.operation)

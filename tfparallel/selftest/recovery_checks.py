@@ -24,7 +24,7 @@ _PASSED_ON = (
 )
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Where a process was when it began to train.
 
     Attributes:
@@ -101,7 +101,7 @@ def elastic_horovodrun(bench: Bench, hosts: Path) -> list[str]:
     return [command_of_horovod(), *numbers, *where, "env", *passed, sys.executable, "-m"]
 
 
-def judge_places(places: Sequence[Place], processes_after: int, gpus: Sequence[str]) -> str:
+def judge_places(places: Sequence[ProcessPlace], processes_after: int, gpus: Sequence[str]) -> str:
     """Holds where processes were at their end against where they began; says it in words.
 
     Raises:
@@ -132,13 +132,13 @@ def judge_weights(differences: Sequence[float], text: str) -> Passed:
     return Passed(f"{text}; {most:.1e} from one device", {"difference": most})
 
 
-def write_place(bench: Bench, job: str, place: Place) -> None:
+def write_place(bench: Bench, job: str, place: ProcessPlace) -> None:
     """Leaves it for `read_places`, whatever becomes of this process."""
     path = bench.path / f"place_{job}_{place.rank}_{place.attempt}.json"
     path.write_text(json.dumps(place))
 
 
-def read_places(bench: Bench, job: str) -> list[Place]:
+def read_places(bench: Bench, job: str) -> list[ProcessPlace]:
     """Where processes of a job have begun."""
     paths = bench.path.glob(f"place_{job}_*.json")
-    return [Place(*json.loads(path.read_text())) for path in paths]
+    return [ProcessPlace(*json.loads(path.read_text())) for path in paths]

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.data_parallel.gpu_of_rank import identity_of_gpu
-from tfparallel.launch.restarts import RESTART_VARIABLE
 from tfparallel.machine.gpu_shares import VISIBLE
 from tfparallel.selftest.contenders import IN_SEVERAL_PROCESSES
 from tfparallel.selftest.job_checks import digest_of_bytes
@@ -19,7 +18,8 @@ from tfparallel.selftest.recovery_checks import (
     ELASTIC,
     HOSTS,
     WORKERS,
-    Place,
+    ProcessPlace,
+    read_places,
     write_place,
 )
 from tfparallel.selftest.trials import Trial, compiled_model, data_of
@@ -53,11 +53,12 @@ def train_with_backups(bench: Bench, name: str, kill_at: str) -> Passed:
 
 def train_as_worker(bench: Bench, kill_at: str) -> Passed:
     """One of several workers, of which number 1 is killed once."""
-    attempt, rank = int(os.environ[RESTART_VARIABLE]), _number_of_worker()
+    rank = _number_of_worker()
+    attempt = sum(place.rank == rank for place in read_places(bench, WORKERS))
     open_devices()
     strategy = IN_SEVERAL_PROCESSES["multi_worker_mirrored"]()
     model = _model(strategy)
-    place = Place(attempt, strategy.num_replicas_in_sync, rank, _device_of(model))
+    place = ProcessPlace(attempt, strategy.num_replicas_in_sync, rank, _device_of(model))
     write_place(bench, WORKERS, place)
     is_killed = (attempt, rank) == (0, 1)
     _fit(model, [_backup(bench, WORKERS), _KillAt(int(kill_at) if is_killed else 0)])
@@ -74,7 +75,7 @@ def train_elastic(bench: Bench, kill_at: str) -> Passed:
     def train(job: tfparallel.ElasticJob) -> keras.Model:
         strategy = tfparallel.HorovodStrategy()
         model = _model(strategy)
-        place = Place(len(attempts), strategy.num_replicas_in_sync, host, _device_of(model))
+        place = ProcessPlace(len(attempts), strategy.num_replicas_in_sync, host, _device_of(model))
         write_place(bench, ELASTIC, place)
         attempts.append(model)
         is_killed = strategy.num_replicas_in_sync == 2 and strategy.rank == 1
