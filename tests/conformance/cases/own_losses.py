@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-import tfparallel
 from tests.conformance.case import Run, case, claim
 from tests.helpers import ODD_BATCH, ODD_ROWS, in_float64, tiny_data
 
@@ -284,6 +283,8 @@ def losses_of_steps_are_refused(run: Run):
 @claim()
 def a_loss_that_is_declared_is_not_refused(run: Run):
     with run.scope():
+        import tfparallel  # in the process of the strategy
+
         model = tfparallel.mean_loss(_towers(Step, _barlow))
         model.compile(optimizer="sgd")
     model.fit(*tiny_data(6), batch_size=6, verbose=0)
