@@ -50,7 +50,7 @@ def loss_of_whole_batch(loss: Any) -> Callable:
     return on_replica
 
 
-def _any_mean(y_pred: Any) -> tf.Tensor:
+def _any_mean(y_pred: object) -> tf.Tensor:
     """A mean over rows, as which a loss counts here."""
     first = tf.cast(keras.tree.flatten(y_pred)[0], keras.config.floatx())
     return tf.reduce_mean(tf.square(first))
