@@ -50,6 +50,16 @@ def test_what_is_read_behind_an_assignment_is_what_is_assigned():
     assert variable.numpy() == 2.0
 
 
+def test_what_a_call_gives_is_given_at_each_call():
+    """As keys of collectives are."""
+    graph, keys = FuncGraph("step"), iter((2.0, 3.0))
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None])
+        key = graph.capture_call_time_value(lambda: next(keys), tf.TensorSpec([], tf.float32))
+        compute = computed_from(graph, [x], x * key)
+    assert [compute([tf.ones([1])]).numpy().tolist() for _ in range(2)] == [[2.0], [3.0]]
+
+
 def test_which_numbers_are_left_to_chance():
     def drawn(draw):
         with FuncGraph("step").as_default():

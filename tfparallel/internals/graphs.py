@@ -174,15 +174,25 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
     nodes += [_without_chance(node) for node in nodes if node.op in _OF_FLOATS_DRAWN]
     kept = type(definition)(node=nodes, library=definition.library, versions=definition.versions)
     captured = [(inner, outer) for outer, inner in graph.captures]
+    inner_of_calls, of_calls = graph.deferred_internal_captures, graph.deferred_external_captures
 
     def compute(tensors: Sequence) -> tf.Tensor:
         pairs = [*zip(inputs, tensors, strict=True), *captured]
         into = tf.compat.v1.get_default_graph()
         given = {inner.name: into.capture(x) for inner, x in pairs if inner.op.name in needed}
+        for inner, of_call in zip(inner_of_calls, of_calls, strict=True):  # keys of collectives
+            if inner.op.name in needed:
+                spec = tf.TensorSpec(inner.shape, inner.dtype)
+                given[inner.name] = into.capture_call_time_value(_only_of(of_call), spec)
         return tf.import_graph_def(kept, given, [value.name])[0]
 
     specs = [tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else [], x.dtype) for x in inputs]
     return tf.function(compute, [specs], autograph=False)
+
+
+def _only_of(of_call: Callable[[], Sequence]) -> Callable:
+    """What a capture at call time gives, of which TensorFlow has made a list."""
+    return lambda: of_call()[0]
 
 
 def read_as_assigned(graph: FuncGraph, operations: Sequence[tf.Operation]) -> None:
