@@ -18,7 +18,8 @@ def _opened(monkeypatch):
     monkeypatch.setattr(tpu_checks, "open_devices", lambda: None)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_cores_that_train_as_the_host_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(tfparallel, "TPUStrategy", CpuStrategy)
     found = tpu_checks.train_on_tpu(Bench((), str(tmp_path)))

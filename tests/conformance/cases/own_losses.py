@@ -264,7 +264,7 @@ REFUSED = [
 ]
 
 
-@claim(core=True)
+@claim()
 def losses_of_steps_are_refused(run: Run):
     """Each of them, by name, before the first step."""
     has_parts = run.row.num_replicas > 1

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -72,7 +73,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def __init__(
         self,
         backup_dir: str | os.PathLike,
-        save_freq: str | int | datetime.timedelta = "epoch",
+        save_freq: str | int | Literal[False] | datetime.timedelta = "epoch",
         keep: int = 2,
         save_before_preemption: bool = True,
         delete_on_success: bool = True,
