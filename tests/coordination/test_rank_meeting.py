@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -9,8 +10,27 @@ from tests.multi_process.pool import horovod_environments
 from tests.multi_process.test_silence import stranger
 from tfparallel.coordination.patience import WaitedTooLong
 from tfparallel.coordination.rank_meeting import meet_ranks
+from tfparallel.coordination.waiting import Clock
 
 pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
+
+
+def in_step(ranks: int) -> Clock:
+    """A clock on which `ranks` threads sleep together: it goes on when all have looked.
+
+    So as many looks fall within a limit on a machine that is busy.
+    """
+    all_sleep, slept_s = threading.Barrier(ranks, timeout=120.0), threading.local()
+
+    def sleep(seconds):
+        # One after another: the rendezvous keeps five connections waiting, others for a second.
+        time.sleep(0.02 * all_sleep.wait())
+        slept_s.total = now_s() + seconds
+
+    def now_s():
+        return getattr(slept_s, "total", 0.0)
+
+    return Clock(now_s, sleep)
 
 
 def test_ranks_go_on_when_all_have_come():
@@ -27,22 +47,23 @@ def test_ranks_go_on_when_all_have_come():
 
 
 def test_one_of_many_is_named_though_ranks_look_for_a_few_at_a_time():
-    of_ranks, errors = horovod_environments(24), []
+    of_ranks, errors = horovod_environments(12), []
+    late = of_ranks.pop(9)
+    clock = in_step(len(of_ranks))
 
     def start(variables):
         try:
-            meet_ranks(variables, 5.0)
+            meet_ranks(variables, 2.0, clock)
         except WaitedTooLong as error:
             errors.append(str(error))
 
-    late = of_ranks.pop(13)
     ranks = [threading.Thread(target=start, args=(each,)) for each in of_ranks]
     for thread in ranks:
         thread.start()
     for thread in ranks:
-        thread.join(60.0)
-    assert len(errors) == 23
-    assert all("Expected rank 13 to start" in error for error in errors), errors
+        thread.join(120.0)
+    assert len(errors) == 11
+    assert all("Expected rank 9 to start" in error for error in errors), errors
     meet_ranks(late, 5.0)  # finds by itself that all have come
 
 

@@ -72,7 +72,8 @@ def test_models_that_share_layers_read_them_where_they_have_moved_to():
     with strategy.scope():
         last = keras.layers.Dense(5)
         generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), last])
-        slow = [keras.layers.Dense(2000), keras.layers.Dense(1)]  # what balances the whole
+        # The second is slower than all others together, however they are measured.
+        slow = [keras.layers.Dense(3000), keras.layers.Dense(3000), keras.layers.Dense(1)]
         whole = keras.Sequential([generator, *slow])
         whole.compile(keras.optimizers.SGD(0.1), "mse")
     generator.predict(x, verbose=0)
