@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfparallel.internals.graphs import FuncGraph, computed_from
+from tfparallel.internals.graphs import FuncGraph
+from tfparallel.internals.traced_values import computed_from
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.dependence import Assignment, assignments
 from tfparallel.replicas.row_trial import (

@@ -28,7 +28,6 @@ from tfparallel.internals import (
     is_stock_step,
 )
 from tfparallel.internals.distribute import num_replicas
-from tfparallel.internals.graphs import read_as_assigned
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import (
     clear_added_losses,
@@ -42,6 +41,7 @@ from tfparallel.internals.keras_trainer import (
     has_stock_loss,
     strategy_of,
 )
+from tfparallel.internals.traced_values import read_as_assigned
 from tfparallel.replicas import checks
 from tfparallel.replicas.assigned_weights import check_assigned_weights
 from tfparallel.replicas.batch import Batch, num_rows

@@ -13,8 +13,8 @@ not know: a loss that is computed of such is not tried.
 import keras
 import tensorflow as tf
 
-from tfparallel.internals.graphs import draws_otherwise
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.traced_values import draws_otherwise
 from tfparallel.replicas.computed_losses import declared_kind_of
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.loss_kinds import declared_kind
