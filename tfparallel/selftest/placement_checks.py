@@ -43,11 +43,7 @@ def look_at_placement(bench: Bench) -> Passed:
     found = {
         f"{name}, {trial.model}": operations_on_host(name, trial, bench.devices)
         for name in _STRATEGIES
-        for trial in (
-            Trial("mlp", "uneven"),
-            Trial("convolutions", "uneven"),
-            Trial("gpt", "uneven"),
-        )
+        for trial in _TRIALS
     }
     return judge_placement(found)
 
