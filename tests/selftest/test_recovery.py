@@ -2,10 +2,12 @@
 
 import pytest
 
-from tfparallel.selftest import recovery_checks
+from tfparallel.selftest import recovery_checks, recovery_tasks
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.recovery_checks import (
+    NUM_BATCHES,
     ProcessPlace,
+    check_goes_on,
     judge_places,
     judge_weights,
     read_places,
@@ -55,6 +57,21 @@ def test_other_weights_fail():
     for wrong in ([1e-6, 1e-3], [float("nan")], []):
         with pytest.raises(CheckFailedError, match="weights differ"):
             judge_weights(wrong, "text")
+
+
+def test_who_begins_from_the_start_fails():
+    def trained(batches):
+        return {"figures": {"batches": batches}}
+
+    check_goes_on([trained(NUM_BATCHES - 4), trained(NUM_BATCHES - 1)])
+    with pytest.raises(CheckFailedError, match="trained all 12 batches again"):
+        check_goes_on([trained(NUM_BATCHES - 4), trained(NUM_BATCHES)])
+
+
+def test_a_training_that_is_left_alone_has_so_many_batches():
+    counted = recovery_tasks._KillAt(0)
+    recovery_tasks._fit(recovery_tasks._model(), [counted])
+    assert counted.num_batches == NUM_BATCHES
 
 
 @pytest.mark.long

@@ -4,16 +4,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfparallel.selftest.job_checks import command_of_horovod, launcher, outcomes_in, outcomes_of
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.trials import MOST_DIFFERENCE
 from tfparallel.selftest.verdicts import CheckFailedError, Passed
 
-_KILLED_AT = "5"  # of 12 batches, with a backup at each second
+_KILLED_AT = "5"  # with a backup at each second
+NUM_BATCHES = 12  # of a training that is left alone
 WORKERS, ELASTIC = "workers", "elastic"  # jobs, by name
 # Hosts by name: where one fails, Horovod leaves out its host.
 HOSTS = ("localhost", "127.0.0.1")
@@ -47,20 +48,32 @@ def restart(bench: Bench) -> Passed:
     if killed is not None:
         raise CheckFailedError("expected SIGKILL to end the first process; it ended by itself")
     again = _resumed(bench, "killed", kill_at="0")
-    if alone is None or alone != again:
+    if alone is None or again is None or alone["found"] != again["found"]:
         raise CheckFailedError("the weights differ from those of a training that was left alone")
+    check_goes_on([again])
     return Passed(f"killed after {_KILLED_AT} batches, resumed to the same bits")
 
 
-def _resumed(bench: Bench, name: str, kill_at: str) -> str | None:
-    """The digest of the weights that a process ended with; None of one that was killed."""
+def check_goes_on(found: Sequence[Mapping[str, Any]]) -> None:
+    """Holds how many batches processes have trained after a kill against those of all.
+
+    Raises:
+        CheckFailedError: if they began from the start, which ends with the same weights.
+    """
+    most = max(each["figures"]["batches"] for each in found)
+    if most >= NUM_BATCHES:
+        raise CheckFailedError(f"trained all {most} batches again, instead of those that were left")
+
+
+def _resumed(bench: Bench, name: str, kill_at: str) -> dict | None:
+    """What a process said that has ended; None of one that was killed."""
     check = [sys.executable, "-m", "tfparallel.selftest.one_check", bench.to_json()]
     command = [*check, "recovery_tasks:train_with_backups", name, kill_at]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == -signal.SIGKILL:
         return None
     (outcome,) = outcomes_in(done.stdout)
-    return str(outcome["found"])
+    return outcome
 
 
 def restart_job(bench: Bench) -> Passed:
@@ -69,6 +82,7 @@ def restart_job(bench: Bench) -> Passed:
     found = outcomes_of(start, bench, "recovery_tasks:train_as_worker", _KILLED_AT)
     places = read_places(bench, WORKERS)
     text = judge_places(places, processes_after=len(found), gpus=bench.gpus)
+    check_goes_on(found)
     return judge_weights([each["figures"]["difference"] for each in found], text)
 
 
@@ -81,6 +95,7 @@ def shrink(bench: Bench) -> Passed:
         elastic_horovodrun(bench, hosts), bench, "recovery_tasks:train_elastic", _KILLED_AT
     )
     text = judge_places(read_places(bench, ELASTIC), processes_after=1, gpus=bench.gpus)
+    check_goes_on(found)
     return judge_weights([each["figures"]["difference"] for each in found], text)
 
 

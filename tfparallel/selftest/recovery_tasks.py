@@ -31,24 +31,26 @@ _SAVE_FREQ = 2
 
 
 class _KillAt(keras.callbacks.Callback):
-    """Ends this process at a batch, as nothing can catch."""
+    """Counts batches, and ends this process at one, as nothing can catch; never at 0."""
 
     def __init__(self, batch: int):
         super().__init__()
-        self._left = batch
+        self._last = batch
+        self.num_batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self.num_batches += 1
+        if self.num_batches == self._last:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_with_backups(bench: Bench, name: str, kill_at: str) -> Passed:
     """The digest of the weights after a training with backups, killed at a batch, or not at 0."""
     open_devices()
-    model = _model(tfparallel.MirroredStrategy(bench.devices))
-    _fit(model, [_backup(bench, name), _KillAt(int(kill_at))])
-    return Passed(digest_of_bytes([each.tobytes() for each in model.get_weights()]))
+    model, kill = _model(tfparallel.MirroredStrategy(bench.devices)), _KillAt(int(kill_at))
+    _fit(model, [_backup(bench, name), kill])
+    digest = digest_of_bytes([each.tobytes() for each in model.get_weights()])
+    return Passed(digest, {"batches": kill.num_batches})
 
 
 def train_as_worker(bench: Bench, kill_at: str) -> Passed:
@@ -60,9 +62,9 @@ def train_as_worker(bench: Bench, kill_at: str) -> Passed:
     model = _model(strategy)
     place = ProcessPlace(attempt, strategy.num_replicas_in_sync, rank, _device_of(model))
     write_place(bench, WORKERS, place)
-    is_killed = (attempt, rank) == (0, 1)
-    _fit(model, [_backup(bench, WORKERS), _KillAt(int(kill_at) if is_killed else 0)])
-    return _ending(model)
+    kill = _KillAt(int(kill_at) if (attempt, rank) == (0, 1) else 0)
+    _fit(model, [_backup(bench, WORKERS), kill])
+    return _ending(model, kill)
 
 
 def train_elastic(bench: Bench, kill_at: str) -> Passed:
@@ -70,20 +72,21 @@ def train_elastic(bench: Bench, kill_at: str) -> Passed:
     host = HOSTS.index(os.environ["HOROVOD_HOSTNAME"])
     os.environ[VISIBLE] = bench.gpus[host] if bench.gpus else "-1"
     open_devices()
-    attempts: list[keras.Model] = []
+    attempts: list[_KillAt] = []
 
     def train(job: tfparallel.ElasticJob) -> keras.Model:
         strategy = tfparallel.HorovodStrategy()
         model = _model(strategy)
         place = ProcessPlace(len(attempts), strategy.num_replicas_in_sync, host, _device_of(model))
         write_place(bench, ELASTIC, place)
-        attempts.append(model)
         is_killed = strategy.num_replicas_in_sync == 2 and strategy.rank == 1
         kill = _KillAt(int(kill_at) if is_killed else 0)
+        attempts.append(kill)
         _fit(model, [_backup(bench, ELASTIC), kill, job.callback(check_freq=_SAVE_FREQ)])
         return model
 
-    return _ending(tfparallel.run_elastic(train)())
+    model = tfparallel.run_elastic(train)()
+    return _ending(model, attempts[-1])
 
 
 def _model(strategy: tf.distribute.Strategy | None = None) -> keras.Model:
@@ -104,13 +107,13 @@ def _backup(bench: Bench, name: str) -> keras.callbacks.Callback:
     return tfparallel.callbacks.BackupAndRestore(folder, save_freq=_SAVE_FREQ)
 
 
-def _ending(model: keras.Model) -> Passed:
-    """How far the weights are from one device's."""
+def _ending(model: keras.Model, kill: _KillAt) -> Passed:
+    """How far the weights are from one device's, and how many batches this attempt trained."""
     plain = _model()
     _fit(plain, [])
     pairs = zip(model.get_weights(), plain.get_weights(), strict=True)
     most = max(float(np.max(np.abs(own - other))) for own, other in pairs)
-    return Passed("trained", {"difference": most})
+    return Passed("trained", {"difference": most, "batches": kill.num_batches})
 
 
 def _device_of(model: keras.Model) -> str:
