@@ -224,8 +224,14 @@ class SequentialVariable(SummedWhenRead, StageVariable):
             return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
-        if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:
+        is_state = self.dtype.is_floating and not self.is_metric
+        if is_state and current_replica_step() is not None:
             strategy_behind(self).extended.note_average(self)
+        is_mean = is_state and self.aggregation != tf.VariableAggregation.SUM
+        has_rows = True if changes is None or not is_mean else changes.has_rows()
+        if has_rows is not True:  # a mean of no rows is NaN
+            old = self._primary.read_value()
+            value = tf.where(has_rows, tf.convert_to_tensor(value, self.dtype), old)
         return update_fn(self._primary, value, **kwargs)
 
     def _get(self) -> object:
