@@ -138,17 +138,35 @@ def train(
     return Training(model, history.history)
 
 
+def steps_outside_of_run(training: Training, strategy: tf.distribute.Strategy | None) -> Training:
+    """`training`, gone on with by four steps in the scope that are not given to `strategy.run`."""
+    model, (x, y) = training.model, tiny_data(BATCH)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        weights = model.trainable_weights
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                loss = model.loss(y, model(x, training=True))
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+        model.optimizer.finalize_variable_values(weights)  # as `fit` does
+    assert_replicas_agree(model)
+    return training
+
+
 def assert_replicas_agree(model: keras.Model) -> None:
     """Fail if a trainable weight has different values on different local replicas.
 
-    Of one in parts, each has another by design.
+    Of one in parts, each part is compared; of one in shards, each has another by design.
     """
     for weight in model.trainable_weights:
-        first, *others = [np.asarray(v) for v in getattr(weight.value, "values", [weight.value])]
-        if first.size < np.prod(weight.shape):
+        copies = [getattr(weight.value, "values", [weight.value])]
+        parts = getattr(weight.value, "parts", None)
+        if parts and isinstance(parts[0], tuple):
+            copies = list(zip(*parts, strict=True))  # the same part of each
+        elif np.asarray(copies[0][0]).size < np.prod(weight.shape):
             continue
-        for other in others:
-            np.testing.assert_array_equal(first, other, f"Replicas disagree on {weight.path}")
+        for first, *others in [[np.asarray(copy) for copy in own] for own in copies]:
+            for other in others:
+                np.testing.assert_array_equal(first, other, f"Replicas disagree on {weight.path}")
 
 
 def assert_same_training(

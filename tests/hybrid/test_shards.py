@@ -75,6 +75,17 @@ def test_an_accumulated_norm_is_that_of_all_gradients_on_every_replica(sizes, op
         assert_same_training(train(None, **options), candidate, atol=1e-9)
 
 
+def averaged():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", pytest.param("model", marks=pytest.mark.long)])
+def test_averages_replace_the_weights_of_all_copies(axis):
+    """Outside of a step, where copies are assigned one after another."""
+    strategy = sharded(data=2, shard=2, **{axis: 1})
+    assert_same_training(train(None, optimizer=averaged), train(strategy, optimizer=averaged))
+
+
 def test_an_axis_of_data_holds_the_pieces_where_there_is_none_of_shards():
     training = train(sharded(data=2, model=2))
     assert len(stored(training.model.trainable_weights[0])) == 1

@@ -80,6 +80,15 @@ def test_the_slow_stage_gets_two_devices_and_all_train_as_one_device(measured, o
     assert_same_training(train(None, **training), trained)
 
 
+def test_pipelines_that_are_chosen_with_no_device_in_common_count_steps_once(measured):
+    """Optimizers are made before, when all have the same devices."""
+    measured(times(1, 1, 0, 1, 1))
+    strategy = PipelineStrategy(FOUR, 4, num_stages=2)
+    trained = train(strategy, five_layers, optimizer=adam)
+    assert devices_of(strategy, trained.model) == [[0, 1], [2, 3]]
+    assert_same_training(train(None, five_layers, optimizer=adam), trained)
+
+
 def test_each_device_has_one_copy_of_its_stage(measured):
     measured(SLOW_MIDDLE)
     model = train(PipelineStrategy(FOUR, 4, num_stages=3), five_layers).model

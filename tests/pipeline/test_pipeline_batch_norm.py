@@ -53,6 +53,17 @@ def after_batches(moving, batches, statistics):
     return moving
 
 
+def test_microbatches_of_no_rows_leave_averages_as_they_are():
+    """Their mean is NaN."""
+    strategy = PipelineStrategy(CPUS, num_microbatches=4)
+    training = train(strategy, first_batch_norm, rows=3, batch_size=3, epochs=1)
+    layer = training.model.get_layer("first")
+    microbatches = [row[None] for row in tiny_data(3)[0]]
+    expected = after_batches(np.zeros(6), microbatches, np.mean)
+    np.testing.assert_allclose(layer.moving_mean, expected, atol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance, [MOMENTUM**3] * 6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "num_microbatches"), [(13, 4), (3, 4)], ids=["uneven", "too small"]
 )

@@ -3,9 +3,17 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
-from tests.helpers import assert_same_training, tiny_data, train
+from tests.helpers import (
+    assert_same_training,
+    momentum_sgd,
+    steps_outside_of_run,
+    tiny_compile_options,
+    tiny_data,
+    train,
+)
 from tfparallel import PipelineStrategy
 
 pytestmark = pytest.mark.turns
@@ -98,6 +106,33 @@ def test_what_is_added_from_outside_is_added_once():
         np.testing.assert_allclose(weight.numpy(), before + 1)
         for copy in weight.value.values:
             np.testing.assert_allclose(copy.numpy(), before + 1)
+
+
+def test_a_step_outside_of_run_updates_slots_once():
+    """They exist once, and each device of a stage has a copy of its weights."""
+    strategy = PipelineStrategy(SLOW_MIDDLE, 4, partition=PARTITION)
+    reference, candidate = (
+        steps_outside_of_run(train(each, four_layers), each) for each in (None, strategy)
+    )
+    assert_same_training(reference, candidate)
+
+
+def test_a_layer_of_two_models_moves_to_a_stage_of_more_devices():
+    weights = []
+    for strategy in (tf.distribute.get_strategy(), PipelineStrategy(SLOW_MIDDLE, 4)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            x, shared = keras.Input((6,)), layers.Dense(6, "tanh")
+            on_first = keras.Model(x, layers.Dense(3)(layers.Dense(8)(shared(x))))
+            on_second = keras.Model(x, layers.Dense(3)(shared(layers.Dense(6)(x))))
+            for model in (on_first, on_second):
+                model.compile(momentum_sgd(), **tiny_compile_options())
+        for model in (on_first, on_second, on_first):
+            model.fit(*tiny_data(12), batch_size=12, shuffle=False, verbose=0)
+        weights.append([*on_first.get_weights(), *on_second.get_weights()])
+    assert devices_of_copies(shared.kernel) == [1, 2]
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.long

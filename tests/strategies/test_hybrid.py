@@ -1,6 +1,7 @@
 """HybridStrategy: what the conformance suite cannot ask."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -228,14 +229,18 @@ def test_shards_are_divided_among_the_devices_of_a_copy():
     np.testing.assert_array_equal(np.concatenate(parts[:2]), kernel.numpy().flatten())
 
 
-def test_the_stages_are_told_with_the_devices_of_all_pipelines():
-    strategy = two_pipelines()
+def test_the_stages_of_all_pipelines_are_told_and_follow_the_schedule():
+    strategy = two_pipelines(4)
     training = train(strategy)
     text = str(strategy.summary(training.model))
     assert "CPU:0" in text
     assert "CPU:2" in text
-    lane = strategy.profile(training.model, tiny_data(12))
-    assert "CPU:1" in str(lane)
+    lanes = strategy.profile(training.model, tiny_data(16))
+    assert lanes.devices == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+    for device, order in enumerate(lanes.timeline.schedule.orders):
+        events = [event for event in lanes.timeline.events if event.device == device]
+        assert [event.action for event in events] == list(order)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(events))
 
 
 def test_a_mesh_of_one_axis_is_what_the_strategy_of_that_axis_is():

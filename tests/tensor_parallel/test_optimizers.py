@@ -117,3 +117,21 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale():
         build=lambda: _build(slope=32.0),
     )
     assert float(candidate.model.optimizer.dynamic_scale) <= scale / 2
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: SGD(0.1, gradient_accumulation_steps=2),
+        lambda: SGD(0.1, use_ema=True, ema_momentum=0.8),
+    ],
+    ids=["accumulation", "averages"],
+)
+def test_a_step_outside_of_run_is_that_of_all_copies(optimizer):
+    with helpers.in_float64():
+        layouts = layout_map(2, 2, {".*kernel": ("model", None)})
+        reference, candidate = (
+            helpers.steps_outside_of_run(helpers.train(each, optimizer=optimizer), each)
+            for each in (None, tfparallel.TensorParallelStrategy(layouts))
+        )
+        helpers.assert_same_training(reference, candidate, 1e-9)

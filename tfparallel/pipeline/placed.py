@@ -47,6 +47,10 @@ class PlacedInStages(LocalExtended):
         self._default_device = None
         self._schedule, self._cluster = schedule, cluster
         self._place_pipelines([devices, *others])
+        every = [device for pipeline in self._pipelines for device in pipeline]
+        # Pipelines have devices in common, or all of them before they are chosen: the first one
+        # updates for all, also where those that are chosen are all different.
+        self._has_stages_of_several = len(set(every)) < len(every)
         if cluster is not None:
             cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
         self._creation = threading.local()
@@ -76,12 +80,6 @@ class PlacedInStages(LocalExtended):
         else:
             where = " + ".join(str(names_of_groups(pipeline)) for pipeline in self._groups)
         return f"num_stages={schedule.num_stages}, num_microbatches={count}, devices={where}"
-
-    @property
-    def _has_stages_of_several(self) -> bool:
-        """Whether pipelines have devices in common."""
-        every = [device for pipeline in self._pipelines for device in pipeline]
-        return len(set(every)) < len(every)
 
     def _devices_of(self, place: int) -> list[str]:
         """All devices in one place of the pipelines, each once."""
@@ -205,12 +203,16 @@ class PlacedInStages(LocalExtended):
     def _update(
         self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
     ) -> object:
-        """Outside of replicas: each copy once, also where several pipelines have it."""
-        done: dict[int, Any] = {}
+        """Outside of replicas. Where pipelines share slots the first one updates for all."""
+        if not isinstance(var, StageVariable) or not var.is_shared:
+            return super()._update(var, fn, args, kwargs, group)
+        results: list = []
 
-        def once(copy: tf.Variable, *args: object, **kwargs: object) -> object:
-            if id(copy) not in done:
-                done[id(copy)] = fn(copy, *args, **kwargs)
-            return done[id(copy)]
+        def of_first(copy: tf.Variable, *args: object, **kwargs: object) -> object:
+            if not results:
+                results.append(fn(copy, *args, **kwargs))
+            return results[0]
 
-        return super()._update(var, once, args, kwargs, group)
+        updates = super()._update(var, of_first, args, kwargs, group)
+        var.tell_copies()
+        return updates

@@ -77,10 +77,15 @@ class StageVariable(CentralVariable):
         self.tell_copies()
         return result
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether pipelines have devices in common: the first one assigns, and tells the others."""
+        return self._firsts is not None
+
     def tell_copies(self) -> None:
         """Where one pipeline assigns for all: gives other devices' copies its value."""
         others = {id(copy): copy for copy in self._values if copy is not self._primary}
-        if self._firsts is None or not others:
+        if not self.is_shared or not others:
             return
         value = self._primary.read_value()
         for copy in others.values():
@@ -106,7 +111,10 @@ class StageVariable(CentralVariable):
             Whether it was elsewhere before: functions that have read it there are out of date.
         """
         before = self.places()
-        for variable in (self, *self._followers):
+        self._move_to(places)
+        if self.is_shared:  # all take the slots of the first
+            places = [places[0]] * len(places)
+        for variable in self._followers:
             variable._move_to(places)
         return self.places() != before
 
@@ -123,13 +131,13 @@ class StageVariable(CentralVariable):
 
     def _move_to(self, places: Sequence[Sequence[str]]) -> None:
         for i, devices in enumerate(places):
-            if self._firsts is not None and self._firsts[i] != i:
-                continue
-            old = self.values[i]
-            new = moved(old, devices[0])
+            first = i if self._firsts is None else self._firsts[i]
+            old = self._values[i]
+            new = moved(self._values[first], devices[0])
             if new is not old:
                 become_copy_of(self, i, new, old)
-                leave(old)
+                if first == i:
+                    leave(old)
 
 
 class InPartsOnStage(StageVariable):
@@ -224,8 +232,14 @@ class SequentialVariable(SummedWhenRead, StageVariable):
             return self._primary
         if self.deferred_to is not None and self.deferred_to(self, value):
             return self._primary
-        if self.dtype.is_floating and not self.is_metric and current_replica_step() is not None:
+        is_state = self.dtype.is_floating and not self.is_metric
+        if is_state and current_replica_step() is not None:
             strategy_behind(self).extended.note_average(self)
+        is_mean = is_state and self.aggregation != tf.VariableAggregation.SUM
+        has_rows = True if changes is None or not is_mean else changes.has_rows()
+        if has_rows is not True:  # a mean of no rows is NaN
+            old = self._primary.read_value()
+            value = tf.where(has_rows, tf.convert_to_tensor(value, self.dtype), old)
         return update_fn(self._primary, value, **kwargs)
 
     def _get(self) -> object:

@@ -89,15 +89,17 @@ class _Function:
 
     Attributes:
         graph: of the function.
-        arguments: the ids of its tensors of a microbatch.
+        arguments: its tensors of a microbatch.
         changes: what is assigned, by the ids of the variables.
         noted: what it does.
+        has_rows: whether the microbatch has rows; None until that is asked.
     """
 
     graph: Any
-    arguments: set[int]
+    arguments: Sequence[tf.Tensor]
     changes: dict[int, Change]
     noted: Noted = field(default_factory=Noted)
+    has_rows: bool | tf.Tensor | None = None
 
 
 class StateChanges:
@@ -221,7 +223,17 @@ class StateChanges:
             for outer, inner in captures
             if tf.is_symbolic_tensor(outer) and inner.dtype != tf.resource
         }
-        return taken | function.arguments
+        return taken | set(map(id, function.arguments))
+
+    def has_rows(self) -> bool | tf.Tensor:
+        """Whether the calling thread's microbatch has rows, by the tensors that come with it."""
+        own = self._function
+        if own is None:
+            return _have_rows(self._current_inputs())
+        if own.has_rows is None:
+            with own.graph.as_default():  # a branch may ask first
+                own.has_rows = _have_rows(own.arguments)
+        return own.has_rows
 
     # ---- asked by calls of stages ----------------------------------------------------------------
 
@@ -253,7 +265,7 @@ class StateChanges:
         around, pairs = self._function, zip(given, values, strict=True)
         before = {id(c.variable): Change(c.variable, v, c.depends) for c, v in pairs}
         graph = tf.compat.v1.get_default_graph()
-        own = _Function(graph, set(map(id, arguments)), dict(before))
+        own = _Function(graph, arguments, dict(before))
         self._thread.function = own
         try:
             yield own.noted
@@ -345,6 +357,14 @@ def _assign_all(variable: tf.Variable, value: tf.Tensor) -> None:
     with tf.device(variable.device):
         for copy in variable.values:
             copy.assign(value)
+
+
+def _have_rows(tensors: Iterable) -> bool | tf.Tensor:
+    with_rows = [each for each in tensors if tf.is_tensor(each) and each.shape.rank]
+    if any(each.shape[0] == 0 for each in with_rows):
+        return False
+    unknown = [tf.shape(each)[0] for each in with_rows if each.shape[0] is None]
+    return tf.reduce_min(tf.stack(unknown)) > 0 if unknown else True
 
 
 def _flat_layers(operations: Iterable) -> list[keras.Layer]:

@@ -95,8 +95,8 @@ def _reset(optimizer: BaseOptimizer, original: Callable) -> None:
         split = None if each is None else split_of(each)
         if split is None and each is not None:
             each.assign(keras.ops.zeros(each.shape, dtype=each.dtype))
-        elif split is not None and split.is_assigned_here():
-            for part in split.own_parts():
+        for parts in [] if split is None else split.assigned_copies():
+            for part in parts:
                 with tf.device(part.device):
                     part.assign(tf.zeros(part.shape, part.dtype))
 
@@ -110,8 +110,8 @@ def _average(optimizer: BaseOptimizer, original: Callable, variables: Sequence) 
         split = None if average is None else split_of(average)
         if split is None:
             _assign_average(optimizer, variable, average)
-        elif split.is_assigned_here():
-            for i, part in enumerate(split.own_parts()):
+        for parts in [] if split is None else split.assigned_copies():
+            for i, part in enumerate(parts):
                 with in_part(i), update_on(part.device):
                     _assign_average(optimizer, variable, average)
 

@@ -154,7 +154,21 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
 
     def is_assigned_here(self) -> bool:
         """Whether the caller assigns the copy that it computes with."""
-        return self._copy() is None or (self._replica() or 0) % self.shards == 0
+        is_update = distribute_lib.get_update_replica_id() is not None  # of each copy
+        return is_update or self._copy() is None or (self._replica() or 0) % self.shards == 0
+
+    def assigned_copies(self) -> Iterator[tuple]:
+        """What is stored of each copy that the caller assigns: outside of replicas these are all.
+
+        While it has one of these, it is that copy that the caller computes with.
+        """
+        if self._copy() is not None:
+            if self.is_assigned_here():
+                yield self.own_parts()
+            return
+        for i in range(len(self.parts)):
+            with distribute_lib.UpdateContext(i):
+                yield self.own_parts()
 
     def own_parts(self) -> tuple:
         """What is stored of the copy that the calling replica computes with."""
