@@ -29,6 +29,7 @@ equal for all microbatches are taken as they are.
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -360,11 +361,13 @@ def _assign_all(variable: tf.Variable, value: tf.Tensor) -> None:
 
 
 def _have_rows(tensors: Iterable) -> bool | tf.Tensor:
+    """Whether all of `tensors` have rows; computed where that is asked, and sent nowhere."""
     with_rows = [each for each in tensors if tf.is_tensor(each) and each.shape.rank]
     if any(each.shape[0] == 0 for each in with_rows):
         return False
-    unknown = [tf.shape(each)[0] for each in with_rows if each.shape[0] is None]
-    return tf.reduce_min(tf.stack(unknown)) > 0 if unknown else True
+    unknown = [each for each in with_rows if each.shape[0] is None]
+    found = [tf.reduce_any(tf.fill(tf.shape(each)[:1], True)) for each in unknown]
+    return functools.reduce(tf.logical_and, found) if found else True
 
 
 def _flat_layers(operations: Iterable) -> list[keras.Layer]:

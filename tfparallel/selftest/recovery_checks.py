@@ -4,9 +4,9 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfparallel.selftest.job_checks import command_of_horovod, launcher, outcomes_in, outcomes_of
 from tfparallel.selftest.machine_devices import Bench
@@ -54,7 +54,7 @@ def restart(bench: Bench) -> Passed:
     return Passed(f"killed after {_KILLED_AT} batches, resumed to the same bits")
 
 
-def check_goes_on(found: Sequence[Mapping[str, Any]]) -> None:
+def check_goes_on(found: Sequence[dict]) -> None:
     """Holds how many batches processes have trained after a kill against those of all.
 
     Raises:
