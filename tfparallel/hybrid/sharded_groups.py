@@ -38,9 +38,9 @@ class SharedSplitVariable(StoredInPieces):
         updates = getattr(self.distribute_strategy.extended._thread, "is_updating", False)
         if self._is_shared and is_in_replica and not updates:
             raise ValueError(
-                "Layers and a train_step may assign only variables that are not in shards. Received: "
-                f"an assignment to '{self._own_name()}' in a replica. Raise `min_size` of "
-                "Sharding, or take a mesh without an axis of shards."
+                "Layers and a train_step may assign only variables that are not in shards. "
+                f"Received: an assignment to '{self._own_name()}' in a replica. Raise `min_size` "
+                "of Sharding, or take a mesh without an axis of shards."
             )
         return super()._to_parts(name, value)
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_layers import behind, layers_of, own_state, own_weights
 from tfparallel.replicas.dependence import Assignment
-from tfparallel.replicas.local_copies import copies_here
+from tfparallel.replicas.local_copies import assigned_here
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.row_trial import UntriableError
 from tfparallel.replicas.variables import ReplicatedVariable
@@ -120,7 +120,7 @@ def _weights(model: keras.Model) -> Iterator[tuple[int, str]]:
     """The ids of the handles, and the paths, of what optimizers train in `model`."""
     for layer in layers_of(model):
         for weight in own_weights(layer):
-            for copy in copies_here(behind(weight)):
+            for copy in assigned_here(behind(weight)):
                 yield id(copy.handle), weight.path
 
 
@@ -135,7 +135,7 @@ def _states(model: keras.Model) -> dict[int, tuple[str, tf.Variable]]:
             if isinstance(value, tf.Variable)
         ]
         for path, variable in own:
-            for copy in copies_here(variable):
+            for copy in assigned_here(variable):
                 found[id(copy.handle)] = path, variable
     return found
 

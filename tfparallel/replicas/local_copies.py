@@ -4,7 +4,7 @@ What is whole, what is a part and who may assign is told by the classes (`variab
 none of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,13 @@ from tfparallel.internals.keras_layers import behind
 def copies_here(variable: tf.Variable) -> Sequence[tf.Variable]:
     """What the replicas of this process have of `variable`; of one in one place, itself."""
     return getattr(variable, "values", (variable,))
+
+
+def assigned_here(variable: tf.Variable) -> Iterator[tf.Variable]:
+    """All that an assignment to `variable` may assign in this process: copies, and their parts."""
+    yield from copies_here(variable)
+    for parts in getattr(variable, "copies", list)():
+        yield from parts
 
 
 def first_copy(variable: tf.Variable) -> tf.Variable:

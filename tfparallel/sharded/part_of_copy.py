@@ -41,6 +41,7 @@ class PartOfCopy:
 
     dtype = property(lambda self: self._copy.dtype)
     name = property(lambda self: self._container.name)
+    handle = property(lambda self: self._own.handle)
 
     def _distributed_container(self) -> tf.Variable:
         return self._container
