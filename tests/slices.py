@@ -2,9 +2,10 @@
 
 A test that takes turns has a number, by its name, and a run has one, that of its slice. `make test`
 says `TEST_SLICE=commit`, by which each commit gets the next slice. Of tests marked `turns`, and of
-the conformance pairs, it runs a fifth, so that all have run at five commits in a row. Of the pairs
-that are left out otherwise it runs those whose number is the slice's: some 25, half a minute. The
-slice is in pytest's first lines; `TEST_SLICE=17` asks for that one again. Without the variable
+the conformance pairs, it runs an eighth, so that all have run at eight commits in a row. Of the
+pairs that are left out otherwise it runs those whose number is the slice's: some 40, a minute. A
+strategy that is asked little has its turn as a whole, as its processes cost more than its pairs.
+The slice is in pytest's first lines; `TEST_SLICE=17` asks for that one again. Without the variable
 every test has its turn; `make test-all` runs all there are.
 """
 
@@ -15,24 +16,25 @@ from pathlib import Path
 from typing import Any
 
 NUM_SLICES = 480
-TURNS = 5  # divides it
+TURNS = 8  # divides it
 VARIABLE = "TEST_SLICE"
 
 
-def slice_of(name: str) -> int:
-    """The slice that a test belongs to, whatever other tests there are."""
-    return zlib.crc32(name.encode()) % NUM_SLICES
+def slice_of(name: str, group: str | None = None) -> int:
+    """The slice that a test belongs to, whatever other tests there are; a group has one turn."""
+    own = zlib.crc32(name.encode()) % NUM_SLICES
+    return own if group is None else own - own % TURNS + slice_of(group) % TURNS
 
 
-def has_its_turn(name: str, slice_of_run: int | None) -> bool:
-    """Whether a test that takes turns is to run: always where there are no slices."""
-    return slice_of_run is None or (slice_of(name) - slice_of_run) % TURNS == 0
+def has_its_turn(number: int, slice_of_run: int | None) -> bool:
+    """Whether a test of that slice is to run, taking turns: always where there are no slices."""
+    return slice_of_run is None or (number - slice_of_run) % TURNS == 0
 
 
 def is_asked(item: Any, slice_of_run: int | None) -> bool:
     """Whether `make test` runs a test of pytest in a slice: none that is `long`, some in turns."""
     takes_turns = item.get_closest_marker("turns")
-    has_turn = not takes_turns or has_its_turn(item.nodeid, slice_of_run)
+    has_turn = not takes_turns or has_its_turn(slice_of(item.nodeid), slice_of_run)
     return has_turn and not item.get_closest_marker("long")
 
 

@@ -124,11 +124,15 @@ class Row:
             return True
         if case.long:
             return False
-        pair = f"{self.name}-{case.name}"
+        number = self.slice_of(case)
         always = self.every_case and case.core and not self.few
         in_turn = case.name in self.few if self.few else self.every_case or case.core
-        has_turn = always or (in_turn and has_its_turn(pair, slice_of_pairs))
-        return has_turn or slice_of(pair) == slice_of_pairs
+        has_turn = always or (in_turn and has_its_turn(number, slice_of_pairs))
+        return has_turn or number == slice_of_pairs
+
+    def slice_of(self, case: Any) -> int:
+        """The slice that its test of a case belongs to; all of a row of `few` have one turn."""
+        return slice_of(f"{self.name}-{case.name}", self.name if self.few else None)
 
 
 def library() -> Any:
