@@ -23,6 +23,7 @@ class Own(keras.Model):
         self.seed = keras.random.SeedGenerator(1)
         self.count = keras.Variable(0, trainable=False, dtype="int32", name="count")
         self.largest = tf.Variable(0.0, trainable=False)
+        self.each = [tf.Variable(0.0, trainable=False) for _ in range(2)]
 
     def call(self, x):
         return self.recurrent(self.dense(x)[:, None])
@@ -85,6 +86,18 @@ def keeps_the_largest(model, x):
     model.largest.assign(tf.maximum(model.largest, tf.reduce_max(x)))
 
 
+def keeps_the_largest_in_a_list(model, x):
+    model.each[1].assign(tf.maximum(model.each[1], tf.reduce_max(x)))
+
+
+def learns_faster(model, x):
+    model.optimizer.learning_rate.assign(0.1 * tf.reduce_mean(tf.abs(x)))
+
+
+def learns_slower(model, x):
+    model.optimizer.learning_rate.assign(0.9 * model.optimizer.learning_rate)
+
+
 def counts_rows(model, x):
     model.count.assign_add(tf.shape(x)[0])
 
@@ -129,7 +142,10 @@ def built(assign, **options) -> Own:
 
 @pytest.mark.parametrize(
     "assign",
-    [moves, moves_a_frozen_weight, moves_in_a_function, moves_in_a_branch, moves_in_a_loop],
+    [
+        *(moves, moves_a_frozen_weight, moves_in_a_function, moves_in_a_branch, moves_in_a_loop),
+        learns_faster,
+    ],
 )
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_depends_on_a_replicas_own_rows_is_refused(assign, run_eagerly):
@@ -137,7 +153,10 @@ def test_what_depends_on_a_replicas_own_rows_is_refused(assign, run_eagerly):
         built(assign, run_eagerly=run_eagerly)
 
 
-STATE = [keeps_a_queue, keeps_a_spread, keeps_the_largest, counts_rows, keeps_a_mean_in_a_branch]
+STATE = [
+    *(keeps_a_queue, keeps_a_spread, keeps_the_largest, keeps_the_largest_in_a_list, counts_rows),
+    keeps_a_mean_in_a_branch,
+]
 
 
 @pytest.mark.parametrize("assign", STATE)
@@ -148,7 +167,7 @@ def test_state_of_which_no_mean_is_that_of_all_rows_is_refused(assign):
 
 ALIKE = [
     *(moves_by_a_sum, moves_by_all_rows, clips, calls_a_function, keeps_a_mean),
-    *(keeps_a_queue_of_all_rows, counts_batches, counts_batches_in_a_branch),
+    *(keeps_a_queue_of_all_rows, counts_batches, counts_batches_in_a_branch, learns_slower),
 ]
 
 

@@ -1,6 +1,8 @@
 """A model is built from its own step, of which no trace is left."""
 
 import contextlib
+import functools
+import types
 
 import keras
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.helpers import assert_same_training, train
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.step_build import _placeholders, build
 
@@ -83,3 +86,56 @@ def test_placeholders_are_what_a_dataset_gives():
     assert made["nothing"] is None
     assert made["array"].shape == (2, 3)
     assert (made["specs"][0].shape.as_list(), made["specs"][0].dtype) == ([None, 7], tf.int64)
+
+
+def by_cross_entropy(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        scores = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), True)
+        loss = tf.reduce_mean(scores)
+    self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+    return {"loss": loss}
+
+
+def timed(step):
+    """A decorator that does not say what it decorates."""
+
+    def around(self, data):
+        return step(self, data)
+
+    return around
+
+
+class Decorated(keras.Model):
+    train_step = timed(by_cross_entropy)
+
+
+def own_step_of_class():
+    x = keras.Input((6,))
+    return Decorated(x, keras.layers.Dense(3)(x))
+
+
+def own_step_of_instance():
+    x = keras.Input((6,))
+    model = keras.Model(x, keras.layers.Dense(3)(x))
+    model.train_step = types.MethodType(by_cross_entropy, model)
+    return model
+
+
+@pytest.mark.parametrize("made", [own_step_of_class, own_step_of_instance])
+def test_a_step_may_have_another_name(made):
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    one, ours = (train(each, made, compile_options=dict) for each in (None, strategy))
+    assert_same_training(one, ours)
+
+
+@pytest.mark.parametrize("call", ["fit", "train_on_batch", "evaluate", "test_on_batch"])
+def test_a_step_that_is_no_method_is_refused(call):
+    """It would be given the whole batch on each replica."""
+    with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = own_step_of_instance()
+        model.compile()
+    model.train_step = functools.partial(by_cross_entropy, model)
+    model.test_step = lambda data: {"loss": model(data[0])}
+    with pytest.raises(ValueError, match=r"must be plain methods.*types.MethodType"):
+        getattr(model, call)(np.ones((4, 6)), np.ones(4))

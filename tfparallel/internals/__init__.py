@@ -105,6 +105,7 @@ from tfparallel.internals.keras_trainer import (
     is_predict_step,
     is_stock_step,
     is_symbolic_build,
+    is_train_step,
     model_of_predict_step,
     trainer_that_builds,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "is_loss_scaling",
     "is_predict_step",
     "is_stock_step",
+    "is_train_step",
     "is_symbolic_build",
     "layer_of_late_variable",
     "keep_traced_functions",

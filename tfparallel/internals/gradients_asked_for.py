@@ -36,6 +36,12 @@ def gradient_asked_for() -> tuple[tf.GradientTape, list] | None:
     return frame.f_locals["self"], frame.f_locals[TARGETS]
 
 
+def is_as_asked_for(gradient: tf.Tensor) -> bool:
+    """Whether `GradientTape.gradient` has made a tensor of a graph, and nobody has changed it."""
+    lines = ((frame.filename, frame.name) for frame in gradient.op.traceback)
+    return (_GRADIENT.co_filename, _GRADIENT.co_name) in lines
+
+
 def with_gradient(
     tape: tf.GradientTape, tensor: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:

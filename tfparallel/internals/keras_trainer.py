@@ -82,9 +82,20 @@ def model_of_predict_step(fn: Callable) -> keras_trainer.TensorFlowTrainer:
 
 def is_keras_step(fn: Callable) -> bool:
     """Whether `fn` is the bound `train_step` or `test_step` of a Keras model."""
-    if getattr(fn, "__name__", "") not in ("train_step", "test_step"):
+    return _is_step(fn, "train_step") or _is_step(fn, "test_step")
+
+
+def is_train_step(fn: MethodType) -> bool:
+    """Which of them it is."""
+    return _is_step(fn, "train_step")
+
+
+def _is_step(fn: Callable, name: str) -> bool:
+    """By its name, or as what the model has under that name: a decorator may call it another."""
+    model = getattr(fn, "__self__", None)
+    if not isinstance(model, keras_trainer.TensorFlowTrainer):
         return False
-    return isinstance(getattr(fn, "__self__", None), keras_trainer.TensorFlowTrainer)
+    return getattr(fn, "__name__", "") == name or fn == getattr(model, name)
 
 
 def is_compiled_step(fn: object) -> bool:
@@ -100,12 +111,14 @@ def is_compiled_step(fn: object) -> bool:
     return is_step and isinstance(model, keras_trainer.TensorFlowTrainer)
 
 
-def is_stock_step(fn: MethodType) -> bool:
-    """Whether `fn`, a bound step of a Keras model, is Keras's own.
+def is_stock_step(fn: Callable) -> bool:
+    """Whether `fn`, a step of a Keras model, is Keras's own.
 
     Such a step takes a batch `(x, y, sample_weight)`; to train, it calls `optimizer.scale_loss`.
     """
-    return fn.__func__ is getattr(keras_trainer.TensorFlowTrainer, fn.__name__)
+    trainer = keras_trainer.TensorFlowTrainer
+    stock = trainer.train_step, trainer.test_step, trainer.predict_step
+    return getattr(fn, "__func__", None) in stock
 
 
 def ends_with_update(model: keras.Model) -> bool:

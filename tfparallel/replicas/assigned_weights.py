@@ -5,7 +5,7 @@ A replica has some rows of a batch. What it assigns of them is another value on 
     assigned of own rows                      then
     ----------------------------------------  -----------------------------------------------------
     to a weight: `weight.assign_sub(...)` of  refused: copies would drift apart
-    a gradient
+    a gradient; to an optimizer's variable
     to other state, a mean over rows          the mean of the replicas' values, weighted by rows
     to other state, anything else: a queue    refused: no mean of the replicas' values is that of
     of rows, a ratio of sums, a count         one device
@@ -26,6 +26,7 @@ from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_layers import behind, layers_of, own_state, own_weights
 from tfparallel.replicas.dependence import Assignment
 from tfparallel.replicas.local_copies import assigned_here
+from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.row_trial import UntriableError
 from tfparallel.replicas.variables import ReplicatedVariable
@@ -53,17 +54,19 @@ def check_assigned_weights(
     if num_replicas(step.context.strategy) == 1:
         return
     weights, states = dict(_weights(model)), _states(model)
-    if not any(each.handle in (*weights, *states) for each in step.assignments()):
+    optimizers = dict(_variables_of_optimizers(model))
+    if not any(each.handle in (*weights, *states, *optimizers) for each in step.assignments()):
         return
     if not step.context.strategy.extended._sees_what_a_step_assigns:
         _check_is_not_read_again(model, step, weights)
     step = of_any_rows() or step
+    refused = {**weights, **optimizers}
     for each in step.assignments():
-        if each.depends and each.handle in weights:
+        if each.depends and each.handle in refused:
             raise RefusedStepError(
                 "A train_step must not assign to a weight what depends on the rows of the batch: "
                 "each replica has some of them, and its copy would become another one. Received: "
-                f"{_named(step, model)} assigns such a value to '{weights[each.handle]}'. Give "
+                f"{_named(step, model)} assigns such a value to '{refused[each.handle]}'. Give "
                 f"gradients to an optimizer; or {_WAY_OUT}"
             )
         if each.depends and each.handle in states:
@@ -124,20 +127,37 @@ def _weights(model: keras.Model) -> Iterator[tuple[int, str]]:
                 yield id(copy.handle), weight.path
 
 
+def _variables_of_optimizers(model: keras.Model) -> Iterator[tuple[int, str]]:
+    """The ids of the handles, and the paths, of rates, slots and counters."""
+    for optimizer in optimizers_of(model):
+        for variable in optimizer.variables:
+            for copy in assigned_here(behind(variable)):
+                yield id(copy.handle), f"{optimizer.name}/{variable.name}"
+
+
 def _states(model: keras.Model) -> dict[int, tuple[str, tf.Variable]]:
     """Other variables of `model` that a step may assign, by the ids of their handles."""
     found = {}
     for layer in layers_of(model):
         own = [(state.path, behind(state)) for state in own_state(layer)]
         own += [
-            (f"{layer.name}.{name}", value)
+            (f"{layer.name}.{name}", variable)
             for name, value in vars(layer).items()
-            if isinstance(value, tf.Variable)
+            for variable in _variables_in(value)
         ]
         for path, variable in own:
             for copy in assigned_here(variable):
                 found[id(copy.handle)] = path, variable
     return found
+
+
+def _variables_in(value: object) -> Iterator[tf.Variable]:
+    """Those of TensorFlow that an attribute is, or holds in lists and dictionaries."""
+    if isinstance(value, tf.Variable):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _variables_in(each)
 
 
 def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:

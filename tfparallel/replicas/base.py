@@ -122,7 +122,7 @@ class KerasStrategy(DescribedStrategy):
         elif is_predict_step(fn):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_compiled_step(fn) or is_called_by_trainer():
-            checks.check_is_not_compiled(fn)
+            checks.check_is_method(fn)
         if not is_step and not is_predict_step(fn):
             has_rows = layers_never_without_rows(layers_known_to(fn), self.extended)
             with spoken_of(self, fn), has_rows:

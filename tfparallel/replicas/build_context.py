@@ -21,6 +21,7 @@ class BuildContext(ReplicaContext):
     Attributes:
         is_asked: something was to be reduced or gathered.
         met: the ids of what came of it: the same on all replicas.
+        gradients: what optimizers were given, in the place of an update.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, graph: FuncGraph):
@@ -28,6 +29,7 @@ class BuildContext(ReplicaContext):
         self.graph = graph
         self.is_asked = False
         self.met: set[int] = set()
+        self.gradients: list[tf.Tensor | tf.IndexedSlices] = []
 
     def all_reduce(self, reduce_op: object, value: object, options: object = None) -> object:
         """`value`: there is no other replica."""

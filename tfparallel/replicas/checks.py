@@ -99,18 +99,22 @@ def check_trained(
         )
 
 
-def check_is_not_compiled(step_function: object) -> None:
-    """Refuses a `train_step` or `test_step` that is a `tf.function` itself.
+def check_is_method(step_function: object) -> None:
+    """Refuses a step of a model that is a `tf.function` itself, or no method of the model.
 
     Raises:
         ValueError: at the first step.
     """
     if isinstance(step_function, tf.types.experimental.PolymorphicFunction):
-        raise ValueError(
-            "train_step and test_step must be plain methods: the strategy splits the batch and "
-            "joins the gradients around them, and Keras compiles the whole. Received: a method "
-            "decorated with @tf.function. Remove the decorator."
-        )
+        received = "a method decorated with @tf.function. Remove the decorator."
+    elif not isinstance(getattr(step_function, "__self__", None), keras.Model):
+        received = f"{step_function!r}. Define it in the class, or set types.MethodType(it, model)."
+    else:
+        return
+    raise ValueError(
+        "train_step and test_step must be plain methods: the strategy splits the batch and joins "
+        f"the gradients around them, and Keras compiles the whole. Received: {received}"
+    )
 
 
 def check_jit_compile(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import is_stock_step, values_util
+from tfparallel.internals import is_stock_step, is_train_step, values_util
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
@@ -38,7 +38,7 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
     """
     model, extended = step_function.__self__, strategy.extended
     batch = Batch(extended, data)
-    weights_loss = step_function.__name__ == "train_step" and is_stock_step(step_function)
+    weights_loss = is_train_step(step_function) and is_stock_step(step_function)
     statistics: list = []
     global_results: list = []
 

@@ -136,6 +136,7 @@ def _reduce_then_apply(
     context = distribute_lib.get_replica_context()
     if isinstance(context, BuildContext):
         build_optimizer(optimizer, trainable_variables)
+        context.gradients += [g for g in grads if g is not None]
         return None
     _count_where_the_counter_is(optimizer)
     if context is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

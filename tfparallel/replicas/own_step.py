@@ -1,13 +1,16 @@
 """A step of a user's own, traced before it runs: what it would do is read off, and tried, there."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import keras
 import tensorflow as tf
 
 from tfparallel.internals.graphs import FuncGraph
-from tfparallel.internals.traced_values import computed_from
+from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.traced_values import computed_from, draws_otherwise
 from tfparallel.replicas.build_context import BuildContext
-from tfparallel.replicas.dependence import Assignment, assignments
+from tfparallel.replicas.dependence import Assignment, assignments, reaches
 from tfparallel.replicas.row_trial import (
     NUM_ROWS,
     Found,
@@ -16,6 +19,8 @@ from tfparallel.replicas.row_trial import (
     found_for,
     trial,
 )
+
+_FEW_DIGITS = "float16", "bfloat16"
 
 
 class RefusedStepError(ValueError):
@@ -31,6 +36,7 @@ class StepOfOwnRows:
         context: in which it was traced.
         data: the batch there, a nest of tensors.
         weight: of the replica, a placeholder of the graph; None if it is 1.
+        scale: of gradients by variables, a placeholder of the graph; None if it is 1.
         of_layers: the ids of the operations that calls of layers with rules of their own have made.
         losses: what the step takes gradients of with respect to variables.
     """
@@ -39,6 +45,7 @@ class StepOfOwnRows:
     context: BuildContext
     data: object = None
     weight: tf.Tensor | None = None
+    scale: tf.Tensor | None = None
     of_layers: set[int] = field(default_factory=set)
     losses: list[tf.Tensor] = field(default_factory=list)
 
@@ -58,12 +65,37 @@ class StepOfOwnRows:
         """What the step itself assigns."""
         return [x for x in self.all_assignments() if id(x.operation) not in self.of_layers]
 
-    def found_for(self, value: tf.Tensor, computed_in: str | None = None) -> Found:
+    def is_coupled_by_layers(self) -> bool:
+        """Whether layers have a state of all rows, which they get when the step runs."""
+        made = [x for x in self.all_assignments() if id(x.operation) in self.of_layers]
+        return any(each.depends for each in made)
+
+    def is_of_own_rows(self, value: tf.Tensor) -> bool:
+        """Whether `value` depends on rows, and on none of other replicas.
+
+        Also if it is computed of random numbers that a trial leaves to chance it tells nothing.
+        """
+        own = set(map(id, self.rows()))
+        of_rows = reaches(value, own) and not reaches(value, self.context.met)
+        return of_rows and not draws_otherwise(value)
+
+    def depends_on_scale(self, value: tf.Tensor) -> bool:
+        """Whether `value` is computed of gradients by variables."""
+        return self.scale is not None and reaches(value, {id(self.scale)})
+
+    def found_for(
+        self,
+        value: tf.Tensor,
+        computed_in: str | None = None,
+        at_most: int | None = None,
+        watch: Callable[[Callable[[float], tf.Tensor]], None] = lambda at_scale: None,
+    ) -> Found:
         """What `value`, of floating point, is to parts of a batch: tried on random ones.
 
         Args:
             value: of the graph, in no branch, loop or function.
-            computed_in: as `row_trial.found_for` takes it.
+            computed_in, at_most: as `row_trial.found_for` takes them.
+            watch: is given, for each rows that it is computed of, what computes it at a `scale`.
 
         Raises:
             UntriableError: it cannot be computed on any, or the batch is not of dense tensors.
@@ -74,18 +106,29 @@ class StepOfOwnRows:
         parts = self.data if isinstance(self.data, tuple) else ()  # x, y and weights, as Keras has
         roles = [*parts, None][:3] if len(parts) in (2, 3) else [self.data, None, None]
         data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
-        of_replica = [] if self.weight is None else [self.weight]
+        of_replica = [x for x in (self.weight, self.scale) if x is not None]
         compute = computed_from(self.graph, [*self.rows(), *of_replica], value)
 
         def outcome(*given: object) -> TrialOutcome:
             targets, data, weights = given
             leaves = [x for x in tf.nest.flatten([data, targets, weights]) if x is not None]
-            share = tf.constant(len(leaves[0]) / NUM_ROWS, tf.float64)
-            number = compute([*leaves, *[share for _ in of_replica]])
+
+            def at_scale(scale: float) -> tf.Tensor:
+                numbers = tf.constant([len(leaves[0]) / NUM_ROWS, scale], tf.float64)
+                return compute([*leaves, *tf.unstack(numbers)[: len(of_replica)]])
+
+            watch(at_scale)
+            number = at_scale(1.0)
             return TrialOutcome(number, number)
 
         with trial():
-            return found_for(outcome, targets, data, weights, computed_in, has_model=True)
+            return found_for(outcome, targets, data, weights, computed_in, True, at_most)
+
+
+def few_digits_of(model: keras.Model) -> str | None:
+    """The dtype of few digits that layers of `model` compute in, if any does."""
+    few = [x.compute_dtype for x in layers_of(model) if x.compute_dtype in _FEW_DIGITS]
+    return max(few, default=None)
 
 
 def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:

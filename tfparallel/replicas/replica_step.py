@@ -28,6 +28,7 @@ class ReplicaStep:
         first_row: where `rows` begin among those of all replicas, None where that is not known.
         summed_targets: of the last gradient of the step's own, as `tape_hooks` has changed them.
         losses: gets all targets of such gradients, if it is given.
+        scale: scalar float64 that such gradients are multiplied with, if it is given.
         has_all_rows: what is computed is of the rows of all replicas, on each of them alike.
     """
 
@@ -44,6 +45,7 @@ class ReplicaStep:
         self.weights_loss, self.statistics = weights_loss, statistics
         self.summed_targets: list | None = None
         self.losses: list | None = None
+        self.scale: tf.Tensor | None = None
         self.has_all_rows = False
 
     def zero_without_rows(self, gradients: list) -> list:

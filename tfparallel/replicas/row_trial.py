@@ -8,6 +8,7 @@ it can compute: no batch is read for it, and all workers come to the same answer
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def found_for(
     weights: object,
     computed_in: str | None = None,
     has_model: bool = False,
+    at_most: int | None = None,
 ) -> Found:
     """Tries a function of the rows of a batch.
 
@@ -143,18 +145,22 @@ def found_for(
         targets, predictions, weights: nests of specs `[rows, ...]` of dense tensors, or None.
         computed_in: the dtype of what the function computes, if not that of its outcomes.
         has_model: whether the function is a model and its loss, whose rounding adds up.
+        at_most: how many draws that suit the function are enough; None: as many as there are.
 
     Raises:
-        UntriableError: from the last error.
+        UntriableError: from the last error, or as no trial gave a finite value.
         GathersRowsError: from the function.
         TakesTensorsError: from its first use of a tensor that is no argument of it.
     """
     found: Found | None = None
-    for whole, first, second in _outcomes(function, targets, predictions, weights, has_model):
+    outcomes = _outcomes(function, targets, predictions, weights, has_model)
+    tells = (outcome for outcome in outcomes if np.all(np.isfinite(_numbers(outcome[0].values))))
+    for whole, first, second in itertools.islice(tells, at_most):
         least = _rounding(whole.values, whole.number, computed_in)
         own = _compared(whole, first, second, max(least, _OF_A_MODEL if has_model else 0.0))
         found = own if found is None else found & own
-    assert found is not None  # `_outcomes` has given some, or raised
+    if found is None:
+        raise UntriableError from ArithmeticError("what it gives for them is not finite")
     return found
 
 
@@ -246,8 +252,6 @@ def _compared(
     whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome, rounding: float
 ) -> Found:
     values, number = _numbers(whole.values), _numbers(whole.number)
-    if not np.all(np.isfinite(values)):
-        return Found(frozenset(("rows", "mean", "sum")), whole.is_masked)  # it tells nothing
     kinds = []
     in_parts = _joined([_numbers(part.values) for part in (first, second)])
     if values.shape[:1] == (NUM_ROWS,) and _equal(values, in_parts, rounding):

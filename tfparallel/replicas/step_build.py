@@ -17,6 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 
 import keras
 import tensorflow as tf
@@ -26,6 +27,7 @@ from tfparallel.internals import (
     Functional,
     distribute_lib,
     is_stock_step,
+    is_train_step,
 )
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.hooks import shadowed, wrapped
@@ -51,6 +53,7 @@ from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
+from tfparallel.replicas.step_gradients import check_gradients
 from tfparallel.replicas.step_losses import check_losses, is_declared
 from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.replicas.whole_batch_layers import calls_of_layers_told
@@ -71,14 +74,15 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
             replica's own rows to a weight.
         Exception: what the step raises, for a step that would.
     """
-    step = model.train_step if method in ("fit", "train_on_batch") else model.test_step
-    checks.check_is_not_compiled(step)
+    name = "train_step" if method in ("fit", "train_on_batch") else "test_step"
+    step = getattr(model, name)
+    checks.check_is_method(step)
     if is_stock_step(step) and has_stock_loss(model):
         with without_remat_of_keras(model), _known_outputs(model):
             build_as_keras_does(model, data_batch)
         return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
-    before = known.get(step.__name__)
+    before = known.get(name)
     if before is not None and [*map(id, before)] == [*map(id, optimizers)]:
         return
     try:
@@ -89,7 +93,7 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
         if not model.run_eagerly:
             raise
         # Only Python can run such a step; if it is wrong, the first step says so.
-    known[step.__name__] = optimizers_of(model)
+    known[name] = optimizers_of(model)
 
 
 def _known_outputs(model: keras.Model) -> contextlib.AbstractContextManager:
@@ -135,18 +139,25 @@ def _placeholder_like(output: keras.KerasTensor) -> tf.Tensor:
     return tf.compat.v1.placeholder(output.dtype, output.shape)
 
 
-def _trace(model: keras.Model, step: Callable, data_batch: object) -> None:
+def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
     traced = _traced_once(model, step, data_batch)
     if traced is None or num_replicas(traced.context.strategy) == 1:
         return
     of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
-    if step.__name__ == "train_step" and not is_declared(model):
+    if _is_tried(model, step):
         check_losses(model, of_any_rows())
+        if not is_stock_step(step):
+            check_gradients(model, of_any_rows())
+
+
+def _is_tried(model: keras.Model, step: MethodType) -> bool:
+    """Whether parts of a batch have to make what `step` takes gradients of, as far as is known."""
+    return is_train_step(step) and not is_declared(model)
 
 
 def _traced_for_any_rows(
-    model: keras.Model, step: Callable, data_batch: object
+    model: keras.Model, step: MethodType, data_batch: object
 ) -> StepOfOwnRows | None:
     """Traces a step that has been traced for the rows that it gets; None if it is for these alone.
 
@@ -155,7 +166,7 @@ def _traced_for_any_rows(
     try:
         traced = _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
     except Exception as error:
-        if step.__name__ == "train_step" and not is_declared(model):
+        if _is_tried(model, step):
             tf.get_logger().warning(
                 "The train_step of model '%s' cannot be traced for any number of rows (%r), by "
                 "which its loss would be tried: the loss is taken for a mean over rows. Write "
@@ -171,7 +182,7 @@ def _traced_for_any_rows(
 
 
 def _traced_once(
-    model: keras.Model, step: Callable, data_batch: object, is_cut: bool = True
+    model: keras.Model, step: MethodType, data_batch: object, is_cut: bool = True
 ) -> StepOfOwnRows | None:
     """Traces `step`, for a replica's part of the batch or all of it; None without a strategy.
 
@@ -204,8 +215,9 @@ def _only_replica(traced: StepOfOwnRows, is_cut: bool) -> ReplicaStep:
     if is_cut:
         return ReplicaStep(1, tf.ones(()), True, [], first_row=0)
     traced.weight = tf.compat.v1.placeholder(tf.float64, [])
+    traced.scale = tf.compat.v1.placeholder(tf.float64, [])
     replica = ReplicaStep(num_rows(traced.data), traced.weight, False, [], first_row=0)
-    replica.losses = traced.losses
+    replica.losses, replica.scale = traced.losses, traced.scale
     return replica
 
 

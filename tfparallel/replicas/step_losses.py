@@ -13,15 +13,10 @@ not know: a loss that is computed of such is not tried.
 import keras
 import tensorflow as tf
 
-from tfparallel.internals.keras_layers import layers_of
-from tfparallel.internals.traced_values import draws_otherwise
 from tfparallel.replicas.computed_losses import declared_kind_of
-from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.loss_kinds import declared_kind
-from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
+from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows, few_digits_of
 from tfparallel.replicas.row_trial import UntriableError
-
-_FEW_DIGITS = "float16", "bfloat16"
 
 
 def check_losses(model: keras.Model, step: StepOfOwnRows | None) -> None:
@@ -35,19 +30,13 @@ def check_losses(model: keras.Model, step: StepOfOwnRows | None) -> None:
     Raises:
         RefusedStepError: naming the model.
     """
-    if step is None:
+    if step is None or step.is_coupled_by_layers():
         return
-    made_by_layers = [x for x in step.all_assignments() if id(x.operation) in step.of_layers]
-    if any(each.depends for each in made_by_layers):
-        return  # layers with a state of all rows, which get them when the step runs
-    few = [x.compute_dtype for x in layers_of(model) if x.compute_dtype in _FEW_DIGITS]
-    computed_in = max(few, default=None)
-    rows = set(map(id, step.rows()))
+    computed_in = few_digits_of(model)
     for loss in step.losses:
         if not isinstance(loss, tf.Tensor) or loss.graph is not step.graph:
             continue  # of a branch, a loop or a function
-        is_of_rows = reaches(loss, rows) and not reaches(loss, step.context.met)
-        if is_of_rows and not draws_otherwise(loss):
+        if step.is_of_own_rows(loss):
             _check(model, step, loss, computed_in)
 
 

@@ -37,10 +37,20 @@ def told_of_gradient() -> None:
         with_gradient(tape, target, divided) if _is_by_row(target, step.rows) else target
         for target in targets
     ]
+    if step.scale is not None:
+        scaled = functools.partial(_scaled, step.scale)
+        targets[:] = [
+            with_gradient(tape, x, scaled) if tf.is_tensor(x) and x.dtype.is_floating else x
+            for x in targets
+        ]
 
 
 def _divided(step: ReplicaStep, gradient: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(gradient, tf.cast(step.weight, gradient.dtype))
+
+
+def _scaled(scale: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    return gradient * tf.cast(scale, gradient.dtype)
 
 
 def _is_by_row(value: tf.Tensor, rows: int | tf.Tensor) -> bool:

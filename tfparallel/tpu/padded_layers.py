@@ -26,7 +26,7 @@ from tfparallel.internals.keras_layers import (
     moments_method,
     own_losses,
 )
-from tfparallel.replicas.checks import check_is_not_compiled
+from tfparallel.replicas.checks import check_is_method
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import trial
 from tfparallel.replicas.whole_batch_layers import may_keep_state
@@ -49,7 +49,7 @@ _tried: weakref.WeakSet = weakref.WeakSet()  # models that compute each row of i
 def why_never_padded(model: keras.Model) -> str | None:
     """Why no step of `model` can have rows of padding, before one is traced; None if it may."""
     for name in _OWN_METHODS:
-        check_is_not_compiled(getattr(model, name))
+        check_is_method(getattr(model, name))
     own = [name for name in _OWN_METHODS if not is_stock_step(getattr(model, name))]
     trainer = keras.Model
     own += [

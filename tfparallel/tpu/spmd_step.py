@@ -24,6 +24,7 @@ from tfparallel.internals import (
     is_keras_step,
     is_predict_step,
     is_stock_step,
+    is_train_step,
     model_of_predict_step,
     trainer_that_builds,
 )
@@ -101,7 +102,7 @@ class SpmdKerasSteps(DescribedStrategy):
             with spoken_of(self, fn), without_remat_of_keras(model_of_predict_step(fn)):
                 return self._predict(fn, args[0], options)
         if is_compiled_step(fn) or is_called_by_trainer():
-            checks.check_is_not_compiled(fn)
+            checks.check_is_method(fn)
         with spoken_of(self, fn):
             return super().run(fn, args, kwargs, options)
 
@@ -237,7 +238,7 @@ class SpmdKerasSteps(DescribedStrategy):
 
 def _step_on_replica(step_function: MethodType, segments: StepSegments) -> Callable:
     """`step_function` of this replica's rows, with outputs averaged over all rows."""
-    is_training = step_function.__name__ == "train_step"
+    is_training = is_train_step(step_function)
     weights_loss = is_training and is_stock_step(step_function)
     model = step_function.__self__
 

@@ -151,3 +151,29 @@ def a_weight_moved_by_a_gradient_of_own_rows_is_refused(run: Run):
     in_shards = "may assign only variables that are not in shards.*/kernel'"
     with pytest.raises(ValueError, match=f"{in_whole}|{in_shards}"):
         _fit(model)
+
+
+class ClipsByHand(keras.Model):
+    """An optimizer gets gradients that are no sum of those of parts of a batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        gradients = [tf.convert_to_tensor(each) for each in tape.gradient(loss, weights)]
+        self.optimizer.apply(tf.clip_by_global_norm(gradients, 0.1)[0], weights)
+        return {"loss": loss}
+
+
+@claim()
+def gradients_that_are_clipped_by_hand_are_refused(run: Run):
+    """Each replica would clip those of its own rows."""
+    if run.row.num_replicas == 1:
+        return
+    with run.scope():
+        inner = tiny_model()
+        model = ClipsByHand(inner.inputs, inner.outputs)
+        _compile(model)
+    with pytest.raises(ValueError, match="clipped or normalised by hand"):
+        _fit(model)
