@@ -101,10 +101,10 @@ RIGHT = [
 ]
 
 
-def built(change, model=dense, batch=ROWS, declared=lambda model: model):
+def built(change, model=dense, batch=ROWS, declared=lambda model: model, loss="mse"):
     with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = declared(model(type("Step", (Step,), {"change": change})))
-        model.compile(optimizer="adam", loss="mse")
+        model.compile(optimizer="adam", loss=loss)
         build(model, "fit", batch)
     return model
 
@@ -197,6 +197,12 @@ def test_one_replica_has_all_rows():
         model.compile(loss="mse")
         build(model, "fit", ROWS)
     assert model.built
+
+
+@pytest.mark.parametrize("change", [as_they_are, scaled])
+@pytest.mark.parametrize("loss", [tfparallel.mean_loss(keras.losses.Dice()), keras.losses.Dice()])
+def test_a_loss_that_is_declared_or_gets_all_rows_is_not_tried(loss, change):
+    assert built(change, loss=loss).built
 
 
 @pytest.mark.parametrize("change", [scaled, with_decay, of_two_losses])

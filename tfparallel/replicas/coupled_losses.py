@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfparallel.internals import ReduceOp, distribute_lib, get_keras_mask, set_keras_mask
 from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import own_rows_live
-from tfparallel.replicas.loss_kinds import kind_of_loss, number_and_values
+from tfparallel.replicas.build_context import BuildContext
+from tfparallel.replicas.loss_kinds import declared_kind, kind_of_loss, number_and_values
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import is_trial
 
@@ -45,9 +46,19 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         value = loss(y_true, y_pred, sample_weight)
         if kind == "rows":
             return _of_rows(plain, value, sample_weight, get_keras_mask(y_pred), step)
-        return value if kind == "mean" else weighed(value, tf.ones((), value.dtype), step)
+        if kind == "mean":
+            return _as_declared(plain, value)
+        return weighed(value, tf.ones((), value.dtype), step)
 
     return on_replica
+
+
+def _as_declared(loss: Any, value: tf.Tensor) -> tf.Tensor:
+    """`value` of a mean; one that is declared so is not tried where a step is."""
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, BuildContext) and declared_kind(loss) is not None:
+        return context.of_all(value)
+    return value
 
 
 def _any_mean(y_pred: object) -> tf.Tensor:

@@ -76,8 +76,11 @@ class StepOfOwnRows:
         Also if it is computed of random numbers that a trial leaves to chance it tells nothing.
         """
         own = set(map(id, self.rows()))
-        of_rows = reaches(value, own) and not reaches(value, self.context.met)
-        return of_rows and not draws_otherwise(value)
+        return reaches(value, own) and not (self.is_of_others(value) or draws_otherwise(value))
+
+    def is_of_others(self, value: tf.Tensor) -> bool:
+        """Whether `value` is computed of rows of other replicas, or as if it were."""
+        return reaches(value, self.context.met)
 
     def depends_on_scale(self, value: tf.Tensor) -> bool:
         """Whether `value` is computed of gradients by variables."""

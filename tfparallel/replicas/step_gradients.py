@@ -45,8 +45,9 @@ def check_gradients(model: keras.Model, step: StepOfOwnRows | None) -> None:
     number = _number_of_all(step)
     if number is None or not step.is_of_own_rows(number):
         return
-    if any(step.depends_on_scale(loss) for loss in step.losses):
-        return  # a loss of gradients, which do not grow as it does
+    losses = [loss for loss in step.losses if _is_of(loss, step.graph)]
+    if any(step.depends_on_scale(loss) or step.is_of_others(loss) for loss in losses):
+        return  # a loss of gradients, which do not grow as it does; or one that parts do not make
     computed_in = few_digits_of(model)
     scales = _SCALES_OF_FLOAT16 if computed_in == "float16" else _SCALES
     at_scales: list[np.ndarray] = []
