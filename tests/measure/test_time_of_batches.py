@@ -87,10 +87,9 @@ def test_a_batch_that_sleeps_is_waited_for_as_long(kind):
     """Keras reads a batch ahead or two, so that as many sleeps may fall into another epoch."""
     make, options = KINDS[kind]
     clock = Clock()
-    (before, after), verdict = trained(make(clock), clock, **options)
+    (_, after), verdict = trained(make(clock), clock, **options)
     waited_s = after.seconds["input"]
     assert waited_s >= (BATCHES - 3) * PAUSE_S  # a step hides a part of the sleep beside it
-    assert waited_s > before.seconds["input"]
     assert waited_s <= after.wall_s
     assert verdict.cause in ("input: generator", "input")
     each_ms = float(re.search(r"([\d.]+) ms a step", verdict.text)[1])

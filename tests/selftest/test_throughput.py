@@ -1,13 +1,16 @@
 """What `tfparallel selftest` times of models of users' sizes, at sizes of a machine without GPU."""
 
-import keras
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from tfparallel.selftest import job_checks, speed_checks, throughput_checks, workloads
+from tfparallel.selftest import job_checks, throughput_checks
 from tfparallel.selftest.machine_checks import is_all_nvlink
 from tfparallel.selftest.machine_devices import Bench
-from tfparallel.selftest.throughput_checks import judge_throughput, measure_alone
+from tfparallel.selftest.throughput_checks import judge_throughput
 from tfparallel.selftest.verdicts import CheckFailedError
 from tfparallel.selftest.workloads import WORKLOADS
 
@@ -22,15 +25,18 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """The same models with a few weights, and few steps; types of users' are kept."""
-    for name, value in SMALL.items():
-        monkeypatch.setattr(workloads, name, value)
-    for module in (speed_checks, throughput_checks):
-        monkeypatch.setattr(module, "STEPS", 2)
-    yield
-    keras.config.set_dtype_policy("float32")
+# The same models with a few weights, and few steps; types of users' are kept.
+IMPORTS = "from tfparallel.selftest import speed_checks, throughput_checks, workloads\n"
+CHANGES = "".join(f"workloads.{name} = {value!r}\n" for name, value in SMALL.items())
+CHANGES += "speed_checks.STEPS = throughput_checks.STEPS = 2\n"
+ALONE = f"""
+import json
+import keras
+from tfparallel.selftest.machine_devices import Bench
+{IMPORTS}{CHANGES}
+found = throughput_checks.measure_alone(Bench((), "."), "gpt").figures
+print(json.dumps([found, keras.config.dtype_policy().name]))
+"""
 
 
 def test_models_are_of_the_size_that_is_said():
@@ -39,12 +45,21 @@ def test_models_are_of_the_size_that_is_said():
     assert 25e6 < resnet.count_params() < 26e6
 
 
-def test_a_process_times_one_device_and_all_of_them(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput_checks, "open_devices", lambda **_: None)
-    found = measure_alone(Bench((), str(tmp_path)), "gpt").figures
+def test_a_process_times_one_device_and_all_of_them(tmp_path):
+    """In a process of its own, as stock strategies of one process count collectives alike."""
+    command = [sys.executable, "-c", ALONE]
+    told = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=Bench((), str(tmp_path)).environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found, policy = json.loads(told.stdout.splitlines()[-1])
     assert list(found) == ["keras", "one_device", "mirrored", "stock mirrored"]
     assert all(np.isfinite(rows) and rows > 0 for rows in found.values())
-    assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    assert policy == "mixed_bfloat16"
 
 
 @pytest.mark.long
@@ -52,12 +67,9 @@ def test_a_process_times_one_device_and_all_of_them(small, tmp_path, monkeypatch
 def test_every_process_is_timed_beside_its_stock_loop(tmp_path, monkeypatch):
     """With modules of the package changed in each process, as it starts."""
     bench = Bench((), str(tmp_path))
-    changes = "".join(f"workloads.{name} = {value!r}\n" for name, value in SMALL.items())
     (tmp_path / "small_check.py").write_text(
-        "import sys\n"
-        "from tfparallel.selftest import one_check, speed_checks, throughput_checks, workloads\n"
-        f"{changes}speed_checks.STEPS = throughput_checks.STEPS = 2\n"
-        "sys.exit(one_check.main(*sys.argv[1:]))\n"
+        "import sys\nfrom tfparallel.selftest import one_check\n"
+        f"{IMPORTS}{CHANGES}sys.exit(one_check.main(*sys.argv[1:]))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
