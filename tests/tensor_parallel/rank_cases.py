@@ -14,6 +14,7 @@ from tests import helpers
 from tests.conformance.cases.custom_training import StopsAfterThreeSteps
 from tests.multi_process.answering import answer_requests
 from tests.tensor_parallel.layouts import LayoutOfAnything, layout_map
+from tests.tensor_parallel.penalties import PENALISED
 from tests.tensor_parallel.test_training import TRANSFORMER, _adamw, _tokens, _transformer
 from tfparallel.coordination.timeouts import WorkerTimeouts
 
@@ -558,6 +559,14 @@ def a_weight_goes_wrong(wrong: int, what: str, replicas: int = 1, eagerly: bool 
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     return {"told": told, "done": done}
+
+
+@_case
+def gradients_of_gradients(model: str) -> dict:
+    strategy = _strategy_of(LayoutOfAnything(layout_map(1, _num_ranks(), {}).device_mesh))
+    with helpers.in_float64():
+        _compared(strategy, **PENALISED[model])
+    return {}
 
 
 @_case

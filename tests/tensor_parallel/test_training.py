@@ -8,7 +8,8 @@ from keras import layers
 
 import tfparallel
 from tests import helpers
-from tests.tensor_parallel.layouts import layout_map
+from tests.tensor_parallel.layouts import LayoutOfAnything, LayoutOfImages, layout_map
+from tests.tensor_parallel.penalties import PENALISED
 
 pytestmark = pytest.mark.turns
 
@@ -230,3 +231,11 @@ def test_a_custom_loop_computes_in_parts():
     expected = keras.Sequential.from_config(model.get_config())
     expected.set_weights(model.get_weights())
     np.testing.assert_allclose(strategy.run(model, (x,)), expected(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("of", PENALISED)
+@pytest.mark.parametrize("layout", [LayoutOfAnything, LayoutOfImages])
+def test_a_loss_that_has_gradients_in_it(layout, of):
+    strategy = tfparallel.TensorParallelStrategy(layout(layout_map(1, 2, {}).device_mesh))
+    with helpers.in_float64():
+        _assert_same(strategy, **PENALISED[of])
