@@ -53,7 +53,7 @@ def loss_of_whole_batch(loss: Any) -> Callable:
     return on_replica
 
 
-def _as_declared(loss: Any, value: tf.Tensor) -> tf.Tensor:
+def _as_declared(loss: object, value: tf.Tensor) -> tf.Tensor:
     """`value` of a mean; one that is declared so is not tried where a step is."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, BuildContext) and declared_kind(loss) is not None:
