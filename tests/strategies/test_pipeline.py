@@ -26,7 +26,8 @@ def deep_model():
         x = layers.Dense(7, activation="tanh", name=f"down_{i}")(x)
         skipped.append(x)
     for i in range(3):
-        x = layers.Dense(7, activation="tanh", name=f"up_{i}")(layers.Add()([x, skipped.pop()]))
+        x = layers.Add(name=f"add{i}")([x, skipped.pop()])
+        x = layers.Dense(7, activation="tanh", name=f"up_{i}")(x)
     return keras.Model(inputs, layers.Dense(3, name="scores")(x))
 
 

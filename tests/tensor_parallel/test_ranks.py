@@ -11,6 +11,7 @@ from tests.multi_process.pool import (
     cluster_environments,
     horovod_environments,
 )
+from tests.tensor_parallel.penalties import PENALISED
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.turns]
 
@@ -82,14 +83,9 @@ def test_a_pair_of_layers_exchanges_one_sum_forward_and_one_backward(ask):
         assert reply["predict"] == {"sums": 1, "gathers": 0}
 
 
-@pytest.mark.parametrize("model", ["dense", "convolution", "recurrence"])
+@pytest.mark.parametrize("model", PENALISED)
 def test_a_loss_that_has_gradients_in_it_trains_as_on_one_device(ask, model):
     ask("gradients_of_gradients", model=model)
-
-
-def test_one_of_attention_by_heads_would_need_parts_of_others(ask):
-    with pytest.raises(WorkerFailure, match="needs the part of 'multi_head_attention/"):
-        ask("gradients_of_gradients", model="attention")
 
 
 @pytest.mark.parametrize(

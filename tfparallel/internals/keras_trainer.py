@@ -86,7 +86,7 @@ def is_keras_step(fn: Callable) -> bool:
 
 
 def is_train_step(fn: MethodType) -> bool:
-    """Which of them it is."""
+    """Whether `fn` is the bound `train_step` of a Keras model."""
     return _is_step(fn, "train_step")
 
 

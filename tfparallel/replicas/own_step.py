@@ -65,6 +65,10 @@ class StepOfOwnRows:
         """What the step itself assigns."""
         return [x for x in self.all_assignments() if id(x.operation) not in self.of_layers]
 
+    def has(self, value: object) -> bool:
+        """Whether `value` is a tensor of the step itself, of no branch, loop or function in it."""
+        return isinstance(value, tf.Tensor) and getattr(value, "graph", None) is self.graph
+
     def is_coupled_by_layers(self) -> bool:
         """Whether layers have a state of all rows, which they get when the step runs."""
         made = [x for x in self.all_assignments() if id(x.operation) in self.of_layers]
@@ -91,14 +95,15 @@ class StepOfOwnRows:
         value: tf.Tensor,
         computed_in: str | None = None,
         at_most: int | None = None,
-        watch: Callable[[Callable[[float], tf.Tensor]], None] = lambda at_scale: None,
+        watch: Callable[[Callable[[float], tf.Tensor], tf.Tensor], None] = lambda *_: None,
     ) -> Found:
         """What `value`, of floating point, is to parts of a batch: tried on random ones.
 
         Args:
             value: of the graph, in no branch, loop or function.
             computed_in, at_most: as `row_trial.found_for` takes them.
-            watch: is given, for each rows that it is computed of, what computes it at a `scale`.
+            watch: is given, for each rows that it is computed of, what computes it at a `scale`,
+                and what that gave at 1.
 
         Raises:
             UntriableError: it cannot be computed on any, or the batch is not of dense tensors.
@@ -120,8 +125,8 @@ class StepOfOwnRows:
                 numbers = tf.constant([len(leaves[0]) / NUM_ROWS, scale], tf.float64)
                 return compute([*leaves, *tf.unstack(numbers)[: len(of_replica)]])
 
-            watch(at_scale)
             number = at_scale(1.0)
+            watch(at_scale, number)
             return TrialOutcome(number, number)
 
         with trial():

@@ -20,7 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals.gradients_asked_for import is_as_asked_for
-from tfparallel.internals.graphs import FuncGraph
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows, few_digits_of
 from tfparallel.replicas.row_trial import UntriableError
 
@@ -45,16 +44,17 @@ def check_gradients(model: keras.Model, step: StepOfOwnRows | None) -> None:
     number = _number_of_all(step)
     if number is None or not step.is_of_own_rows(number):
         return
-    losses = [loss for loss in step.losses if _is_of(loss, step.graph)]
+    losses = filter(step.has, step.losses)
     if any(step.depends_on_scale(loss) or step.is_of_others(loss) for loss in losses):
         return  # a loss of gradients, which do not grow as it does; or one that parts do not make
     computed_in = few_digits_of(model)
     scales = _SCALES_OF_FLOAT16 if computed_in == "float16" else _SCALES
     at_scales: list[np.ndarray] = []
 
-    def watch(at_scale: Callable[[float], tf.Tensor]) -> None:
-        if not at_scales and np.all(np.isfinite(at_scale(1.0))):  # one of the rows drawn is enough
-            at_scales.extend(at_scale(scale).numpy() for scale in scales)
+    def watch(at_scale: Callable[[float], tf.Tensor], at_one: tf.Tensor) -> None:
+        if not at_scales and np.all(np.isfinite(at_one)):  # one of the rows drawn is enough
+            values = [at_one if scale == 1.0 else at_scale(scale) for scale in scales]
+            at_scales.extend(value.numpy() for value in values)
 
     try:
         kinds = step.found_for(number, computed_in, _DRAWS, watch).kinds
@@ -88,8 +88,7 @@ def _number_of_all(step: StepOfOwnRows) -> tf.Tensor | None:
     """
     given = step.context.gradients
     of_rows = [each.values if isinstance(each, tf.IndexedSlices) else each for each in given]
-    # Others are of a branch, a loop or a function.
-    known = [x for x in of_rows if _is_of(x, step.graph) and x.dtype.is_floating]
+    known = [x for x in of_rows if step.has(x) and x.dtype.is_floating]
     if all(map(is_as_asked_for, known)):
         return None
     numbers = []
@@ -100,10 +99,6 @@ def _number_of_all(step: StepOfOwnRows) -> tf.Tensor | None:
                 values *= tf.cast(tf.cos(tf.cast(columns, tf.float32)), values.dtype)
             numbers.append(tf.cast(tf.reduce_sum(values), tf.float64))
         return tf.stack(numbers)
-
-
-def _is_of(value: object, graph: FuncGraph) -> bool:
-    return isinstance(value, tf.Tensor) and getattr(value, "graph", None) is graph
 
 
 def _are_on_a_line(scales: Sequence[float], values: Sequence[np.ndarray]) -> bool:

@@ -33,9 +33,7 @@ def check_losses(model: keras.Model, step: StepOfOwnRows | None) -> None:
     if step is None or step.is_coupled_by_layers():
         return
     computed_in = few_digits_of(model)
-    for loss in step.losses:
-        if not isinstance(loss, tf.Tensor) or loss.graph is not step.graph:
-            continue  # of a branch, a loop or a function
+    for loss in filter(step.has, step.losses):
         if step.is_of_own_rows(loss):
             _check(model, step, loss, computed_in)
 

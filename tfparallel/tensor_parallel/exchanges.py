@@ -100,7 +100,9 @@ def sum_of(terms: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
             return tf.add_n(list(terms))
     with record.stop_recording():
         total = ranks.all_reduce(terms[ranks.index])
-    record.record_operation("AllReduce", [total], list(terms), lambda g: [g] * len(terms))
+    record.record_operation(
+        "AllReduce", [total], list(terms), lambda gradient: copy_on_each(gradient, devices)
+    )
     return total
 
 

@@ -141,16 +141,9 @@ class Descends(keras.Model):
 @claim()
 def a_weight_moved_by_a_gradient_of_own_rows_is_refused(run: Run):
     """Every copy would go its own way."""
-    if run.row.num_replicas == 1:
-        return
-    with run.scope():
-        inner = tiny_model()
-        model = Descends(inner.inputs, inner.outputs)
-        _compile(model)
     in_whole = "must not assign to a weight .* 'descends' .*/kernel'"
     in_shards = "may assign only variables that are not in shards.*/kernel'"
-    with pytest.raises(ValueError, match=f"{in_whole}|{in_shards}"):
-        _fit(model)
+    _refuses_step_of(run, Descends, f"{in_whole}|{in_shards}")
 
 
 class ClipsByHand(keras.Model):
@@ -169,11 +162,16 @@ class ClipsByHand(keras.Model):
 @claim()
 def gradients_that_are_clipped_by_hand_are_refused(run: Run):
     """Each replica would clip those of its own rows."""
+    _refuses_step_of(run, ClipsByHand, "clipped or normalised by hand")
+
+
+def _refuses_step_of(run: Run, kind: type[keras.Model], message: str) -> None:
+    """Where several replicas have rows."""
     if run.row.num_replicas == 1:
         return
     with run.scope():
         inner = tiny_model()
-        model = ClipsByHand(inner.inputs, inner.outputs)
+        model = kind(inner.inputs, inner.outputs)
         _compile(model)
-    with pytest.raises(ValueError, match="clipped or normalised by hand"):
+    with pytest.raises(ValueError, match=message):
         _fit(model)
