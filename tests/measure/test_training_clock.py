@@ -171,15 +171,29 @@ def test_callbacks_of_validation_and_of_other_threads_are_not_counted():
         with clock.in_callback("A"):
             hands.now += 1
 
-    clock.begin_validation()
-    call()
-    clock.end_validation()
     other = threading.Thread(target=call)
     other.start()
     other.join()
+    clock.begin_validation()
+    call()
+    clock.end_validation()
     spent = clock.end_epoch().spent
     assert spent.outside_s == {}
     assert spent.validation_s == 1
+
+
+def test_letting_go_of_the_iterator_of_validation_belongs_to_it():
+    hands = Hands()
+    clock = hands.clock()
+    clock.begin_validation()
+    hands.now += 2
+    clock.end_validation()
+    hands.now += 0.5
+    with clock.in_callback("A"):
+        hands.now += 1
+    hands.now += 4
+    spent = clock.end_epoch().spent
+    assert (spent.validation_s, spent.outside_s) == (2.5, {"A": 1})
 
 
 def test_a_step_that_was_none_is_forgotten():

@@ -128,12 +128,14 @@ class TrainingClock:
         self._ended_s, self._ended_python_s = -math.inf, 0.0  # the last step
         self._depth = 0  # of callbacks: one that calls another is counted once
         self._validating_s: float | None = None
+        self._is_validated = False
         self._usual_s = 0.0
         self._num_traces = sources.traces()
         self.epoch = self._new_epoch(now())
 
     def end_epoch(self) -> Epoch:
         """What was measured since the last call, or since the training began."""
+        self._leave_validation()
         now, ended = self.now(), self.epoch
         waited_s = self._sources.waited_s()
         ended.spent.wall_s = now - ended.started_s
@@ -257,7 +259,11 @@ class TrainingClock:
     @contextlib.contextmanager
     def in_callback(self, name: str) -> Iterator[None]:
         """Within it, the callback `name` runs; those of another thread, and of validation, not."""
-        if threading.get_ident() != self._thread or self._validating_s is not None or self._depth:
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._leave_validation()
+        if self._validating_s is not None or self._depth:
             yield
             return
         began, python_s = self.now(), self._python_now()
@@ -279,7 +285,14 @@ class TrainingClock:
         self._validating_s = self.now()
 
     def end_validation(self) -> None:
-        """Of an epoch's end, within `fit`."""
-        if self._validating_s is not None:
+        """Of an epoch's end, within `fit`: what Keras does before the next callback belongs to it.
+
+        It lets go of the iterator, which takes TensorFlow up to half a second.
+        """
+        self._is_validated = self._validating_s is not None
+
+    def _leave_validation(self) -> None:
+        if self._is_validated:
+            assert self._validating_s is not None
             self.epoch.spent.validation_s += self.now() - self._validating_s
-        self._validating_s = None
+            self._validating_s, self._is_validated = None, False
