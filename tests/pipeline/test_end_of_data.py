@@ -2,12 +2,14 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
 from tfparallel import PipelineStrategy
 
 
+@pytest.mark.turns
 def test_a_step_without_a_batch_changes_nothing():
     """Stages' devices would be a race to what needs no data: `iterations`, weight decay."""
     strategy = PipelineStrategy(["CPU:0", "CPU:1"], 2)

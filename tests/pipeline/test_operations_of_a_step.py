@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -34,6 +35,7 @@ def num_operations(strategy):
     return len(operations)
 
 
+@pytest.mark.turns
 def test_a_stage_is_written_down_once_in_each_direction():
     """Its backward pass is the graph that says what the forward pass has to keep."""
     partition = [LAYERS[:HALF], [*LAYERS[HALF:], "pool"]]

@@ -246,6 +246,7 @@ def few_digits(request):
     keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("few_digits", ["float16", "bfloat16"], indirect=True)
 @pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
 def test_rounding_of_few_digits_couples_no_rows(few_digits, reduce):

@@ -45,6 +45,7 @@ def test_models_are_of_the_size_that_is_said():
     assert 25e6 < resnet.count_params() < 26e6
 
 
+@pytest.mark.turns
 def test_a_process_times_one_device_and_all_of_them(tmp_path):
     """In a process of its own, as stock strategies of one process count collectives alike."""
     command = [sys.executable, "-c", ALONE]

@@ -104,6 +104,7 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 """
 
 
+@pytest.mark.turns
 def test_one_line_says_what_a_strategy_is_and_one_that_nobody_used_it():
     ran = run_python(START + "strategy = tfparallel.MirroredStrategy()", SLURM_NTASKS="4")
     assert ran.returncode == 0, ran.stderr
@@ -115,12 +116,14 @@ def test_one_line_says_what_a_strategy_is_and_one_that_nobody_used_it():
     assert len(ours) == 3
 
 
+@pytest.mark.turns
 def test_a_strategy_that_is_used_is_spoken_of_once():
     ran = run_python(START + "with tfparallel.MirroredStrategy().scope(): tf.Variable(1.0)")
     assert ran.returncode == 0, ran.stderr
     assert len([line for line in ran.stderr.splitlines() if "tfparallel" in line]) == 1
 
 
+@pytest.mark.turns
 def test_workers_that_come_after_tensorflow_has_started_say_so_before_they_wait():
     cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
@@ -134,6 +137,7 @@ def test_workers_that_come_after_tensorflow_has_started_say_so_before_they_wait(
     assert "Rank 1 is speaking" in last
 
 
+@pytest.mark.turns
 def test_logical_cpus_that_come_too_late_say_what_to_do():
     code = "import tensorflow as tf, tfparallel; tf.ones(1); tfparallel.MirroredStrategy"
     ran = run_python(code, TFPARALLEL_LOGICAL_CPUS="2")
