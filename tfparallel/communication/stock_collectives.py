@@ -1,6 +1,7 @@
 """TensorFlow's own collectives, on one device of each place."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -49,8 +50,12 @@ class StockCollectives:
         """As `Collectives.all_gather_each`."""
         with tf.device(self._device):
             if tf.executing_eagerly():  # TensorFlow gathers in functions only
-                return tf.nest.flatten(tf.function(self.all_gather_each)(list(parts)))
+                return tf.nest.flatten(self._gather_in_function(list(parts)))
             return [moved_by(self._gather_alike, tf.identity(part), GATHERED) for part in parts]
+
+    @functools.cached_property
+    def _gather_in_function(self) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+        return tf.function(self.all_gather_each)
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_to_all`."""
