@@ -10,6 +10,7 @@ of: the same values, with gradients divided.
 """
 
 import functools
+import itertools
 
 import tensorflow as tf
 
@@ -26,16 +27,19 @@ def told_of_gradient() -> None:
     if step is None or step.weights_loss:
         return
     asked = gradient_asked_for()
-    if asked is None or asked[1] is step.summed_targets:
+    if asked is None or asked.targets is step.summed_targets:
         return
-    tape, targets = asked
+    tape, targets = asked.tape, asked.targets
+    step.has_output_gradients |= asked.has_output_gradients
     step.summed_targets = targets  # the next source of this call changes nothing
     if step.losses is not None:
         step.losses += targets
     divided = functools.partial(_divided, step)
+    known = step.by_row[step.num_targets : step.num_targets + len(targets)]
+    step.num_targets += len(targets)
     targets[:] = [
-        with_gradient(tape, target, divided) if _is_by_row(target, step.rows) else target
-        for target in targets
+        with_gradient(tape, target, divided) if may_be and _is_by_row(target, step.rows) else target
+        for target, may_be in itertools.zip_longest(targets, known, fillvalue=True)
     ]
     if step.scale is not None:
         scaled = functools.partial(_scaled, step.scale)
