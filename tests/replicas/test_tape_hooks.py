@@ -6,7 +6,12 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers import train
-from tfparallel import CentralStorageStrategy, MirroredStrategy, PipelineStrategy
+from tfparallel import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    PipelineStrategy,
+    ShardedStrategy,
+)
 
 pytestmark = pytest.mark.turns
 
@@ -124,6 +129,18 @@ def test_gradients_are_those_of_one_device(kind):
     ):
         for a, b in zip(expected, _train(strategy, kind), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6, err_msg=type(strategy).__name__)
+
+
+@pytest.mark.parametrize("make", [MirroredStrategy, ShardedStrategy, PipelineStrategy])
+def test_gradients_without_a_tape_are_refused(make):
+    """Of weights in parts they were others, without a word; on stages there were none."""
+
+    def without_a_tape(forward, variables):
+        loss = tf.reduce_mean(_by_row(*forward()))
+        return tf.gradients(loss, [variable.value for variable in variables])
+
+    with pytest.raises(ValueError, match=r"tf\.GradientTape.*Received: tf\.gradients"):
+        _train(make(["CPU:0", "CPU:1"]), without_a_tape)
 
 
 def test_means_of_as_many_tasks_as_there_are_rows_are_no_loss_by_row():

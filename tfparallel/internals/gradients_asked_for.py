@@ -18,6 +18,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import backprop, record
+from tensorflow.python.ops import gradients_util
 
 from tfparallel.internals.graphs import called_graphs
 
@@ -58,9 +59,7 @@ def gradient_asked_for() -> AskedGradient | None:
 
     None if the property `handle` that calls this function's caller was read by anyone else.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "handle":
-        frame = frame.f_back
+    frame = _reader_of_handle(sys._getframe(2))
     if frame is None or frame.f_code is not _HANDLE_OR_SELF:
         return None
     frame = frame.f_back
@@ -68,6 +67,18 @@ def gradient_asked_for() -> AskedGradient | None:
         return None
     asked = frame.f_locals
     return AskedGradient(asked["self"], asked[TARGETS], asked["output_gradients"] is not None)
+
+
+def is_asked_without_tape() -> bool:
+    """Whether `tf.gradients` has read the property `handle` that calls this function's caller."""
+    frame = _reader_of_handle(sys._getframe(2))
+    return frame is not None and frame.f_globals is vars(gradients_util)
+
+
+def _reader_of_handle(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_name == "handle":
+        frame = frame.f_back
+    return frame
 
 
 def is_of_gradient(operation: tf.Operation) -> bool:

@@ -136,6 +136,8 @@ def _reduce_output(
     local = strategy.experimental_local_results(value)
     if not tf.is_tensor(local[0]) or not local[0].dtype.is_floating or local[0].shape.rank != 0:
         return value
+    if len(local) == 1:  # one tensor that all replicas have returned
+        local = local * len(batch.weights)
     pairs = zip(local, batch.weights, strict=True)
     mean = tf.add_n([x * tf.cast(weight, x.dtype) for x, weight in pairs])
     return strategy.extended._sum_across_workers(mean)

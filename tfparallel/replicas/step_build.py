@@ -208,6 +208,8 @@ def _traced_for_any_rows(
     """
     try:
         traced = _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
+    except RefusedStepError:
+        raise
     except Exception as error:
         if _is_tried(model, step):
             tf.get_logger().warning(

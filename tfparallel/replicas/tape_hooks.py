@@ -14,7 +14,12 @@ import itertools
 
 import tensorflow as tf
 
-from tfparallel.internals.gradients_asked_for import gradient_asked_for, with_gradient
+from tfparallel.internals.gradients_asked_for import (
+    gradient_asked_for,
+    is_asked_without_tape,
+    with_gradient,
+)
+from tfparallel.replicas.own_step import RefusedStepError
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
 
@@ -22,10 +27,18 @@ def told_of_gradient() -> None:
     """Lets gradients of a loss by row be those of all rows, once weighted.
 
     Called by the property `handle` of a variable, whoever reads it.
+
+    Raises:
+        RefusedStepError: where `tf.gradients` reads it, which sees neither parts nor stages.
     """
     step = current_replica_step()
     if step is None or step.weights_loss:
         return
+    if is_asked_without_tape():
+        raise RefusedStepError(
+            "A train_step must take gradients by weights with a tf.GradientTape. Received: "
+            "tf.gradients, which cannot follow weights that are in parts or on stages."
+        )
     asked = gradient_asked_for()
     if asked is None or asked.targets is step.summed_targets:
         return
