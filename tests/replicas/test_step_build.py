@@ -139,3 +139,17 @@ def test_a_step_that_is_no_method_is_refused(call):
     model.test_step = lambda data: {"loss": model(data[0])}
     with pytest.raises(ValueError, match=r"must be plain methods.*types.MethodType"):
         getattr(model, call)(np.ones((4, 6)), np.ones(4))
+
+
+def test_a_step_that_is_part_of_a_method_is_refused():
+    """It is bound to the model, and yet another object each time that it is looked at."""
+
+    class Partial(keras.Model):
+        train_step = functools.partialmethod(by_cross_entropy)
+
+    with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        x = keras.Input((6,))
+        model = Partial(x, keras.layers.Dense(3)(x))
+        model.compile()
+    with pytest.raises(ValueError, match=r"must be plain methods.*functools.partial"):
+        model.fit(np.ones((4, 6)), np.ones(4), verbose=0)

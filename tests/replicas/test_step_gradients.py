@@ -67,6 +67,22 @@ def only_finite(model, x, y, gradients):
     return [tf.where(tf.math.is_finite(gradient), gradient, 0.0) for gradient in gradients]
 
 
+@tf.custom_gradient
+def _reversed(values):
+    return tf.identity(values), lambda gradient: -0.5 * gradient
+
+
+def of_a_reversal(model, x, y, gradients):
+    """https://arxiv.org/abs/1505.07818"""
+    return _gradients_through(_reversed, model, x)
+
+
+def _gradients_through(function, model, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(function(model(x, training=True))))
+    return tape.gradient(loss, model.trainable_variables)
+
+
 def with_noise(model, x, y, gradients):
     return [gradient + tf.random.normal(gradient.shape, 0.0, 1e-3) for gradient in gradients]
 
@@ -83,6 +99,13 @@ def of_two_losses(model, x, y, gradients):
     return [a + 0.3 * b for a, b in zip(gradients, others, strict=True)]
 
 
+def of_a_teacher(model, x, y, gradients):
+    with tf.GradientTape() as tape:
+        y_pred = model(x, training=True)
+        loss = tf.reduce_mean(tf.abs(y_pred - tf.stop_gradient(2 * y_pred + y)))
+    return tape.gradient(loss, model.trainable_variables)
+
+
 def of_sums_clipped(model, x, y, gradients):
     context = tf.distribute.get_replica_context()
     return tf.clip_by_global_norm(context.all_reduce("SUM", gradients), 0.1)[0]
@@ -97,7 +120,7 @@ def clipped_of_all_rows(model, x, y, gradients):
 
 RIGHT = [
     *(as_they_are, scaled, centralised, with_decay, only_finite, with_noise, some_frozen),
-    *(of_two_losses, of_sums_clipped, clipped_of_all_rows),
+    *(of_two_losses, of_sums_clipped, clipped_of_all_rows, of_a_reversal, of_a_teacher),
 ]
 
 
@@ -162,7 +185,31 @@ def projected(model, x, y, gradients):
     return [a - p / s * b for a, p, s, b in zip(gradients, along, squares, other, strict=True)]
 
 
+@tf.custom_gradient
+def _clipping(values):
+    return tf.identity(values), lambda gradient: tf.clip_by_value(gradient, -0.01, 0.01)
+
+
+def clipped_on_the_way_back(model, x, y, gradients):
+    """What comes back to a layer is divided by the number of a replica's rows."""
+    return _gradients_through(_clipping, model, x)
+
+
+def balanced(model, x, y, gradients):
+    """Of a loss that is one number, whatever the rows."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        loss /= tf.stop_gradient(loss)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def clipped_later(model, x, y, gradients):
+    is_first = model.optimizer.iterations < 1
+    return [tf.where(is_first, g, c) for g, c in zip(gradients, clipped_each(*[0] * 3, gradients))]
+
+
 WRONG = [clipped, clipped_far_away, clipped_each, clipped_together, signs, normalised, projected]
+WRONG += [clipped_on_the_way_back, balanced, clipped_later]
 
 
 @pytest.mark.parametrize("change", WRONG)

@@ -136,7 +136,29 @@ def of_a_queue_that_it_has_filled(model, x):
     return ops.mean(ops.square(_output(model, x) - model.queue[0]))
 
 
+def of_two_halves(model, x):
+    """A mean over rows where their number is even."""
+    rows, half = by_row(model, x), ops.shape(x)[0] // 2
+    return 0.5 * (ops.mean(rows[:half]) + ops.mean(rows[half:]))
+
+
+def of_what_a_small_step_has_learned(model, x):
+    """https://arxiv.org/abs/1703.03400; of each replica's own rows that is a step of its own."""
+    with tf.GradientTape() as tape:
+        loss = mean(model, x)
+    weights = model.tower.trainable_variables
+    pairs = zip(weights, tape.gradient(loss, weights), strict=True)
+    kernel, bias = [w - 1e-4 * g for w, g in pairs][-2:]
+    return ops.mean(ops.square(ops.matmul(x, kernel) + bias))
+
+
+def spread_after_some_steps(model, x):
+    started = ops.cast(model.optimizer.iterations >= 100, x.dtype)
+    return mean(model, x) + started * spread(model, x)
+
+
 WRONG = [spread, a_small_spread, sum_over_rows, of_other_rows, of_a_queue_that_it_has_filled]
+WRONG += [of_two_halves, of_what_a_small_step_has_learned, spread_after_some_steps]
 
 
 @pytest.mark.parametrize("loss", WRONG)

@@ -6,7 +6,12 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers import train
-from tfparallel import CentralStorageStrategy, MirroredStrategy, PipelineStrategy
+from tfparallel import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    PipelineStrategy,
+    ShardedStrategy,
+)
 
 pytestmark = pytest.mark.turns
 
@@ -88,11 +93,19 @@ def unconnected(forward, variables):
     return tape.gradient(rows, variables)
 
 
+def means_of_tasks(forward, variables):
+    """As many as a replica has rows, by chance: of the batches of four, two tasks and two rows."""
+    with tf.GradientTape() as tape:
+        y, y_pred = forward()
+        losses = tf.reduce_mean(tf.square(y - y_pred), axis=0)
+    return tape.gradient(losses, variables)
+
+
 KINDS = [by_row, mean, both_at_once, persistent, with_output_gradients, while_recording]
 KINDS += [unconnected]
 
 
-def _train(strategy, gradients_of, run_eagerly=False):
+def _train(strategy, gradients_of, run_eagerly=False, **batches):
     def build():
         x = keras.Input((4,))
         return _model_class(gradients_of)(
@@ -101,7 +114,9 @@ def _train(strategy, gradients_of, run_eagerly=False):
 
     options = {"compile_options": lambda: {"run_eagerly": run_eagerly}, "data": _data}
     optimizer = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
-    return train(strategy, build=build, optimizer=optimizer, **options).model.get_weights()
+    return train(
+        strategy, build=build, optimizer=optimizer, **options, **batches
+    ).model.get_weights()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -114,6 +129,25 @@ def test_gradients_are_those_of_one_device(kind):
     ):
         for a, b in zip(expected, _train(strategy, kind), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6, err_msg=type(strategy).__name__)
+
+
+@pytest.mark.parametrize("make", [MirroredStrategy, ShardedStrategy, PipelineStrategy])
+def test_gradients_without_a_tape_are_refused(make):
+    """Of weights in parts they were others, without a word; on stages there were none."""
+
+    def without_a_tape(forward, variables):
+        loss = tf.reduce_mean(_by_row(*forward()))
+        return tf.gradients(loss, [variable.value for variable in variables])
+
+    with pytest.raises(ValueError, match=r"tf\.GradientTape.*Received: tf\.gradients"):
+        _train(make(["CPU:0", "CPU:1"]), without_a_tape)
+
+
+def test_means_of_as_many_tasks_as_there_are_rows_are_no_loss_by_row():
+    expected = _train(None, means_of_tasks, rows=4, batch_size=4)
+    ours = _train(MirroredStrategy(["CPU:0", "CPU:1"]), means_of_tasks, rows=4, batch_size=4)
+    for a, b in zip(expected, ours, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [by_row, both_at_once], ids=lambda kind: kind.__name__)

@@ -179,6 +179,55 @@ def test_a_loss_by_row_is_summed_over_all_rows(strategy):
     assert_same_training(reference.results(), candidate.results())
 
 
+class SumByHand(ByRow):
+    """A loss of a batch that is no mean of those of its parts."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            scores = self(x, training=True)
+            loss = tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, scores, True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class ClipsByHand(ByRow):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0]))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        clipped, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply(clipped, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Descends(ByRow):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0]))
+        weight = self.trainable_variables[0]
+        weight.assign_sub(tape.gradient(loss, weight))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (SumByHand, "must be a mean over rows"),
+        (ClipsByHand, "clipped or normalised by hand"),
+        (Descends, "must not assign to a weight"),
+    ],
+)
+def test_steps_that_parts_of_a_batch_do_not_make_are_refused(strategy, kind, message):
+    with strategy.scope():
+        model = kind([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd")
+    with pytest.raises(ValueError, match=message):
+        model.fit(tf.data.Dataset.from_tensors(tiny_data(8)))
+    assert model.optimizer.iterations.numpy() == 0
+
+
 class Noting(keras.Sequential):
     """Notes how many rows its steps are traced for."""
 

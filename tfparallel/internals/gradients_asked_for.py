@@ -8,38 +8,102 @@ does it as below, after it has listed its targets and before it takes their grad
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 from tensorflow.python.eager import backprop, record
+from tensorflow.python.ops import gradients_util
+
+from tfparallel.internals.graphs import called_graphs
 
 _GRADIENT = backprop.GradientTape.gradient.__code__
 _HANDLE_OR_SELF = backprop._handle_or_self.__code__
+_PACKAGES = tuple(
+    f"{Path(each).parent}{os.sep}" for each in (tf.__file__, keras.__file__, Path(__file__).parent)
+)
+_OPERATIONS = "array_ops", "custom_gradient", "gen_array_ops", "weak_tensor_ops"
+# What a call of `tf.stop_gradient`, `tf.custom_gradient` or Keras's own goes through.
+_WAYS = tuple(
+    os.path.join(package, *parts)
+    for package, *parts in (
+        *[(_PACKAGES[0], "python", "ops", f"{x}.py") for x in _OPERATIONS],
+        *[(_PACKAGES[0], "python", x, "") for x in ("framework", "util")],
+        *[(_PACKAGES[1], "src", x, "") for x in ("ops", "backend")],
+    )
+)
 TARGETS = "flat_targets"  # the local variable of `gradient`
 
 
-def gradient_asked_for() -> tuple[tf.GradientTape, list] | None:
-    """The tape that reads the handle of a source, and its targets: a list that may be changed.
+class AskedGradient(NamedTuple):
+    """A call of `GradientTape.gradient`.
+
+    Attributes:
+        tape: that is asked.
+        targets: of which, a list that may be changed.
+        has_output_gradients: whether the caller says what the gradient begins with.
+    """
+
+    tape: tf.GradientTape
+    targets: list
+    has_output_gradients: bool
+
+
+def gradient_asked_for() -> AskedGradient | None:
+    """What the tape that reads the handle of a source is asked.
 
     None if the property `handle` that calls this function's caller was read by anyone else.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "handle":
-        frame = frame.f_back
+    frame = _reader_of_handle(sys._getframe(2))
     if frame is None or frame.f_code is not _HANDLE_OR_SELF:
         return None
     frame = frame.f_back
     if frame is None or frame.f_code is not _GRADIENT:
         return None
-    return frame.f_locals["self"], frame.f_locals[TARGETS]
+    asked = frame.f_locals
+    return AskedGradient(asked["self"], asked[TARGETS], asked["output_gradients"] is not None)
 
 
-def is_as_asked_for(gradient: tf.Tensor) -> bool:
-    """Whether `GradientTape.gradient` has made a tensor of a graph, and nobody has changed it."""
-    lines = ((frame.filename, frame.name) for frame in gradient.op.traceback)
+def is_asked_without_tape() -> bool:
+    """Whether `tf.gradients` has read the property `handle` that calls this function's caller."""
+    frame = _reader_of_handle(sys._getframe(2))
+    return frame is not None and frame.f_globals is vars(gradients_util)
+
+
+def _reader_of_handle(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_name == "handle":
+        frame = frame.f_back
+    return frame
+
+
+def is_of_gradient(operation: tf.Operation) -> bool:
+    """Whether `GradientTape.gradient` has made an operation of a graph."""
+    if operation.name.startswith("gradient_tape/"):  # most are named so, and it is read sooner
+        return True
+    lines = ((frame.filename, frame.name) for frame in operation.traceback)
     return (_GRADIENT.co_filename, _GRADIENT.co_name) in lines
+
+
+def has_own_gradients(graph: tf.Graph) -> bool:
+    """Whether code of a user's calls `tf.custom_gradient` or `tf.stop_gradient` in `graph`."""
+    return any(
+        _is_own_gradient(operation)
+        or any(has_own_gradients(inner) for inner, _ in called_graphs(operation))
+        for operation in graph.get_operations()
+    )
+
+
+def _is_own_gradient(operation: tf.Operation) -> bool:
+    kind = operation.node_def.attr["_gradient_op_type"].s if operation.type == "IdentityN" else b""
+    if operation.type != "StopGradient" and not kind.startswith(b"CustomGradient"):
+        return False
+    files = (frame.filename for frame in reversed(operation.traceback))
+    return not next(file for file in files if not file.startswith(_WAYS)).startswith(_PACKAGES)
 
 
 def with_gradient(

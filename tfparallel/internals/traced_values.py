@@ -1,6 +1,6 @@
 """Values of a graph that is not run: computed for other inputs, as an assignment leaves them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -9,7 +9,7 @@ from tensorflow.core.framework import node_def_pb2
 
 from tfparallel.internals.graphs import FuncGraph, called_graphs, take_instead
 
-__all__ = ["computed_from", "draws_otherwise", "read_as_assigned"]
+__all__ = ["computed_from", "draws_otherwise", "read_as_assigned", "state_of_later_behind"]
 
 # Operations that draw floating-point numbers of a shape, which comes first.
 _OF_FLOATS_DRAWN = (
@@ -18,9 +18,15 @@ _OF_FLOATS_DRAWN = (
     *("RandomUniform", "RandomStandardNormal", "TruncatedNormal"),
 )
 _NUMBER_DRAWN = 0.9  # above most rates of Dropout, which keeps all then
+_STEPS, _RATE = 999_983, 0.7  # a prime number, so that no other step is meant
 
 
-def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tensor) -> Callable:
+def computed_from(
+    graph: FuncGraph,
+    inputs: Sequence[tf.Tensor],
+    value: tf.Tensor,
+    state: Mapping[str, float] | None = None,
+) -> Callable:
     """What computes `value` of `graph` of other tensors for `inputs`, and changes nothing.
 
     Random numbers are all one number there, so that they do not depend on how many are drawn.
@@ -29,6 +35,7 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
         graph: which is not a function yet, of variables from outside.
         inputs: placeholders of it, which are computed for other numbers of rows, too.
         value: which no branch, loop or function holds.
+        state: scalars of `graph`, by their names, that are taken for these numbers.
 
     Returns:
         A function of a list of tensors.
@@ -38,6 +45,8 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
     nodes = [node for node in definition.node if node.name in needed]
     for node in nodes:  # what only has to have happened before is left out
         node.input[:] = [name for name in node.input if not name.startswith("^")]
+        if "_class" in node.attr:  # beside what, maybe, is left out
+            del node.attr["_class"]
     nodes += [_without_chance(node) for node in nodes if node.op in _OF_FLOATS_DRAWN]
     kept = type(definition)(node=nodes, library=definition.library, versions=definition.versions)
     captured = [(inner, outer) for outer, inner in graph.captures]
@@ -47,6 +56,8 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
         pairs = [*zip(inputs, tensors, strict=True), *captured]
         into = tf.compat.v1.get_default_graph()
         given = {inner.name: into.capture(x) for inner, x in pairs if inner.op.name in needed}
+        for name, number in (state or {}).items():
+            given[name] = tf.constant(number, graph.get_tensor_by_name(name).dtype)
         for inner, of_call in zip(inner_of_calls, of_calls, strict=True):  # keys of collectives
             if inner.op.name in needed:
                 spec = tf.TensorSpec(inner.shape, inner.dtype)
@@ -55,6 +66,17 @@ def computed_from(graph: FuncGraph, inputs: Sequence[tf.Tensor], value: tf.Tenso
 
     specs = [tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else [], x.dtype) for x in inputs]
     return tf.function(compute, [specs], autograph=False)
+
+
+def state_of_later_behind(value: tf.Tensor) -> dict[str, float]:
+    """By names what scalar variables, as `value` is computed of them, may be in later steps.
+
+    Counters begin at 0, as what is annealed does.
+    """
+    reads = (x.outputs[0] for x in _operations_behind(value) if x.type == "ReadVariableOp")
+    scalars = [read for read in reads if read.shape.rank == 0]
+    later = {read.name: _STEPS for read in scalars if read.dtype.is_integer}
+    return {**later, **{read.name: _RATE for read in scalars if read.dtype.is_floating}}
 
 
 def _only_of(of_call: Callable[[], Sequence]) -> Callable:

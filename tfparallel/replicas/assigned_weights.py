@@ -167,6 +167,6 @@ def _is_mean(step: StepOfOwnRows, assignment: Assignment) -> bool:
     if not operation.type.startswith("Assign") or not value.dtype.is_floating:
         return False
     try:
-        return "mean" in step.found_for(value).kinds
+        return "mean" in step.kinds_of(value)
     except UntriableError:
         return False

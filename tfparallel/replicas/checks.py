@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import types
 from collections.abc import Iterable, Mapping
 
 import keras
@@ -107,7 +108,10 @@ def check_is_method(step_function: object) -> None:
     """
     if isinstance(step_function, tf.types.experimental.PolymorphicFunction):
         received = "a method decorated with @tf.function. Remove the decorator."
-    elif not isinstance(getattr(step_function, "__self__", None), keras.Model):
+    elif not (
+        isinstance(step_function, types.MethodType)
+        and isinstance(step_function.__self__, keras.Model)
+    ):
         received = f"{step_function!r}. Define it in the class, or set types.MethodType(it, model)."
     else:
         return

@@ -24,6 +24,7 @@ from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
 from tfparallel.replicas.replica_step import ReplicaStep
+from tfparallel.replicas.step_build import targets_by_row
 from tfparallel.replicas.variables import joined_copies, split_up
 from tfparallel.replicas.weighed_gradients import active_step
 
@@ -48,8 +49,10 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
         step = ReplicaStep(
             batch.rows[i], batch.weights[i], weights_loss, statistics, part, batch.first_rows[i]
         )
+        if is_train_step(step_function):
+            step.by_row = targets_by_row(model)
         with active_step(step), extended._behind(part):
-            return step_function(part)
+            return keras.tree.map_structure(_read, step_function(part))
 
     with model_hooks.hooked(model, extended, global_results):
         outputs = strategy._run_on_replicas(replica_function)
@@ -133,9 +136,16 @@ def _reduce_output(
     local = strategy.experimental_local_results(value)
     if not tf.is_tensor(local[0]) or not local[0].dtype.is_floating or local[0].shape.rank != 0:
         return value
+    if len(local) == 1:  # one tensor that all replicas have returned
+        local = local * len(batch.weights)
     pairs = zip(local, batch.weights, strict=True)
     mean = tf.add_n([x * tf.cast(weight, x.dtype) for x, weight in pairs])
     return strategy.extended._sum_across_workers(mean)
+
+
+def _read(output: object) -> object:
+    """What a replica returns, of a variable (a learning rate) its value."""
+    return tf.convert_to_tensor(output) if isinstance(output, keras.Variable) else output
 
 
 def _local_replica_id() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import Mean, Sum, TrainerCall, distribute_lib
+from tfparallel.internals import TrainerCall, distribute_lib
 from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
 from tfparallel.internals.keras_layers import compiled_metrics_of
 from tfparallel.replicas import coupled_metrics, metric_states
@@ -19,7 +19,8 @@ from tfparallel.replicas.added_losses import added_losses_by_replica
 from tfparallel.replicas.interface import StepDecisions
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.replicas.step_build import build
+from tfparallel.replicas.step_build import build, check_own_step
+from tfparallel.replicas.step_outputs import counts_a_batch_once
 from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.replicas.whole_batch_layers import computed_on_all_rows
 
@@ -76,21 +77,27 @@ def _symbolic_build(
     build(model, method, data_batch)
 
 
-def build_without_remat(building: tuple[keras.Model, str] | None) -> None:
-    """Lets the model that Keras begins to build, if it does, be built without Keras's remat."""
+def build_as_keras_does_and_check(building: tuple[keras.Model, str] | None) -> None:
+    """Lets the model that Keras begins to build, if it does, be built without Keras's remat.
+
+    And has a step of a user's own checked, before it trains.
+    """
     if building is not None:
-        model, _ = building
+        model, method = building
         hook_next_call(
             model,
             "_symbolic_build",
-            wrapped(model, "_symbolic_build", functools.partial(_without_remat, model)),
+            wrapped(model, "_symbolic_build", functools.partial(_build_then_check, model, method)),
             why="Keras cannot build a model with layers of a `RematScope`, whose calls it wraps.",
         )
 
 
-def _without_remat(model: keras.Model, build: Callable, *args: object, **kwargs: object) -> None:
+def _build_then_check(
+    model: keras.Model, method: str, build: Callable, data_batch: object = None
+) -> None:
     with without_remat_of_keras(model):
-        build(*args, **kwargs)
+        build(data_batch=data_batch)
+    check_own_step(model, method, data_batch)
 
 
 def batch_of_specs(element_spec: object) -> object:
@@ -135,7 +142,7 @@ def hooked(model: keras.Model, extended: StepDecisions, global_results: list) ->
                     why="A metric's result is that of all rows.",
                 )
             )
-            if type(metric).update_state in (Mean.update_state, Sum.update_state):
+            if counts_a_batch_once(metric):
                 hooks.enter_context(
                     shadowed(
                         metric,

@@ -1,19 +1,27 @@
 """A step of a user's own, traced before it runs: what it would do is read off, and tried, there."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfparallel.internals.gradients_asked_for import has_own_gradients, is_of_gradient
 from tfparallel.internals.graphs import FuncGraph
 from tfparallel.internals.keras_layers import layers_of
-from tfparallel.internals.traced_values import computed_from, draws_otherwise
+from tfparallel.internals.traced_values import (
+    computed_from,
+    draws_otherwise,
+    state_of_later_behind,
+)
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.dependence import Assignment, assignments, reaches
+from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_trial import (
     NUM_ROWS,
-    Found,
     TrialOutcome,
     UntriableError,
     found_for,
@@ -21,6 +29,9 @@ from tfparallel.replicas.row_trial import (
 )
 
 _FEW_DIGITS = "float16", "bfloat16"
+_SCALES = 0.0, 1.0, 2.0**10, 2.0**20  # powers of two round nothing
+_SCALES_OF_FLOAT16 = 0.0, 0.25, 1.0, 4.0  # which has few of them
+_OF_LINES = 0.1  # relative; what is on none is several times as large, or as small
 
 
 class RefusedStepError(ValueError):
@@ -39,6 +50,9 @@ class StepOfOwnRows:
         scale: of gradients by variables, a placeholder of the graph; None if it is 1.
         of_layers: the ids of the operations that calls of layers with rules of their own have made.
         losses: what the step takes gradients of with respect to variables.
+        replica: of the trace; None if it is for a part of a batch.
+        outputs: what the step returns.
+        given_to_metrics: numbers, by the names of the metrics.
     """
 
     graph: FuncGraph
@@ -48,6 +62,9 @@ class StepOfOwnRows:
     scale: tf.Tensor | None = None
     of_layers: set[int] = field(default_factory=set)
     losses: list[tf.Tensor] = field(default_factory=list)
+    replica: ReplicaStep | None = None
+    outputs: object = None
+    given_to_metrics: dict[str, tf.Tensor] = field(default_factory=dict)
 
     def rows(self) -> list[tf.Tensor]:
         """The dense tensors of the batch."""
@@ -88,26 +105,68 @@ class StepOfOwnRows:
 
     def depends_on_scale(self, value: tf.Tensor) -> bool:
         """Whether `value` is computed of gradients by variables."""
-        return self.scale is not None and reaches(value, {id(self.scale)})
+        return value.op.name in self._of_scale
 
-    def found_for(
+    def is_of_tape(self, gradient: tf.Tensor) -> bool:
+        """Whether a tape was asked for `gradient` by variables, and nobody has changed it."""
+        name = gradient.op.name
+        return name in self._of_scale and name not in self._of_changed
+
+    def has_backward_of_its_own(self) -> bool:
+        """Whether the user says how some gradient is computed, or what it begins with."""
+        is_begun = self.replica is not None and self.replica.has_output_gradients
+        return is_begun or has_own_gradients(self.graph)
+
+    @functools.cached_property
+    def _of_scale(self) -> set[str]:
+        """The names of the operations that compute of gradients by variables."""
+        scale: tf.Tensor | None = self.scale
+        return set() if scale is None else _computed_of([scale.op])
+
+    @functools.cached_property
+    def _of_changed(self) -> set[str]:
+        """Of these, the names of what is computed of such a gradient by anything but a tape."""
+        found = map(self.graph.get_operation_by_name, self._of_scale)
+        return _computed_of(x for x in found if x.inputs and not is_of_gradient(x))
+
+    def kinds_of(
         self,
         value: tf.Tensor,
         computed_in: str | None = None,
         at_most: int | None = None,
-        watch: Callable[[Callable[[float], tf.Tensor], tf.Tensor], None] = lambda *_: None,
-    ) -> Found:
+        is_scaled: bool = False,
+    ) -> frozenset[str]:
         """What `value`, of floating point, is to parts of a batch: tried on random ones.
+
+        Now, and as far as it can be computed with what counters and other scalars may be later.
 
         Args:
             value: of the graph, in no branch, loop or function.
             computed_in, at_most: as `row_trial.found_for` takes them.
-            watch: is given, for each rows that it is computed of, what computes it at a `scale`,
-                and what that gave at 1.
+            is_scaled: tries it for gradients by variables of several sizes, too.
+
+        Returns:
+            As `row_trial.Found.kinds`; none if gradients times s do not make a + b s of it.
 
         Raises:
             UntriableError: it cannot be computed on any, or the batch is not of dense tensors.
         """
+        kinds = self._kinds_of(value, computed_in, at_most, is_scaled)
+        later = state_of_later_behind(value)
+        if not later:
+            return kinds
+        with contextlib.suppress(UntriableError):
+            kinds &= self._kinds_of(value, computed_in, 1, is_scaled, later)
+        return kinds
+
+    def _kinds_of(
+        self,
+        value: tf.Tensor,
+        computed_in: str | None,
+        at_most: int | None,
+        is_scaled: bool,
+        state: Mapping[str, float] | None = None,
+    ) -> frozenset[str]:
         leaves = tf.nest.flatten(self.data)
         if not all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves):
             raise UntriableError from TypeError("the batch has ragged or sparse tensors")
@@ -115,7 +174,9 @@ class StepOfOwnRows:
         roles = [*parts, None][:3] if len(parts) in (2, 3) else [self.data, None, None]
         data, targets, weights = (tf.nest.map_structure(_spec, part) for part in roles)
         of_replica = [x for x in (self.weight, self.scale) if x is not None]
-        compute = computed_from(self.graph, [*self.rows(), *of_replica], value)
+        compute = computed_from(self.graph, [*self.rows(), *of_replica], value, state)
+        scales = _SCALES_OF_FLOAT16 if computed_in == "float16" else _SCALES
+        at_scales: list[np.ndarray] = []
 
         def outcome(*given: object) -> TrialOutcome:
             targets, data, weights = given
@@ -126,11 +187,14 @@ class StepOfOwnRows:
                 return compute([*leaves, *tf.unstack(numbers)[: len(of_replica)]])
 
             number = at_scale(1.0)
-            watch(at_scale, number)
+            if is_scaled and not at_scales and np.all(np.isfinite(number)):
+                values = [number if scale == 1.0 else at_scale(scale) for scale in scales]
+                at_scales.extend(each.numpy() for each in values)  # of one rows drawn: enough
             return TrialOutcome(number, number)
 
         with trial():
-            return found_for(outcome, targets, data, weights, computed_in, True, at_most)
+            found = found_for(outcome, targets, data, weights, computed_in, True, at_most)
+        return found.kinds if _are_on_a_line(scales, at_scales) else frozenset()
 
 
 def few_digits_of(model: keras.Model) -> str | None:
@@ -139,5 +203,32 @@ def few_digits_of(model: keras.Model) -> str | None:
     return max(few, default=None)
 
 
+def _computed_of(operations: Iterable[tf.Operation]) -> set[str]:
+    """The names of `operations`, and of all that their graph computes of them."""
+    stack = list(operations)
+    found = {operation.name for operation in stack}
+    while stack:
+        users = {x.name: x for value in stack.pop().outputs for x in value.consumers()}
+        stack += [users[name] for name in users.keys() - found]
+        found |= users.keys()
+    return found
+
+
 def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _are_on_a_line(scales: Sequence[float], values: Sequence[np.ndarray]) -> bool:
+    """Whether `values`, the first at 0, are a + b s for each of `scales`, as far as they go."""
+    if not values:
+        return True
+    if not np.all(np.isfinite(values[0])):
+        return False  # divided by the norm of gradients
+    known = [(s, v) for s, v in zip(scales, values, strict=True) if np.all(np.isfinite(v))]
+    last, of_last = known[-1]
+    for scale, value in known[1:]:
+        expected = values[0] + (of_last - values[0]) * (scale / last)
+        largest = max(np.max(np.abs(value)), np.max(np.abs(expected)))
+        if np.max(np.abs(value - expected)) > _OF_LINES * largest:
+            return False
+    return True

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +27,11 @@ class ReplicaStep:
         inputs: the replica's part of the batch, a nest of tensors.
         first_row: where `rows` begin among those of all replicas, None where that is not known.
         summed_targets: of the last gradient of the step's own, as `tape_hooks` has changed them.
+        by_row: of the targets of all such gradients, in their order, whether they have a value for
+            each row, where that is known; a shape tells so too, unless it is so by chance.
+        num_targets: how many there have been.
         losses: gets all targets of such gradients, if it is given.
+        has_output_gradients: whether the step has said what some such gradient begins with.
         scale: scalar float64 that such gradients are multiplied with, if it is given.
         has_all_rows: what is computed is of the rows of all replicas, on each of them alike.
     """
@@ -44,8 +48,11 @@ class ReplicaStep:
         self.rows, self.weight, self.inputs, self.first_row = rows, weight, inputs, first_row
         self.weights_loss, self.statistics = weights_loss, statistics
         self.summed_targets: list | None = None
+        self.by_row: Sequence[bool] = ()
+        self.num_targets = 0
         self.losses: list | None = None
         self.scale: tf.Tensor | None = None
+        self.has_output_gradients = False
         self.has_all_rows = False
 
     def zero_without_rows(self, gradients: list) -> list:

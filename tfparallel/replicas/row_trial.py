@@ -2,6 +2,7 @@
 
     all rows at once             f(rows 0..5)
     in parts                     f(rows 0..1), f(rows 2..5)
+    of models also in            f(rows 0..2), f(rows 3..5)
 
 Whether a part is enough to know its own rows is a property of the program, so any rows will do that
 it can compute: no batch is read for it, and all workers come to the same answer.
@@ -20,6 +21,7 @@ import tensorflow as tf
 
 NUM_ROWS = 6
 _PARTS = slice(0, 2), slice(2, 6)  # of different sizes; even, as some programs halve a batch
+_ODD_PARTS = slice(0, 3), slice(3, 6)  # of which the halves are not the whole
 _UNKNOWN_DIM = 3
 # What rounding may do, and of dtypes of few digits so many of their last; parts of coupled rows are
 # far apart.
@@ -101,6 +103,7 @@ class TakesTensorsError(Exception):
 
 
 T = TypeVar("T")
+_Parts = tuple[slice, slice]
 
 _thread = threading.local()
 
@@ -155,9 +158,10 @@ def found_for(
     found: Found | None = None
     outcomes = _outcomes(function, targets, predictions, weights, has_model)
     tells = (outcome for outcome in outcomes if np.all(np.isfinite(_numbers(outcome[0].values))))
-    for whole, first, second in itertools.islice(tells, at_most):
+    for whole, first, second, parts in itertools.islice(tells, at_most):
         least = _rounding(whole.values, whole.number, computed_in)
-        own = _compared(whole, first, second, max(least, _OF_A_MODEL if has_model else 0.0))
+        least = max(least, _OF_A_MODEL if has_model else 0.0)
+        own = _compared(whole, first, second, parts, least)
         found = own if found is None else found & own
     if found is None:
         raise UntriableError from ArithmeticError("what it gives for them is not finite")
@@ -183,7 +187,7 @@ def adds_up(
     """
     told = [
         _add_up(whole, first, second, computed_in)
-        for whole, first, second in _outcomes(update, targets, predictions, weights)
+        for whole, first, second, _ in _outcomes(update, targets, predictions, weights)
         if not any(np.isnan(value).any() for value in whole[1])
     ]
     return bool(told) and all(told)
@@ -195,7 +199,7 @@ def _outcomes(
     predictions: object,
     weights: object,
     has_model: bool = False,
-) -> Iterator[tuple[T, T, T]]:
+) -> Iterator[tuple[T, T, T, _Parts]]:
     """What `function` gives for all rows, and for each of two parts; for each draw that it takes.
 
     Raises:
@@ -213,17 +217,21 @@ def _outcomes(
             _drawn(predictions, draw, rng, is_target=False),
             _drawn(weights, Draw((0, 1), False, None), rng, is_target=False),
         ]
-        try:
-            whole, first, second = [function(*_part(rows, part)) for part in (slice(None), *_PARTS)]
-        except GathersRowsError:
-            raise
-        except Exception as raised:  # these rows do not suit the program
-            if "out of scope" in str(raised):  # TensorFlow's errors of it are of several types
-                raise TakesTensorsError from raised
-            error = raised
-            continue
-        is_tried = True
-        yield whole, first, second
+        for parts in (_ODD_PARTS, _PARTS) if has_model and seed % 2 else (_PARTS,):
+            try:
+                whole, first, second = [
+                    function(*_part(rows, part)) for part in (slice(None), *parts)
+                ]
+            except GathersRowsError:
+                raise
+            except Exception as raised:  # these rows do not suit the program
+                if "out of scope" in str(raised):  # TensorFlow's errors of it are of several types
+                    raise TakesTensorsError from raised
+                error = raised
+                continue
+            is_tried = True
+            yield whole, first, second, parts
+            break
     if not is_tried:
         raise UntriableError from error
 
@@ -249,7 +257,11 @@ def _add_up(whole: tuple, first: tuple, second: tuple, computed_in: str | None) 
 
 
 def _compared(
-    whole: TrialOutcome, first: TrialOutcome, second: TrialOutcome, rounding: float
+    whole: TrialOutcome,
+    first: TrialOutcome,
+    second: TrialOutcome,
+    parts: _Parts,
+    rounding: float,
 ) -> Found:
     values, number = _numbers(whole.values), _numbers(whole.number)
     kinds = []
@@ -258,7 +270,7 @@ def _compared(
         kinds.append("rows")
     a, b = _numbers(first.number), _numbers(second.number)
     if a.shape == b.shape == number.shape:
-        shares = [(part.stop - part.start) / NUM_ROWS for part in _PARTS]
+        shares = [(part.stop - part.start) / NUM_ROWS for part in parts]
         kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []
         kinds += ["sum"] if _equal(number, a + b, rounding) else []
     return Found(frozenset(kinds), whole.is_masked)

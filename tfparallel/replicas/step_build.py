@@ -55,9 +55,11 @@ from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
 from tfparallel.replicas.step_gradients import check_gradients
 from tfparallel.replicas.step_losses import check_losses, is_declared
+from tfparallel.replicas.step_outputs import numbers_of_metrics_noted, tell_of_outputs
 from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.replicas.whole_batch_layers import calls_of_layers_told
 
+_by_row: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: as of a `ReplicaStep`
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: {step: optimizers}
 
 
@@ -74,7 +76,7 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
             replica's own rows to a weight.
         Exception: what the step raises, for a step that would.
     """
-    name = "train_step" if method in ("fit", "train_on_batch") else "test_step"
+    name = _name_of_step(method)
     step = getattr(model, name)
     checks.check_is_method(step)
     if is_stock_step(step) and has_stock_loss(model):
@@ -94,6 +96,34 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
             raise
         # Only Python can run such a step; if it is wrong, the first step says so.
     known[name] = optimizers_of(model)
+
+
+def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
+    """Refuses what of a step of a user's own, of a model that is built, would not be one device's.
+
+    For strategies that build a model as Keras does.
+
+    Args:
+        model, method, data_batch: as `build` takes them.
+
+    Raises:
+        ValueError: as `build`.
+    """
+    name = _name_of_step(method)
+    step, known = getattr(model, name), _traced.setdefault(model, {})
+    checks.check_is_method(step)
+    if is_stock_step(step) or num_replicas(strategy_of(model)) == 1 or name in known:
+        return
+    traced = _traced_for_any_rows(model, step, data_batch)
+    if traced is not None:
+        check_assigned_weights(model, traced, lambda: traced)
+    if _is_tried(model, step):
+        _check_tried(model, step, traced)
+    known[name] = optimizers_of(model)
+
+
+def _name_of_step(method: str) -> str:
+    return "train_step" if method in ("fit", "train_on_batch") else "test_step"
 
 
 def _known_outputs(model: keras.Model) -> contextlib.AbstractContextManager:
@@ -146,9 +176,22 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
     of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
     if _is_tried(model, step):
-        check_losses(model, of_any_rows())
-        if not is_stock_step(step):
-            check_gradients(model, of_any_rows())
+        _check_tried(model, step, of_any_rows())
+
+
+def targets_by_row(model: keras.Model) -> list[bool]:
+    """What is known of the targets that a `train_step` takes gradients of: `ReplicaStep.by_row`."""
+    return _by_row.get(model, [])
+
+
+def _check_tried(model: keras.Model, step: MethodType, traced: StepOfOwnRows | None) -> None:
+    if traced is not None:
+        shapes = [target.shape for target in traced.losses]
+        _by_row[model] = [bool(shape.rank) and shape[0] is None for shape in shapes]
+    check_losses(model, traced)
+    if not is_stock_step(step):
+        check_gradients(model, traced)
+        tell_of_outputs(model, traced)
 
 
 def _is_tried(model: keras.Model, step: MethodType) -> bool:
@@ -165,6 +208,8 @@ def _traced_for_any_rows(
     """
     try:
         traced = _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
+    except RefusedStepError:
+        raise
     except Exception as error:
         if _is_tried(model, step):
             tf.get_logger().warning(
@@ -205,8 +250,12 @@ def _traced_once(
             if not is_cut:
                 stack.enter_context(_frozen_batch_norm(model))
                 stack.enter_context(weighted_losses(model))
+                noted = traced.given_to_metrics
+                stack.enter_context(numbers_of_metrics_noted(model, noted))
             data = part
-        step(data)
+        outputs = step(data)
+        if traced is not None:
+            traced.outputs = outputs
     clear_added_losses(model)
     return traced
 
@@ -218,6 +267,7 @@ def _only_replica(traced: StepOfOwnRows, is_cut: bool) -> ReplicaStep:
     traced.scale = tf.compat.v1.placeholder(tf.float64, [])
     replica = ReplicaStep(num_rows(traced.data), traced.weight, False, [], first_row=0)
     replica.losses, replica.scale = traced.losses, traced.scale
+    traced.replica = replica
     return replica
 
 

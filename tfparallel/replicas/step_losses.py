@@ -51,7 +51,7 @@ def _check(
     with step.graph.as_default():
         number = tf.reduce_sum(loss)
     try:
-        kinds = step.found_for(number, computed_in).kinds
+        kinds = step.kinds_of(number, computed_in, is_scaled=step.depends_on_scale(loss))
     except UntriableError as error:
         tf.get_logger().warning(
             "The loss of which the train_step of model '%s' takes gradients cannot be tried on "

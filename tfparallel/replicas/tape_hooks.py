@@ -10,10 +10,16 @@ of: the same values, with gradients divided.
 """
 
 import functools
+import itertools
 
 import tensorflow as tf
 
-from tfparallel.internals.gradients_asked_for import gradient_asked_for, with_gradient
+from tfparallel.internals.gradients_asked_for import (
+    gradient_asked_for,
+    is_asked_without_tape,
+    with_gradient,
+)
+from tfparallel.replicas.own_step import RefusedStepError
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
 
@@ -21,21 +27,32 @@ def told_of_gradient() -> None:
     """Lets gradients of a loss by row be those of all rows, once weighted.
 
     Called by the property `handle` of a variable, whoever reads it.
+
+    Raises:
+        RefusedStepError: where `tf.gradients` reads it, which sees neither parts nor stages.
     """
     step = current_replica_step()
     if step is None or step.weights_loss:
         return
+    if is_asked_without_tape():
+        raise RefusedStepError(
+            "A train_step must take gradients by weights with a tf.GradientTape. Received: "
+            "tf.gradients, which cannot follow weights that are in parts or on stages."
+        )
     asked = gradient_asked_for()
-    if asked is None or asked[1] is step.summed_targets:
+    if asked is None or asked.targets is step.summed_targets:
         return
-    tape, targets = asked
+    tape, targets = asked.tape, asked.targets
+    step.has_output_gradients |= asked.has_output_gradients
     step.summed_targets = targets  # the next source of this call changes nothing
     if step.losses is not None:
         step.losses += targets
     divided = functools.partial(_divided, step)
+    known = step.by_row[step.num_targets : step.num_targets + len(targets)]
+    step.num_targets += len(targets)
     targets[:] = [
-        with_gradient(tape, target, divided) if _is_by_row(target, step.rows) else target
-        for target in targets
+        with_gradient(tape, target, divided) if may_be and _is_by_row(target, step.rows) else target
+        for target, may_be in itertools.zip_longest(targets, known, fillvalue=True)
     ]
     if step.scale is not None:
         scaled = functools.partial(_scaled, step.scale)

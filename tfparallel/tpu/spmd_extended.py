@@ -29,6 +29,7 @@ class SpmdExtended(tf.distribute.StrategyExtended):
     """Mixin of `SpmdKerasSteps`' extended: hooks for what is created in the scope."""
 
     _id_in_cluster, _num_workers = 0, 1  # one process drives the devices of all hosts
+    _sees_what_a_step_assigns = True
     _row_seeds: RowSeeds | None = None  # each core draws numbers of its own
     _seed_device: str | None = None
 

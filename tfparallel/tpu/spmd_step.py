@@ -37,6 +37,7 @@ from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.long_starts import spoken_of
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
+from tfparallel.replicas.step_build import targets_by_row
 from tfparallel.replicas.weighed_gradients import active_step
 from tfparallel.replicas.weighted_losses import weighted_losses
 from tfparallel.segments.memory_policy import MemoryPolicy
@@ -77,7 +78,7 @@ class SpmdKerasSteps(DescribedStrategy):
 
     def scope(self) -> contextlib.AbstractContextManager:
         """`tf.distribute.Strategy.scope`; entered by Keras to build a model, it helps with that."""
-        model_hooks.build_without_remat(trainer_that_builds())
+        model_hooks.build_as_keras_does_and_check(trainer_that_builds())
         return super().scope()
 
     def run(
@@ -252,6 +253,7 @@ def _step_on_replica(step_function: MethodType, segments: StepSegments) -> Calla
             dtype = keras.config.floatx()  # a TPU has no float64 but where a user asks for it
             weight = tf.cast(rows, dtype) / tf.cast(total, dtype)
             step = ReplicaStep(rows, weight, weights_loss, statistics=[])
+            step.by_row = targets_by_row(model) if is_training else []
         with active_step(step):
             if isinstance(batch, PaddedBatch):
                 _check_rows_are_apart(model, batch)

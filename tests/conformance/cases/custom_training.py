@@ -322,7 +322,8 @@ def step_that_returns_more_than_metrics(run: Run):
         def train_step(self, data):
             constants = {"whole": tf.constant(7), "vector": tf.constant([1.0, 2.0]), "own": 2.5}
             mean = keras.ops.mean(data[0])
-            return {**super().train_step(data), **constants, "mean": mean}
+            variables = {"rate": self.optimizer.learning_rate}
+            return {**super().train_step(data), **constants, **variables, "mean": mean}
 
     return run.train("values", build=lambda: _functional(Model)).results()
 
