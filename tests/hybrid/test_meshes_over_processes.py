@@ -277,6 +277,7 @@ def test_a_mesh_of_one_process_takes_no_transport_but_auto():
     [
         ({"compression": "fp16"}, "compression='fp16' without `transport`.*whose `inner` this one"),
         ({"check_weights_every": 3}, "check_weights_every=3 without `transport`"),
+        ({"timeouts": tfparallel.WorkerTimeouts()}, r"timeouts=WorkerTimeouts\(.*without `tr"),
         (
             {"transport": "auto", "compression": tfparallel.compression.LocalSGD(4)},
             r"compression=LocalSGD\(every=4\) of a HybridStrategy. Take it in Multi",

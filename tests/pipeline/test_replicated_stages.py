@@ -96,6 +96,17 @@ def test_each_device_has_one_copy_of_its_stage_and_slots_exist_once():
     assert strategy.num_replicas_in_sync == 1
 
 
+def test_so_they_do_where_all_stages_have_as_many_devices():
+    """They were pipelines beside one another, with slots each, and two replicas to the user."""
+    strategy = PipelineStrategy([["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]], 4)
+    model = train(strategy, four_layers).model
+    slot = next(v for v in model.optimizer.variables if "d_kernel_momentum" in v.path)
+    assert devices_of_copies(model.get_layer("d").kernel) == [2, 3]
+    assert devices_of_copies(slot) == [2, 2]
+    assert "num_microbatches=4" in repr(strategy)
+    assert strategy.num_replicas_in_sync == 1
+
+
 @pytest.mark.long
 def test_what_is_added_from_outside_is_added_once():
     strategy = PipelineStrategy(SLOW_MIDDLE, 4, partition=PARTITION)

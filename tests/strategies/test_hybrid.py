@@ -289,6 +289,21 @@ def test_the_summary_has_a_table_for_each_axis_and_says_that_none_leaves_the_pro
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HybridStrategy({"data": 4}),
+        lambda: HybridStrategy({"data": 2, "pipeline": 2}),
+        lambda: tfparallel.PipelineStrategy(["CPU:0", "CPU:1"]),
+        lambda: tfparallel.ShardedStrategy(["CPU:0", "CPU:1"]),
+        lambda: tfparallel.TensorParallelStrategy("auto"),
+    ],
+)
+def test_what_is_no_model_has_no_summary(make):
+    with pytest.raises(TypeError, match="Expected a keras.Model. Received: 'text', of type str"):
+        make().summary("text")
+
+
+@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: HybridStrategy(3), TypeError, "mesh: expected DeviceMesh . Mapping.str, int."),

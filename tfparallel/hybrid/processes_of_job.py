@@ -200,24 +200,31 @@ class _Ranks:
         return workers
 
 
-def gradients_crossing(
-    transport: str | None, compression: Meeting | str | None, check_weights_every: int | None
-) -> GradientsCrossing:
-    """What a user gives for gradients between the processes of a mesh, checked.
+def refuse_without_transport(**given: object) -> None:
+    """Refuses what is said of several processes, for a mesh of one; None is nothing.
 
     Raises:
-        ValueError: for a compression that is none, for rounds of local steps, for a number of steps
-            that is none, and for either without `transport`, which has no processes to cross.
+        ValueError: naming what is given, and where it belongs.
     """
-    given = {"compression": compression, "check_weights_every": check_weights_every}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if transport is None and named:
+    if named:
         raise ValueError(
-            "Between the devices of one process gradients are summed as they are. Received: "
+            "Devices of one process wait for no other, and sum gradients as they are. Received: "
             f"{', '.join(named)} without `transport`, for a mesh of this process. Give `transport` "
             "for a mesh over all processes of a job, or give that to the strategy whose `inner` "
             "this one is."
         )
+
+
+def gradients_crossing(
+    compression: Meeting | str | None, check_weights_every: int | None
+) -> GradientsCrossing:
+    """What a user gives for gradients between the processes of a mesh, checked.
+
+    Raises:
+        ValueError: for a compression that is none, for rounds of local steps, and for a number of
+            steps that is none.
+    """
     meeting = as_meeting(compression)
     if isinstance(meeting, LocalSGD):
         raise ValueError(

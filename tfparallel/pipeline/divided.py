@@ -27,6 +27,7 @@ from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stage_variables import StageVariable
 from tfparallel.pipeline.stages import Budget, Stages, divide, measured
 from tfparallel.pipeline.summary import Summary, summarise
+from tfparallel.replicas.checks import check_is_model
 from tfparallel.replicas.device_names import short_names
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 
@@ -35,7 +36,7 @@ class DividedModels(PlacedInStages):
     """Models in stages: divided when they are first trained, by what was measured of their layers.
 
     Args:
-        container_strategy, devices, schedule, cluster, others: as in `PlacedInStages`.
+        container_strategy, devices, schedule, cluster, others, in_turn: as in `PlacedInStages`.
         options: as `PipelineStrategy` explains them.
         later: devices of which stages get one or several, when the first model is divided; None
             where it is known which stage has which.
@@ -50,8 +51,9 @@ class DividedModels(PlacedInStages):
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
         later: ChosenLater | None = None,
+        in_turn: bool = False,
     ):
-        super().__init__(container_strategy, devices, schedule, cluster, others)
+        super().__init__(container_strategy, devices, schedule, cluster, others, in_turn)
         self._options, self._later = options, later
         self._budget = self._budget_of_stages(schedule, options.memory_limit_bytes)
         self._placement = Placement(schedule.num_stages)
@@ -97,6 +99,7 @@ class DividedModels(PlacedInStages):
             self._batches.note_shapes(model, data)
 
     def _stages_of(self, model: keras.Model) -> Stages:
+        check_is_model(model)
         if model not in self._known_stages:
             check_batch_norm(model)
             inputs = self._batches.take(model)

@@ -44,7 +44,7 @@ class PipelineExtended(DividedModels):
     """Microbatches as replicas, over variables that exist once in each pipeline.
 
     Args:
-        container_strategy, devices, schedule, options, cluster, others, later: as in
+        container_strategy, devices, schedule, options, cluster, others, later, in_turn: as in
             `DividedModels`.
     """
 
@@ -60,8 +60,11 @@ class PipelineExtended(DividedModels):
         cluster: StageCluster | None = None,
         others: Sequence[Sequence[str]] = (),
         later: ChosenLater | None = None,
+        in_turn: bool = False,
     ):
-        super().__init__(container_strategy, devices, schedule, options, cluster, others, later)
+        super().__init__(
+            container_strategy, devices, schedule, options, cluster, others, later, in_turn
+        )
         self._executors: Executors | None = None
         self._averages: dict[int, SequentialVariable] = {}  # assigned in the step that is traced
         self._has_clock = self._has_changed_schedule = False

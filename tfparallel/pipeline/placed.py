@@ -33,6 +33,8 @@ class PlacedInStages(LocalExtended):
         cluster: that the devices are in, if they are in several processes.
         others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
             `r % num_microbatches` of pipeline `r // num_microbatches`.
+        in_turn: whether they are further devices of the same stages, which take microbatches in
+            turn: the first pipeline updates for all.
     """
 
     def __init__(
@@ -42,15 +44,13 @@ class PlacedInStages(LocalExtended):
         schedule: Schedule,
         cluster: StageCluster | None,
         others: Sequence[Sequence[str]],
+        in_turn: bool,
     ):
         super().__init__(container_strategy, devices[:1])  # which is in this process
         self._default_device = None
         self._schedule, self._cluster = schedule, cluster
         self._place_pipelines([devices, *others])
-        every = [device for pipeline in self._pipelines for device in pipeline]
-        # Pipelines have devices in common, or all of them before they are chosen: the first one
-        # updates for all, also where those that are chosen are all different.
-        self._has_stages_of_several = len(set(every)) < len(every)
+        self._has_stages_of_several = in_turn
         if cluster is not None:
             cluster.name_stages([self._device_of_stage(i) for i in range(schedule.num_stages)])
         self._creation = threading.local()

@@ -33,12 +33,25 @@ ONE_SCOPE_AT_A_TIME = (
 )
 
 
+def check_is_model(model: object) -> None:
+    """Refuses what is no model, where a user names one.
+
+    Raises:
+        TypeError: saying what it is.
+    """
+    if not isinstance(model, keras.Model):
+        kind = type(model).__name__
+        raise TypeError(f"Expected a keras.Model. Received: {model!r}, of type {kind}.")
+
+
 def check_model(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Refuses a model that was not built and compiled under `strategy`.
 
     Raises:
+        TypeError: for what is no model.
         ValueError: naming what was created outside of the scope.
     """
+    check_is_model(model)
     current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy
     if current is not strategy:
         raise ValueError(

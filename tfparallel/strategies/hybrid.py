@@ -23,6 +23,7 @@ from tfparallel.hybrid.processes_of_job import (
     ProcessesOfJob,
     gradients_crossing,
     processes_of_job,
+    refuse_without_transport,
 )
 from tfparallel.hybrid.sharded_groups import ShardedGroupsExtended
 from tfparallel.hybrid.shares_among_processes import (
@@ -38,6 +39,7 @@ from tfparallel.pipeline.replicated import chosen_later
 from tfparallel.pipeline.stages import Stages
 from tfparallel.pipeline.summary import Summary
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_is_model
 from tfparallel.replicas.compressed_gradients import CompressedGradients
 from tfparallel.replicas.inner import inside_of, made
 from tfparallel.replicas.interface import KerasExtended
@@ -106,8 +108,8 @@ class HybridStrategy(KerasStrategy):
         transport: what is between the processes of a job whose devices the mesh has: "ring",
             "collectives" or "horovod", or "auto", as `ShardedStrategy` takes them. None: the
             devices are those of this process.
-        timeouts: how long processes wait for one another; those of Horovod for `start_s` and
-            `stall_s` of it (300 s without it).
+        timeouts: with `transport`, how long processes wait for one another; those of Horovod for
+            `start_s` and `stall_s` of it (300 s without it).
         compression: with `transport`, how gradients cross processes where rows alone do: a
             compressor of `tfparallel.compression`, or its name. None sends them as they are.
         check_weights_every: with `transport`, after so many steps the processes compare a hash of
@@ -126,8 +128,8 @@ class HybridStrategy(KerasStrategy):
             pattern is no regular expression, or that is to be found beside shards, for `memory`
             beside a pipeline's own `rematerialize`, for the options' `num_stages` where other axes
             than the pipeline have places, for axes over processes that have to be inside of one,
-            and for `compression` or `check_weights_every` without `transport`, or where processes
-            share the state.
+            for `timeouts`, `compression` or `check_weights_every` without `transport`, and for the
+            last two where processes share the state.
     """
 
     _shares_among_processes = False
@@ -165,7 +167,13 @@ class HybridStrategy(KerasStrategy):
             "memory": memory,
             "seed_by": seed_by,
         }
-        crossing = gradients_crossing(transport, compression, check_weights_every)
+        if transport is None:
+            refuse_without_transport(
+                timeouts=timeouts,
+                compression=compression,
+                check_weights_every=check_weights_every,
+            )
+        crossing = gradients_crossing(compression, check_weights_every)
         job = None if transport is None else processes_of_job(transport, timeouts)
         kept: Callable | None = None
         if job is not None and job.num_processes > 1:
@@ -298,7 +306,9 @@ class HybridStrategy(KerasStrategy):
         later = chosen_later(devices.reshape(-1, 1).tolist(), stages, microbatches)
         options = dataclasses.replace(pipeline, num_microbatches=later.num_microbatches)
         (first, *others), schedule = later.before, options.schedule_for(stages)
-        return PipelineExtended(self, first, schedule, options, others=others, later=later)
+        return PipelineExtended(
+            self, first, schedule, options, others=others, later=later, in_turn=bool(others)
+        )
 
     def _layouts(
         self, groups: np.ndarray, layout_map: keras.distribution.LayoutMap | str | None
@@ -362,9 +372,11 @@ class HybridStrategy(KerasStrategy):
                 table, and for a layout of a model that is not functional.
 
         Raises:
+            TypeError: for what is no model.
             ValueError: for a model that is not built, where state is in parts; under "auto", where
                 the model's inputs are not known.
         """
+        check_is_model(model)
         tables: list[Summary | LayoutSummary | MemoryTable] = []
         extended: Any = self.extended
         if "pipeline" in self._mesh.names:

@@ -143,7 +143,11 @@ class PipelineStrategy(KerasStrategy):
             num_stages,
         ).keeping(memory)
         schedule = options.schedule_for(len(first))
-        super().__init__(PipelineExtended(self, first, schedule, options, cluster, others, later))
+        super().__init__(
+            PipelineExtended(
+                self, first, schedule, options, cluster, others, later, in_turn=bool(others)
+            )
+        )
 
     extended: PipelineExtended
 

@@ -8,7 +8,7 @@ from tfparallel.checked_types import checks_types
 from tfparallel.coordination.timeouts import WorkerTimeouts
 from tfparallel.hybrid.processes_of_job import processes_of_job
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.checks import devices_of_process
+from tfparallel.replicas.checks import check_is_model, devices_of_process
 from tfparallel.replicas.device_names import Devices
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.layer_paths import Patterns
@@ -121,8 +121,10 @@ class ShardedStrategy(KerasStrategy):
                 not known.
 
         Raises:
+            TypeError: for what is no model.
             ValueError: for a model that is not built.
         """
+        check_is_model(model)
         with self.scope():
             return memory_table(self.extended, model, inputs)
 

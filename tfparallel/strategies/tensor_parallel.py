@@ -14,6 +14,7 @@ from tfparallel.hybrid.ranks_of_job import JobOfRanks, job_of_ranks, ranks_of
 from tfparallel.internals.keras_layers import layout_map_of
 from tfparallel.pipeline.devices import stage_devices
 from tfparallel.replicas.base import KerasStrategy
+from tfparallel.replicas.checks import check_is_model
 from tfparallel.replicas.device_names import all_devices_here, short_names
 from tfparallel.replicas.reporting_scope import ReportingScope
 from tfparallel.segments.memory_policy import MemoryPolicy
@@ -194,8 +195,10 @@ class TensorParallelStrategy(KerasStrategy):
             of the products, and the bytes of each tensor that it sends, for one row of the batch.
 
         Raises:
+            TypeError: for what is no model.
             ValueError: under "auto", where the model's inputs are not known.
         """
+        check_is_model(model)
         if isinstance(self.extended.layouts, FoundLayouts):
             lay_out(self, model, inputs)
         return summary(model, self.extended.layouts, inputs)
