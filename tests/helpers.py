@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import keras
@@ -68,9 +68,11 @@ def tiny_compile_options() -> dict:
     }
 
 
-def cpu_mesh_of(**sizes: int) -> keras.distribution.DeviceMesh:
-    """Logical CPUs as a mesh of these axes."""
-    devices = [f"cpu:{i}" for i in range(math.prod(sizes.values()))]
+def cpu_mesh_of(
+    devices: Sequence[str] | None = None, /, **sizes: int
+) -> keras.distribution.DeviceMesh:
+    """Logical CPUs as a mesh of these axes; in their order, or as `devices` says."""
+    devices = devices or [f"cpu:{i}" for i in range(math.prod(sizes.values()))]
     return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), devices)
 
 

@@ -515,6 +515,13 @@ STRATEGIES = [
         exempt={**_OF_STAGES, **_OF_TWO_LAYERS},
     ),
     Row(
+        "pipeline_in_turn",  # two devices for the second stage
+        lambda: library().PipelineStrategy(["CPU:0", ["CPU:1", "CPU:2"]], 4),
+        num_replicas=4,
+        few=("custom_training.loop", "layer_state.a_model_that_counts", "nested.gan"),
+        exempt=_OF_STAGES,
+    ),
+    Row(
         "multi_worker_2_ahead",
         lambda: library().MultiWorkerMirroredStrategy(prefetch_batches=2),
         num_replicas=4,
@@ -979,6 +986,7 @@ ROWS_OF = {
         "pipeline_4",
         "pipeline_gpipe",
         "pipeline_interleaved",
+        "pipeline_in_turn",
         "pipeline_zero_bubble",
         "pipeline_remote_2",
     ],

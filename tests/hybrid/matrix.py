@@ -2,16 +2,19 @@
 
 import functools
 import tempfile
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 
 import tfparallel
-from tests.helpers import numbered, train
+from tests.helpers import assert_same_training, numbered, train
 from tests.hybrid.meshes import hybrid
 from tests.hybrid.models_of_matrix import MODELS, data_of
 from tests.hybrid.pairwise import pairwise
 from tfparallel.callbacks import BackupAndRestore
+from tfparallel.pipeline.extended import PipelineExtended
+from tfparallel.replicas.base import KerasStrategy
 
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
@@ -54,6 +57,47 @@ MESHES_THAT_KEEP: dict[str, tuple[dict, dict]] = {
         for stage, what in {1: "optimizer", 2: "gradients"}.items()
     },
 }
+# Stages of several devices, which take microbatches in turn, or compute a stage in parts.
+_ONE_TWO_ONE = ["CPU:0", ["CPU:1", "CPU:2"], "CPU:3"]
+_TWO_EACH = [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]
+_IN_PARTS = ["cpu:0", "cpu:0", "cpu:1", "cpu:2", "cpu:3", "cpu:3"]
+MESHES_OF_SEVERAL: dict[str, tuple[dict, dict]] = {
+    **{
+        f"1 + 2 + 1 in turn, {schedule}": (
+            {"pipeline": 3},
+            {**SCHEDULES[schedule], "devices": _ONE_TWO_ONE},
+        )
+        for schedule in ("gpipe", "1f1b", "zero bubble")
+    },
+    **{
+        f"2 + 2 in turn, {schedule}": (
+            {"pipeline": 2},
+            {**SCHEDULES[schedule], "devices": _TWO_EACH},
+        )
+        for schedule in ("1f1b", "interleaved")
+    },
+    "chosen, in turn": ({"pipeline": 4}, {"num_stages": 3}),
+    **{
+        f"1 + 2 + 1 in parts, {schedule}": (
+            {"pipeline": 3, "model": 2},
+            {**SCHEDULES[schedule], "devices": _IN_PARTS},
+        )
+        for schedule in ("1f1b", "zero bubble")
+    },
+}
+# Three axes, on eight devices.
+MESHES_OF_EIGHT: dict[str, tuple[dict, dict]] = {
+    "data x shard x model": ({"data": 2, "shard": 2, "model": 2}, {}),
+    **{
+        f"data x shard x pipeline, {schedule}": (
+            {"data": 2, "shard": 2, "pipeline": 2},
+            SCHEDULES[schedule],
+        )
+        for schedule in ("1f1b", "zero bubble")
+    },
+    "data x pipeline x model": ({"data": 2, "pipeline": 2, "model": 2}, {}),
+    "shard x pipeline x model": ({"shard": 2, "pipeline": 2, "model": 2}, {}),
+}
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
@@ -91,7 +135,14 @@ FACTORS = {
 }
 CELLS = pairwise(FACTORS)
 CELLS_THAT_KEEP = pairwise({**FACTORS, "mesh": tuple(MESHES_THAT_KEEP)})
-_ALL_MESHES = MESHES | MESHES_THAT_KEEP
+CELLS_OF_SEVERAL = pairwise(
+    {**FACTORS, "mesh": tuple(MESHES_OF_SEVERAL)},
+    # A PipelineStrategy has no `seed_by`.
+    never=[(name, "dropout") for name in MESHES_OF_SEVERAL if "+ " in name and "turn" in name],
+)
+CELLS_OF_EIGHT = pairwise({**FACTORS, "mesh": tuple(MESHES_OF_EIGHT)})
+_MATRICES = (MESHES, MESHES_THAT_KEEP, MESHES_OF_SEVERAL, MESHES_OF_EIGHT)
+_ALL_MESHES = functools.reduce(dict.__or__, _MATRICES)
 _FLOAT16_ATOL = 1e-2
 
 
@@ -102,7 +153,15 @@ class Interrupt(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
-def atol_of(model: str) -> float:
+def check(cell: Sequence[str]) -> None:
+    """Fails where a cell, a value of each of `FACTORS`, differs from one device."""
+    mesh, optimizer, model, batch, *_ = cell
+    parts = _parts_of_batch(mesh) if model == "batch norm" else None
+    expected = reference(optimizer, model, batch, parts)
+    assert_same_training(expected, _candidate(*cell), atol=_atol_of(model))
+
+
+def _atol_of(model: str) -> float:
     """One ulp of float16 at 1 is 1e-3, and splitting a batch moves a sum by some.
 
     Behind a BatchNorm of three rows Adam divides gradients of 1e-6 by their like: 5e-5 in one
@@ -122,7 +181,7 @@ def reference(optimizer: str, model: str, batch: str, parts: int | None) -> dict
     return results_of(model, trained_under(None, optimizer, model, batch, {}, **options))
 
 
-def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memory: str) -> dict:
+def _candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memory: str) -> dict:
     """What a cell gives."""
     trained = functools.partial(
         trained_under,
@@ -130,7 +189,6 @@ def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memor
         model=model,
         batch=batch,
         compile_options={"steps_per_execution": 2} if run == "two steps" else {},
-        synchronized=True,
     )
     strategy = functools.partial(_strategy, model=model, memory=memory)
     if "restored" not in run:
@@ -146,12 +204,13 @@ def candidate(mesh: str, optimizer: str, model: str, batch: str, run: str, memor
 
 
 def _another(mesh: str) -> str:
+    """One of the first matrix."""
     names = list(MESHES)
-    own = list(MESHES_THAT_KEEP if mesh in MESHES_THAT_KEEP else MESHES)
+    (own,) = [list(each) for each in _MATRICES if mesh in each]
     return names[(own.index(mesh) + 7) % len(names)]
 
 
-def parts_of_batch(mesh: str) -> int | None:
+def _parts_of_batch(mesh: str) -> int | None:
     """How many parts of a batch BatchNorm sees each for itself; None for the batch as it is."""
     sizes, _ = _ALL_MESHES[mesh]
     if "pipeline" not in sizes:
@@ -160,21 +219,22 @@ def parts_of_batch(mesh: str) -> int | None:
 
 
 def _num_microbatches(mesh: str) -> int:
-    return 4 if "interleaved" in mesh else 3
+    """Of a pipeline; of all that take them in turn."""
+    return (4 if "interleaved" in mesh else 3) * (2 if "in turn" in mesh else 1)
 
 
-def _strategy(mesh: str, model: str, memory: str) -> tfparallel.HybridStrategy:
+def _strategy(mesh: str, model: str, memory: str) -> KerasStrategy:
     sizes, options = _ALL_MESHES[mesh]
     if "pipeline" in sizes:
         options = {"num_microbatches": _num_microbatches(mesh), **options}
         options["batch_norm"] = "deferred" if model == "batch norm" else "per_microbatch"
+    if "in turn" in mesh and "devices" in options:
+        return tfparallel.PipelineStrategy(memory=MEMORIES[memory], **options)
     seed_by = "row" if model == "dropout" else "replica"
     return hybrid(sizes, memory=MEMORIES[memory], seed_by=seed_by, **options)
 
 
-def trained_under(
-    strategy, optimizer, model, batch, compile_options, synchronized=False, parts=None, **options
-):
+def trained_under(strategy, optimizer, model, batch, compile_options, parts=None, **options):
     """A training under `strategy`, or on one device; arguments as of a cell."""
     rows, batch_size = BATCHES[batch]
     make = OPTIMIZERS[optimizer]
@@ -183,8 +243,8 @@ def trained_under(
         if model == "two optimizers":
             return MODELS[model](make)
         if model == "batch norm":
-            has_microbatches = hasattr(strategy, "_mesh") and "pipeline" in strategy._mesh.names
-            return MODELS[model](parts, synchronized and not has_microbatches)
+            sees_all = strategy is not None and not isinstance(strategy.extended, PipelineExtended)
+            return MODELS[model](parts, synchronized=sees_all)
         return MODELS[model]()
 
     def all_compile_options():

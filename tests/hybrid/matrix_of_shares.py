@@ -81,7 +81,7 @@ def check(
     microbatches = 2 * _MICROBATCHES if "pipeline" in mesh else None
     trained = functools.partial(trained_under, optimizer=optimizer, model=model, batch=batch)
     options = {"steps_per_execution": 2} if run == "two steps" else {}
-    candidate = functools.partial(trained, compile_options=options, synchronized=True)
+    candidate = functools.partial(trained, compile_options=options)
     reference = functools.partial(trained, None, compile_options={}, parts=microbatches)
 
     def strategy(**others) -> tfparallel.HybridStrategy:

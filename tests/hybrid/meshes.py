@@ -1,5 +1,7 @@
 """Meshes of four logical CPUs, each with all that it takes."""
 
+from collections.abc import Sequence
+
 import keras
 
 import tfparallel
@@ -19,6 +21,7 @@ def hybrid(
     memory: tfparallel.MemoryPolicy | None = None,
     seed_by: str = "replica",
     what: str = "parameters",
+    devices: Sequence[str] | None = None,
     **options,
 ) -> tfparallel.HybridStrategy:
     """On a mesh of these axes; whatever can be in parts is.
@@ -27,9 +30,10 @@ def hybrid(
         sizes: of the axes.
         memory, seed_by: of the strategy.
         what: is in parts along an axis of shards.
+        devices: of the places; logical CPUs in their order without.
         options: of `PipelineOptions`; without an axis "pipeline" they say nothing.
     """
-    mesh: keras.distribution.DeviceMesh = cpu_mesh_of(**sizes)
+    mesh: keras.distribution.DeviceMesh = cpu_mesh_of(devices, **sizes)
     arguments: dict = {"memory": memory, "seed_by": seed_by}
     if "shard" in sizes:
         arguments["shard"] = tfparallel.Sharding(what, min_size=1)

@@ -67,6 +67,8 @@ def test_there_are_250_cells_and_a_tenth_at_most_is_refused():
     cells = [
         *matrix.CELLS,
         *matrix.CELLS_THAT_KEEP,
+        *matrix.CELLS_OF_SEVERAL,
+        *matrix.CELLS_OF_EIGHT,
         *matrix_over_processes.CELLS,
         *matrix_of_shares.CELLS,
         *CELLS,

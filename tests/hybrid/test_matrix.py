@@ -3,6 +3,7 @@
 Three cells by default, all with `--everything`.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -12,14 +13,15 @@ from tests.helpers import assert_same_training
 from tests.hybrid import models_of_matrix
 from tests.hybrid.matrix import (
     CELLS,
+    CELLS_OF_EIGHT,
+    CELLS_OF_SEVERAL,
     CELLS_THAT_KEEP,
     FACTORS,
     OPTIMIZERS,
-    atol_of,
-    candidate,
-    parts_of_batch,
+    check,
     reference,
 )
+from tests.multi_process.pool import WorkerPool, cluster_environments
 
 pytestmark = pytest.mark.turns
 
@@ -51,11 +53,26 @@ def test_so_does_one_whose_weights_are_kept_whole(cell):
     check(cell)
 
 
-def check(cell):
-    mesh, optimizer, model, batch, *_ = cell
-    parts = parts_of_batch(mesh) if model == "batch norm" else None
-    expected = reference(optimizer, model, batch, parts)
-    assert_same_training(expected, candidate(*cell), atol=atol_of(model))
+@pytest.mark.long
+@pytest.mark.parametrize("cell", CELLS_OF_SEVERAL, ids="; ".join)
+def test_so_does_one_whose_stages_have_several_devices(cell):
+    check(cell)
+
+
+@pytest.fixture(scope="module")
+def of_eight():
+    """A process of eight logical CPUs."""
+    environments = functools.partial(cluster_environments, 1)
+    pool = WorkerPool(["-m", "tests.hybrid.worker_of_mesh", "8"], environments)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", CELLS_OF_EIGHT, ids="; ".join)
+def test_so_does_one_of_three_axes(of_eight, cell):
+    of_eight.ask({"on_mesh": cell}, timeout_s=570)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from tests.helpers import (
     tiny_data,
     train,
 )
-from tests.hybrid import matrix_of_features
+from tests.hybrid import matrix, matrix_of_features
 from tests.hybrid.architectures import MODELS
 from tests.hybrid.matrix_over_processes import MODELS as WIDE
 from tests.hybrid.matrix_over_processes import check
@@ -36,6 +36,7 @@ _MODELS = {
 
 def answer(
     wrong: int | None = None,
+    on_mesh: list | None = None,
     cell: list | None = None,
     features: list | None = None,
     drawn: dict[str, int] | None = None,
@@ -47,6 +48,8 @@ def answer(
         return _drawn(drawn)
     if backups is not None:
         return _resumed(backups, **request)
+    if on_mesh is not None:
+        return {"same": matrix.check(on_mesh)}
     if cell is not None:
         return {"share": check(*cell)}
     if features is not None:

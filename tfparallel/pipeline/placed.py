@@ -138,8 +138,8 @@ class PlacedInStages(LocalExtended):
         if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
             variable = super()._create_variable(next_creator, **kwargs)
-            if self._has_stages_of_several and isinstance(variable, OptimizerNumber):
-                variable.share_copies((0,) * len(self._pipelines))
+            if self._has_stages_of_several and isinstance(variable, StageVariable):
+                variable.share_copies((0,) * len(self._pipelines))  # until stages are known
             return variable
         self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
         variable = super()._create_variable(next_creator, **kwargs)
