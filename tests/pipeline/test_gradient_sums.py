@@ -30,7 +30,8 @@ def test_sums_are_on_the_stages_of_their_gradients():
                 z = z / tf.cast(rows[m] > 0, z.dtype)  # without rows: infinite gradients
                 penalty = tf.reduce_sum(first**2)
             gradients.append(tape.gradient([z, penalty], variables))
-        sums = sum_gradients(executor, gradients, [rows[m] for m in range(NUM_MICROBATCHES)])
+        own_rows = [rows[m] for m in range(NUM_MICROBATCHES)]
+        sums = sum_gradients(executor, gradients, own_rows, functions={})
         executor.order(tf.compat.v1.get_default_graph())
         devices.extend(g.device for g in sums)
         return [tf.convert_to_tensor(g) for g in sums]

@@ -46,13 +46,13 @@ def device_number(variable):
     return tf.DeviceSpec.from_string(variable.device).device_index
 
 
-def test_each_pipeline_has_a_copy_of_a_weight_on_its_stage():
+def test_each_pipeline_has_a_copy_of_a_weight_on_its_stage_and_slots_exist_once():
     training = train(two_pipelines())
     first, *_, last = training.model.trainable_weights
     assert [device_number(copy) for copy in first.value.values] == [0, 2]
     assert [device_number(copy) for copy in last.value.values] == [1, 3]
     slots = [v for v in training.model.optimizer.variables if "momentum" in v.path]
-    assert [device_number(copy) for copy in slots[0].value.values] == [0, 2]
+    assert [device_number(copy) for copy in slots[0].value.values] == [0, 0]
 
 
 class Counting(keras.layers.Layer):

@@ -42,6 +42,7 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
     """
 
     _sees_what_a_step_assigns = False
+    _has_whole_copies = False
 
     @property
     def _split_class(self) -> type[SplitStageVariable]:  # type: ignore[override]

@@ -118,7 +118,7 @@ class DividedModels(PlacedInStages):
                     groups = self._groups_of_stage(homes[id(variable)])
                     if behind(variable).move_to(groups):
                         moved.add(id(variable))
-                    if self._has_stages_of_several:
+                    if self._is_updated_once:
                         firsts = first_with_copy([group[0] for group in groups])
                         behind(variable).share_copies(firsts)
             self._trace_anew(moved)

@@ -16,7 +16,7 @@ from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.divided import DividedModels
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.gradient_sums import Functions, sum_gradients
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
@@ -297,7 +297,8 @@ class PipelineExtended(DividedModels):
         ) -> list:
             microbatches = range(len(self._devices))
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
-            sums = [sum_gradients(*each) for each in executors.by_pipeline(parts)]
+            functions: Functions = {}
+            sums = [sum_gradients(*each, functions) for each in executors.by_pipeline(parts)]
             return self._sum_over_pipelines(sums, source, homes)
 
         executors.end_round(values_util.get_current_replica_id_as_int())

@@ -6,6 +6,7 @@ for each microbatch. The additions of a stage are a function, traced once and ca
 
 import collections
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -14,7 +15,12 @@ from tfparallel.pipeline.executor import Executor
 from tfparallel.segments.graph_copy import GraphFunction
 
 
-def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Sequence) -> list:
+Functions: TypeAlias = dict[tuple, GraphFunction]
+
+
+def sum_gradients(
+    executor: Executor, gradients: Sequence[Sequence], rows: Sequence, functions: Functions
+) -> list:
     """The sum over microbatches of each gradient.
 
     Args:
@@ -22,6 +28,8 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
         gradients: for every microbatch the same number of tensors or IndexedSlices.
         rows: of every microbatch, ints or scalar tensors: a gradient of no rows, which is NaN for
             a mean, counts as zeros.
+        functions: of additions that were traced for other pipelines; those that are traced here
+            are added.
     """
     sums: list = [None] * len(gradients[0])
     by_place: dict[tuple[int, str], list[int]] = collections.defaultdict(list)
@@ -33,7 +41,7 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
         else:
             by_place[stage, executor.device_of_sum(stage, per_microbatch)].append(i)
     for (stage, device), at in by_place.items():
-        additions = _Additions(stage, device)
+        additions = _Additions(stage, device, functions)
         has_rows = _on_device(device, rows)
         total: list = []
         for microbatch in executor.backward_order(stage):
@@ -49,9 +57,9 @@ def sum_gradients(executor: Executor, gradients: Sequence[Sequence], rows: Seque
 class _Additions:
     """Additions of a stage's gradients to what earlier microbatches add up to."""
 
-    def __init__(self, stage: int, device: str):
+    def __init__(self, stage: int, device: str, functions: Functions):
         self._name, self._device = f"tfparallel_sum_{stage}", device
-        self._functions: dict[tuple, GraphFunction] = {}
+        self._functions = functions
         self.last_call: tf.Operation | None = None
 
     def add(self, total: list, own: list, has_rows: bool | tf.Tensor) -> list:
@@ -59,7 +67,8 @@ class _Additions:
         unknown = [] if has_rows is True else [tf.convert_to_tensor(has_rows)]
         if not total and not unknown:
             return own
-        key = (bool(total), bool(unknown))
+        specs = tuple((tensor.dtype, str(tensor.shape)) for tensor in own)
+        key = (self._name, specs, bool(total), bool(unknown))
         if key not in self._functions:
             self._functions[key] = self._function(total, own, unknown)
         sums = self._functions[key](self._device, [*total, *own, *unknown])

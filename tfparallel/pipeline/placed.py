@@ -34,8 +34,10 @@ class PlacedInStages(LocalExtended):
         others: the devices of further pipelines, which have other rows. Replica `r` is microbatch
             `r % num_microbatches` of pipeline `r // num_microbatches`.
         in_turn: whether they are further devices of the same stages, which take microbatches in
-            turn: the first pipeline updates for all.
+            turn.
     """
+
+    _has_whole_copies = True  # each pipeline has one of every weight, on one device
 
     def __init__(
         self,
@@ -105,13 +107,18 @@ class PlacedInStages(LocalExtended):
         count, others = len(self._pipelines), self._schedule.num_microbatches - 1
         return index if index < count else (index - count) // others
 
-    def is_first_of_pipeline(self) -> bool:
-        """Whether the calling replica is its pipeline's first microbatch.
+    @property
+    def _is_updated_once(self) -> bool:
+        """Whether the first pipeline updates for all, and their copies are told.
 
-        Of pipelines that have devices in common only the first one updates, for all.
+        No more is sent than sums of gradients would be, and an update is traced once.
         """
+        return len(self._pipelines) > 1 and self._has_whole_copies
+
+    def is_first_of_pipeline(self) -> bool:
+        """Whether the calling replica is its pipeline's first microbatch, or updates for all."""
         replica = values_util.get_current_replica_id_as_int()
-        if self._has_stages_of_several:
+        if self._is_updated_once:
             return replica == 0
         return replica % self._schedule.num_microbatches == 0
 
@@ -138,7 +145,7 @@ class PlacedInStages(LocalExtended):
         if not isinstance(leader, StageVariable):
             self._creation.device = self._home(kwargs)
             variable = super()._create_variable(next_creator, **kwargs)
-            if self._has_stages_of_several and isinstance(variable, StageVariable):
+            if self._is_updated_once and isinstance(variable, StageVariable):
                 variable.share_copies((0,) * len(self._pipelines))  # until stages are known
             return variable
         self._creation.device = leader.values[0].device  # an optimizer slot, with its variable
