@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 from benchmarks.tracing import noted_operations
-from tfparallel import PipelineStrategy
+from tests.helpers import cpu_mesh_of
+from tfparallel import HybridStrategy, PipelineOptions, PipelineStrategy
 
 BLOCKS = 8
 LAYERS = [f"{kind}_{i}" for i in range(BLOCKS) for kind in ("conv", "norm", "relu")]
@@ -24,11 +25,11 @@ def build():
     return model
 
 
-def num_operations(strategy):
+def num_operations(strategy, build=build, optimizer="sgd"):
     """Of the first step of `fit`."""
     with strategy.scope():
         model = build()
-        model.compile("sgd", "mse", jit_compile=False)
+        model.compile(optimizer, "mse", jit_compile=False)
     x, y = np.zeros((6, 4, 4, 3), "float32"), np.zeros((6, 3), "float32")
     with noted_operations() as operations:
         model.fit(x, y, batch_size=6, verbose=0)
@@ -42,3 +43,23 @@ def test_a_stage_is_written_down_once_in_each_direction():
     pipeline = num_operations(PipelineStrategy(["CPU:0", "CPU:1"], 3, partition=partition))
     one_device = num_operations(tf.distribute.get_strategy())
     assert pipeline <= 1.8 * one_device
+
+
+def dense():
+    pool = layers.GlobalAveragePooling2D(name="pool")
+    model = keras.Sequential([keras.Input((4, 4, 3)), pool])
+    for i in range(BLOCKS):
+        model.add(layers.Dense(3, name=f"dense_{i}"))
+    return model
+
+
+@pytest.mark.turns
+def test_pipelines_beside_one_another_write_one_update_and_one_function_of_a_sum():
+    options = PipelineOptions(3, partition=[["pool", "dense_[0-3]"], ["dense_[4-7]"]])
+    one, two = (
+        num_operations(
+            HybridStrategy(cpu_mesh_of(data=n, pipeline=2), pipeline=options), dense, "adam"
+        )
+        for n in (1, 2)
+    )
+    assert two <= 1.3 * one

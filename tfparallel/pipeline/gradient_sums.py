@@ -14,7 +14,6 @@ from tfparallel.internals import FuncGraph
 from tfparallel.pipeline.executor import Executor
 from tfparallel.segments.graph_copy import GraphFunction
 
-
 Functions: TypeAlias = dict[tuple, GraphFunction]
 
 
