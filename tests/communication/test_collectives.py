@@ -23,6 +23,7 @@ from tests.multi_process.pool import WorkerPool, cluster_environments
 from tfparallel.communication.carried_dtypes import as_words, from_words
 from tfparallel.communication.ring_all_reduce import RingAllReduce
 from tfparallel.communication.ring_collectives import RingCollectives
+from tfparallel.communication.stock_collectives import StockCollectives
 from tfparallel.internals import ResourceVariable
 from tfparallel.replicas.graph_collectives import GraphCollectives
 
@@ -160,3 +161,12 @@ def test_words_have_every_bit(dtype):
 def test_words_of_text_are_refused():
     with pytest.raises(TypeError, match="carry numbers. Received: a tensor of string"):
         as_words(tf.constant("text"))
+
+
+def test_what_is_gathered_outside_of_functions_is_traced_once(monkeypatch):
+    traced = []
+    monkeypatch.setattr(StockCollectives, "_gather_alike", lambda _, part: traced.append(1) or part)
+    collectives = StockCollectives(None, "CPU:0", size=2, index=0)
+    for _ in range(2):
+        collectives.all_gather_each([tf.ones([3])])
+    assert len(traced) == 1

@@ -307,7 +307,7 @@ class PipelineExtended(DividedModels):
     def _sum_over_pipelines(
         self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
     ) -> list:
-        """Of each pipeline's sums over its microbatches, each copy where its variable is."""
+        """Of each pipeline's sums over its microbatches, a copy where each that updates has it."""
         by_pipeline = list(zip(*sums, strict=True))
         devices = [
             [tensor_of(each).device for each in own] if home is None else home
@@ -323,10 +323,12 @@ class PipelineExtended(DividedModels):
         results = []
         for total, places in zip(totals, devices, strict=True):
             copies = []
-            for device in places:
+            for device in places[:1] if self._is_updated_once else places:
                 with tf.device(device):
                     copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
-            own_copies = [copies[self.pipeline_of(i)] for i in range(len(self._devices))]
+            own_copies = [
+                copies[self.pipeline_of(i) % len(copies)] for i in range(len(self._devices))
+            ]
             results.append(distribute_utils.regroup(tuple(own_copies), always_wrap=True))
         return results
 

@@ -87,7 +87,8 @@ class StageVariable(CentralVariable):
         others = {id(copy): copy for copy in self._values if copy is not self._primary}
         if not self.is_shared or not others:
             return
-        value = self._primary.read_value()
+        with tf.device(self._primary.device):
+            value = self._primary.read_value()
         for copy in others.values():
             with tf.device(copy.device):
                 copy.assign(value)
