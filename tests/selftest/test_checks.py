@@ -173,7 +173,7 @@ def test_other_bits_in_the_second_of_two_fail(tmp_path, monkeypatch):
     counted = itertools.count()
     monkeypatch.setattr(exactness_checks, "train", one_bit_off_the_second_time)
     with pytest.raises(CheckFailedError, match="second of two: mlp-uneven-float32"):
-        exactness_checks.compare("one_device", lambda: None, bench)
+        exactness_checks.compare("mirrored", lambda: None, bench)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,8 @@ def test_every_option_is_asked_of_every_strategy_on_gpus():
         options = {trial.option for trial in trials_of(name, on_gpus=True)}
         assert options | {XLA.option} == set(OPTIONS)
         assert {trial.model for trial in repeated_of(name, on_gpus=True)} >= {"mlp", "gpt"}
-        assert repeated_of(name, on_gpus=False) == [Trial("mlp", "uneven")]
+        assert repeated_of(name, on_gpus=False) in ([], [Trial("mlp", "uneven")])
+    assert repeated_of("mirrored", on_gpus=False)
 
 
 NCCL = """\

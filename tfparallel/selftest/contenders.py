@@ -13,6 +13,7 @@ _BATCHES = ("static", "uneven", "tiny")
 _HALF = ("mixed_float16", "mixed_bfloat16")
 _MICROBATCHES = 2
 _CUT = ("pipeline", "hybrid")  # into stages
+_REPEATED = ("mirrored", "pipeline_1f1b", "multi_worker_mirrored")  # without GPUs
 XLA = Trial("mlp", "many", option="jit_compile")  # of a check of its own
 _WITH_OPTIONS = [Trial("mlp", "many", option=x) for x in OPTIONS if x not in ("", XLA.option)]
 
@@ -91,17 +92,17 @@ def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
     few = [Trial("mlp", "uneven")]
     if strategy in ("mirrored", "pipeline_1f1b"):
         few += [Trial("mlp", "tiny"), Trial(convolutions, "uneven"), Trial("gpt", "uneven")]
-        few += _WITH_OPTIONS
+        few += _WITH_OPTIONS if strategy == "mirrored" else []
     elif strategy in ("sharded", "tensor_parallel", "multi_worker_mirrored"):
         few.append(Trial("gpt", "uneven"))
     return few
 
 
 def repeated_of(strategy: str, on_gpus: bool) -> list[Trial]:
-    """What it is asked twice, for equal bits: each model on GPUs, one without."""
+    """What it is asked twice, for equal bits: each model on GPUs; without, one of a few."""
     asked = trials_of(strategy, on_gpus)
     whole = [t for t in asked if t.size == "uneven" and t.dtype == "float32"]
-    return whole if on_gpus else whole[:1]
+    return whole if on_gpus else whole[: strategy in _REPEATED]
 
 
 def may_refuse(strategy: str, option: str) -> bool:

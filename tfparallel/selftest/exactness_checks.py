@@ -103,10 +103,8 @@ def compare(name: str, make: Callable[[], tf.distribute.Strategy], bench: Bench)
     if others:
         raise CheckFailedError(f"other bits in the second of two: {', '.join(map(str, others))}")
     figures: dict[str, object] = {str(trial): value for trial, value in apart.items()}
-    text = (
-        f"trainings: {len(apart)}, {len(repeated)} repeated to the bit; "
-        f"at most {_largest(apart):.1e} from one device"
-    )
+    text = f"trainings: {len(apart)}, at most {_largest(apart):.1e} from one device"
+    text += f"; {len(repeated)} repeated to the bit" if repeated else ""
     return Passed(text + (f"; refuses {', '.join(refused)}" if refused else ""), figures)
 
 

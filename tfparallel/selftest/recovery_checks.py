@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from tfparallel.selftest.job_checks import command_of_horovod, launcher, outcomes_in, outcomes_of
 from tfparallel.selftest.machine_devices import Bench
-from tfparallel.selftest.trials import MOST_DIFFERENCE
-from tfparallel.selftest.verdicts import CheckFailedError, Passed
+from tfparallel.selftest.verdicts import MOST_DIFFERENCE, CheckFailedError, Passed
 
 _KILLED_AT = "5"  # with a backup at each second
 NUM_BATCHES = 12  # of a training that is left alone

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["ok", "failed", "skipped"]
+# Between weights in float32: after so few steps they differ by the order of sums alone.
+MOST_DIFFERENCE = 1e-5
 
 
 class CheckFailedError(Exception):
