@@ -46,6 +46,7 @@ def test_a_line_is_printed_once_whoever_else_prints(other):
     assert printed.getvalue().count("of TensorFlow") == 1
 
 
+@pytest.mark.turns
 def test_a_line_is_printed_once_beside_the_handler_of_absls_programs():
     code = (
         "from absl import logging; import tensorflow as tf, tfparallel\n"

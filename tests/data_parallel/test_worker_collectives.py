@@ -112,6 +112,7 @@ def _before(operation: tf.Operation) -> set[tf.Operation]:
     return found
 
 
+@pytest.mark.turns
 def test_one_worker_alone_trains_as_one_device():
     """Without a cluster."""
     alone = tfparallel.MultiWorkerMirroredStrategy()

@@ -45,6 +45,7 @@ def test_a_gpt_trains_as_on_one_device(sizes):
     assert not [path for path in whole if "dense" in path and "kernel" in path]
 
 
+@pytest.mark.turns
 def test_weights_and_slots_that_were_made_before_move_to_their_stage():
     """The optimizer is built, and the stages are asked for, before anything trains."""
     strategy = auto(pipeline=2, model=2)

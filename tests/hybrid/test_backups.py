@@ -26,6 +26,7 @@ def train_under(strategy, *callbacks):
     return train(strategy, rows=36, batch_size=12, optimizer=adam, callbacks=list(callbacks))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "meshes",
     [

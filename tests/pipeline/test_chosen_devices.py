@@ -80,6 +80,7 @@ def test_the_slow_stage_gets_two_devices_and_all_train_as_one_device(measured, o
     assert_same_training(train(None, **training), trained)
 
 
+@pytest.mark.turns
 def test_pipelines_that_are_chosen_with_no_device_in_common_count_steps_once(measured):
     """Optimizers are made before, when all have the same devices."""
     measured(times(1, 1, 0, 1, 1))
@@ -221,6 +222,7 @@ def test_layers_that_are_measured_get_devices_as_well():
     assert [len(each) for each in devices_of(strategy, model)] == [1, 2, 1]
 
 
+@pytest.mark.turns
 def test_the_swimlane_has_a_lane_for_each_device(measured):
     measured(SLOW_MIDDLE)
     strategy = PipelineStrategy(FOUR, 4, num_stages=3)

@@ -27,6 +27,7 @@ def reads_of(graph, variable):
     return sum(op.type == "ReadVariableOp" for op in inner.consumers())
 
 
+@pytest.mark.turns
 def test_what_all_updates_need_is_read_once_and_again_after_it_has_changed():
     """Each reading would be sent by itself to the process of another stage."""
     strategy = PipelineStrategy(CPUS[:2], 2)

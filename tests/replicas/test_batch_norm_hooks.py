@@ -29,6 +29,7 @@ def operations_of_a_first_step(strategy) -> int:
     return len(times_s)
 
 
+@pytest.mark.turns
 def test_two_replicas_make_at_most_twice_the_operations_of_one_device():
     assert operations_of_a_first_step(MirroredStrategy(CPUS)) <= 2 * operations_of_a_first_step(
         None

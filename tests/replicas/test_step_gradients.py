@@ -138,6 +138,7 @@ def test_what_is_linear_is_not_refused(change, caplog):
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16", "float64"])
 def test_digits_are_no_difference(dtype):
     keras.config.set_dtype_policy(dtype)
@@ -218,6 +219,7 @@ def test_what_is_not_is_refused(change):
         built(change)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("change", [clipped_far_away, clipped_each, clipped_together, normalised])
 def test_norms_of_which_one_gradient_makes_nearly_all_are_refused(change):
     with pytest.raises(ValueError, match="what is linear"):
@@ -252,6 +254,7 @@ def test_a_loss_that_is_declared_or_gets_all_rows_is_not_tried(loss, change):
     assert built(change, loss=loss).built
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("change", [scaled, with_decay, of_two_losses])
 def test_what_is_not_refused_trains_as_one_device(change):
     options = {

@@ -167,6 +167,7 @@ def test_what_parts_do_not_make_is_refused(loss):
         built(loss)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16", "float64"])
 def test_digits_of_a_dtype_are_no_difference(dtype):
     keras.config.set_dtype_policy(dtype)

@@ -125,6 +125,7 @@ def test_memory_is_held_against_fewer_microbatches_the_prediction_and_policies(
             judge_memory(uses, {"offload": lowered})
 
 
+@pytest.mark.turns
 def test_the_memory_of_pipelines_is_asked_of_their_devices(monkeypatch):
     """CPUs tell of no peak, so that it is made up here: what runs is the rest."""
     asked = []

@@ -127,6 +127,7 @@ def test_no_weight_is_too_small_to_be_one():
         sharded(min_size=0)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("loads_under", [2, 3, None])
 def test_files_say_nothing_of_the_number_of_shards(tmp_path, loads_under):
     saved = train(sharded(3), optimizer=lambda: keras.optimizers.Adam(0.01)).model

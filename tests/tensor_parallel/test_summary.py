@@ -96,6 +96,7 @@ def test_a_loss_sends_three_numbers_of_each_position_or_reads_all_logits(loss, l
     assert f"loss {way} 0.0% {' '.join(sent)}" in lines
 
 
+@pytest.mark.turns
 def test_a_device_holds_its_share_of_split_weights_and_slots():
     """Bytes of variables by device, counted: at most 1.05/N of the whole."""
     layout = layout_map(1, 4, {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)})
