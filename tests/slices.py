@@ -2,9 +2,9 @@
 
 A test that takes turns has a number, by its name, and a run has one, that of its slice. `make test`
 says `TEST_SLICE=commit`, by which each commit gets the next slice. Of tests marked `turns`, and of
-the conformance pairs, it runs a twelfth, so that all have run at twelve commits in a row. Of the
-pairs that are left out otherwise it runs those whose number is the slice's: some 40, a minute. A
-strategy that is asked little has its turn as a whole, as its processes cost more than its pairs.
+the conformance pairs, it runs an eighteenth, so that all have run at eighteen commits in a row. Of
+the pairs that are left out otherwise it runs those whose number is the slice's: some 30. A strategy
+that is asked little has its turn as a whole, as its processes cost more than its pairs.
 The slice is in pytest's first lines; `TEST_SLICE=17` asks for that one again. Without the variable
 every test has its turn; `make test-all` runs all there are.
 """
@@ -15,8 +15,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-NUM_SLICES = 480
-TURNS = 12  # divides it
+NUM_SLICES = 720
+TURNS = 18  # divides it
 VARIABLE = "TEST_SLICE"
 
 
