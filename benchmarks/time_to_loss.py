@@ -5,6 +5,7 @@
     sudo python benchmarks/time_to_loss.py --links 100+50 20+100          # and milliseconds
     sudo python benchmarks/time_to_loss.py --torch FOLDER                 # pip install --target
     sudo python benchmarks/time_to_loss.py --plot FOLDER --json out.json
+    python benchmarks/time_to_loss.py --plot FOLDER --results out.json other.json    # runs nothing
 
 Two workers of `MultiWorkerMirroredStrategy` in two network namespaces, each with CPUs of its own,
 and a link of so many megabits a second in each direction (0: as fast as this machine) between them.
@@ -265,6 +266,17 @@ def verdict(what: str, ratio: float, limit: float) -> str:
     return f"{'reached' if ratio <= limit else 'MISSED'}: {what} = {ratio:.2f} (at most {limit})"
 
 
+def read_results(files: list[Path]) -> dict[str, dict]:
+    """What several runs wrote with `--json`: by link and problem, curves by contestant."""
+    results: dict[str, dict] = {}
+    for file in files:
+        for link, problems in json.loads(file.read_text()).items():
+            for problem, curves in problems.items():
+                arrays = {name: [np.array(each) for each in own] for name, own in curves.items()}
+                results.setdefault(link, {})[problem] = arrays
+    return results
+
+
 def plot(results: dict[str, dict], folder: Path) -> None:
     """A picture for each link: loss against seconds."""
     import matplotlib
@@ -300,12 +312,15 @@ def main() -> None:
     parser.add_argument("--tcp", default="cubic", help="congestion control: cubic, or bbr")
     parser.add_argument("--plot", type=Path, help="a folder for pictures")
     parser.add_argument("--json", help="also write all curves to this file")
+    parser.add_argument("--results", nargs="+", type=Path, help="draw what --json wrote: no runs")
     options = parser.parse_args()
     if options.train:
         problem, contestant, seed, file = options.train
         if contestant.startswith(TORCH):
             return train_torch(contestant.removeprefix(TORCH), int(seed), file)
         return train(problem, contestant, int(seed), file)
+    if options.results:
+        return plot(read_results(options.results), options.plot or Path())
     lack = network.missing()
     if lack is not None:
         return print(f"Skipped: benchmarks/time_to_loss.py {lack}.")

@@ -1,11 +1,13 @@
 """Links with a rate and a delay, what changes on them, and the verdicts of time to a loss."""
 
+import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -150,3 +152,20 @@ def test_adaptive_decides_again_when_the_rate_of_a_real_link_changes(tmp_path):
         on_slow = wait_for(lambda log: len(decided.findall(log)) > num_before)
     assert "uncompressed" in on_fast
     assert on_slow[-1].startswith("PowerSGD")
+
+
+def test_pictures_are_drawn_of_what_several_runs_wrote(tmp_path):
+    steps = [[float(i), 2.0 / (i + 1)] for i in range(20)]
+    cell = {"none": [steps], time_to_loss.ADAPTIVE: [steps, steps]}
+    files = [tmp_path / "cnn.json", tmp_path / "mlp.json"]
+    files[0].write_text(json.dumps({"100 Mbit/s": {"cnn": cell}, "no limit": {"cnn": cell}}))
+    files[1].write_text(json.dumps({"100 Mbit/s": {"mlp": cell}}))
+    results = time_to_loss.read_results(files)
+    assert {link: set(cells) for link, cells in results.items()} == {
+        "100 Mbit/s": {"cnn", "mlp"},
+        "no limit": {"cnn"},
+    }
+    np.testing.assert_array_equal(results["no limit"]["cnn"][time_to_loss.ADAPTIVE][1], steps)
+    time_to_loss.plot(results, tmp_path)
+    names = {picture.name for picture in tmp_path.glob("*.png")}
+    assert names == {"time_to_loss_100_Mbits.png", "time_to_loss_no_limit.png"}
