@@ -39,6 +39,13 @@ OPTIMIZERS = {
     ),
     "loss_scale_factor": lambda: optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0),
 }
+if hasattr(optimizers, "MultiOptimizer"):  # of Keras 3.15
+    OPTIMIZERS["multi_optimizer"] = lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.Adam(0.01, global_clipnorm=0.05),
+            {".*kernel": optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)},
+        )
+    )
 CORE = ("global_clipnorm", "gradient_accumulation", "ema_overwrite")
 
 for _name, _make in OPTIMIZERS.items():
