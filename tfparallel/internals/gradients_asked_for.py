@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import backprop, record
+from tensorflow.python.eager import backprop, forwardprop, record
 
 # By name, what operations of a graph have for a gradient.
 from tensorflow.python.framework.ops import gradient_registry
@@ -77,6 +77,12 @@ def is_asked_without_tape() -> bool:
     """Whether `tf.gradients` has read the property `handle` that calls this function's caller."""
     frame = _reader_of_handle(sys._getframe(2))
     return frame is not None and frame.f_globals is vars(gradients_util)
+
+
+def is_followed_forward() -> bool:
+    """Whether `tf.autodiff.ForwardAccumulator` has read the property `handle`, to follow it."""
+    frame = _reader_of_handle(sys._getframe(2))
+    return frame is not None and frame.f_globals is vars(forwardprop)
 
 
 def _reader_of_handle(frame: FrameType | None) -> FrameType | None:
