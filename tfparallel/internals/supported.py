@@ -81,6 +81,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.eager.backprop": ("GradientTape", "_handle_or_self"),
     "tensorflow.python.eager.context": ("context",),
     "tensorflow.python.eager.executor": ("new_executor",),
+    "tensorflow.python.eager.forwardprop": ("ForwardAccumulator",),
     "tensorflow.python.eager.forwardprop_util": ("pack_tangents",),
     "tensorflow.python.eager.polymorphic_function.atomic_function": (
         "RUNTIME_FUNCTION_REFS",
