@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
 # Peer health checks, the key-value store of a cluster and aborting collectives live in the context.
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import context, forwardprop_util, record
 
 # Keeps the errors of one thread's remote calls to itself.
 from tensorflow.python.eager.executor import new_executor
@@ -33,6 +33,7 @@ __all__ = [
     "end_collectives",
     "has_one_tape",
     "has_started",
+    "has_tangents",
     "is_op_determinism_enabled",
     "keep_traced_functions",
     "let_idle_threads_sleep",
@@ -104,6 +105,11 @@ def has_one_tape(tensors: Sequence) -> bool:
     """Whether gradients of `tensors` are of the first order: one tape, which is not persistent."""
     first = gradients_util.POSSIBLE_GRADIENT_TYPES_FIRST_ORDER
     return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes(tensors) == first
+
+
+def has_tangents(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` follows any of `tensors`."""
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
 def let_idle_threads_sleep() -> None:

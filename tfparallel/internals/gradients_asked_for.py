@@ -8,6 +8,7 @@ does it as below, after it has listed its targets and before it takes their grad
 """
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import backprop, record
+from tensorflow.python.eager import backprop, forwardprop, record
+
+# By name, what operations of a graph have for a gradient.
+from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import gradients_util
 
 from tfparallel.internals.graphs import called_graphs
@@ -27,8 +31,8 @@ _HANDLE_OR_SELF = backprop._handle_or_self.__code__
 _PACKAGES = tuple(
     f"{Path(each).parent}{os.sep}" for each in (tf.__file__, keras.__file__, Path(__file__).parent)
 )
-_OPERATIONS = "array_ops", "custom_gradient", "gen_array_ops", "weak_tensor_ops"
-# What a call of `tf.stop_gradient`, `tf.custom_gradient` or Keras's own goes through.
+_OPERATIONS = "array_ops", "gen_array_ops", "weak_tensor_ops"
+# What a call of `tf.stop_gradient` or Keras's own goes through.
 _WAYS = tuple(
     os.path.join(package, *parts)
     for package, *parts in (
@@ -75,6 +79,12 @@ def is_asked_without_tape() -> bool:
     return frame is not None and frame.f_globals is vars(gradients_util)
 
 
+def is_followed_forward() -> bool:
+    """Whether `tf.autodiff.ForwardAccumulator` has read the property `handle`, to follow it."""
+    frame = _reader_of_handle(sys._getframe(2))
+    return frame is not None and frame.f_globals is vars(forwardprop)
+
+
 def _reader_of_handle(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_name == "handle":
         frame = frame.f_back
@@ -89,21 +99,36 @@ def is_of_gradient(operation: tf.Operation) -> bool:
     return (_GRADIENT.co_filename, _GRADIENT.co_name) in lines
 
 
-def has_own_gradients(graph: tf.Graph) -> bool:
-    """Whether code of a user's calls `tf.custom_gradient` or `tf.stop_gradient` in `graph`."""
+def has_own_gradients(graph: tf.Graph, is_stopped: bool = True) -> bool:
+    """Whether a user says in `graph`, by `tf.custom_gradient`, how a gradient is computed.
+
+    Args:
+        graph: with all that it calls.
+        is_stopped: counts `tf.stop_gradient`, too.
+    """
     return any(
-        _is_own_gradient(operation)
-        or any(has_own_gradients(inner) for inner, _ in called_graphs(operation))
+        _is_own_gradient(operation, is_stopped)
+        or any(has_own_gradients(inner, is_stopped) for inner, _ in called_graphs(operation))
         for operation in graph.get_operations()
     )
 
 
-def _is_own_gradient(operation: tf.Operation) -> bool:
+def _is_own_gradient(operation: tf.Operation, is_stopped: bool) -> bool:
+    if operation.type == "StopGradient" and is_stopped:
+        files = (frame.filename for frame in reversed(operation.traceback))
+        return not next(x for x in files if not x.startswith(_WAYS)).startswith(_PACKAGES)
     kind = operation.node_def.attr["_gradient_op_type"].s if operation.type == "IdentityN" else b""
-    if operation.type != "StopGradient" and not kind.startswith(b"CustomGradient"):
-        return False
-    files = (frame.filename for frame in reversed(operation.traceback))
-    return not next(file for file in files if not file.startswith(_WAYS)).startswith(_PACKAGES)
+    return kind.startswith(b"CustomGradient") and _is_of_user(kind.decode())
+
+
+def _is_of_user(kind: str) -> bool:
+    """Whether the backward pass that `tf.custom_gradient` has registered is a user's function."""
+    known = inspect.getclosurevars(gradient_registry.lookup(kind)).nonlocals
+    if "tape_grad_fn" not in known:
+        return True  # of a SavedModel: nobody knows
+    function = inspect.unwrap(inspect.getclosurevars(known["tape_grad_fn"]).nonlocals["grad_fn"])
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is None or not code.co_filename.startswith(_PACKAGES)
 
 
 def with_gradient(

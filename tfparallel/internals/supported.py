@@ -81,6 +81,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.eager.backprop": ("GradientTape", "_handle_or_self"),
     "tensorflow.python.eager.context": ("context",),
     "tensorflow.python.eager.executor": ("new_executor",),
+    "tensorflow.python.eager.forwardprop": ("ForwardAccumulator",),
+    "tensorflow.python.eager.forwardprop_util": ("pack_tangents",),
     "tensorflow.python.eager.polymorphic_function.atomic_function": (
         "RUNTIME_FUNCTION_REFS",
         "AtomicFunction",
@@ -102,7 +104,12 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.config": ("is_op_determinism_enabled",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
     "tensorflow.python.framework.op_def_registry": ("get",),
-    "tensorflow.python.framework.ops": ("Graph", "get_default_graph", "uid"),
+    "tensorflow.python.framework.ops": (
+        "Graph",
+        "get_default_graph",
+        "gradient_registry",
+        "uid",
+    ),
     "tensorflow.python.ops.control_flow_v2_func_graphs": ("CondBranchFuncGraph",),
     "tensorflow.python.ops.gradients_util": (
         "POSSIBLE_GRADIENT_TYPES_FIRST_ORDER",
@@ -380,6 +387,7 @@ NAMED_IN: Mapping[str, tuple[str, ...]] = {
         "deps_control_manager",
         "func_graph",
     ),
+    "tensorflow.python.ops.custom_gradient._graph_mode_decorator": ("grad_fn", "tape_grad_fn"),
     "tensorflow.python.ops.cond_v2._build_cond": ("_false_graph", "_true_graph"),
 }
 

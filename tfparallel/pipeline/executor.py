@@ -34,6 +34,7 @@ from tfparallel.pipeline.plans.schedule import Schedule
 from tfparallel.pipeline.rematerialization import Rematerialization
 from tfparallel.pipeline.rounds import Rounds
 from tfparallel.pipeline.stage_functions import StageFunctions
+from tfparallel.replicas.forward_mode import check_is_not_followed
 from tfparallel.segments.kept_tensors import is_made_of_weights
 from tfparallel.segments.offload import from_host, to_host
 from tfparallel.segments.segment_function import (
@@ -165,6 +166,7 @@ class Executor:
         captures = self._functions.captures(concrete, self._own_copy)
         on_tape = ArgumentsOnTape(inputs, captures)
         arguments = on_tape.arguments
+        check_is_not_followed(on_tape.seen(), "the stages of a pipeline")
         if has_one_tape(on_tape.seen()):
             return self._recorded_call(in_pass, concrete, on_tape)
         if record.should_record_backprop(on_tape.seen()):

@@ -26,6 +26,7 @@ _VALUE_KEY = "VARIABLE_VALUE"  # of a variable in TensorFlow's checkpoints
 class StageVariable(CentralVariable):
     """A variable that lives once in a pipeline, whose first microbatch assigns it for all."""
 
+    _not_followed = "the stages of a pipeline"
     _followers: tuple = ()
     _firsts: tuple[int, ...] | None = None  # pipelines whose copies all take, if some share one
     _is_copied_once_a_device = True

@@ -31,6 +31,7 @@ from tfparallel.replicas.row_trial import (
 _FEW_DIGITS = "float16", "bfloat16"
 _SCALES = 0.0, 1.0, 2.0**10, 2.0**20  # powers of two round nothing
 _SCALES_OF_FLOAT16 = 0.0, 0.25, 1.0, 4.0  # which has few of them
+_OF_ROUNDING = 1e-5  # relative, of a gradient that is zero but for that
 _OF_LINES = 0.1  # relative; what is on none is several times as large, or as small
 
 
@@ -135,6 +136,7 @@ class StepOfOwnRows:
         computed_in: str | None = None,
         at_most: int | None = None,
         is_scaled: bool = False,
+        loss_scales: Sequence[float] = (),
     ) -> frozenset[str]:
         """What `value`, of floating point, is to parts of a batch: tried on random ones.
 
@@ -144,6 +146,8 @@ class StepOfOwnRows:
             value: of the graph, in no branch, loop or function.
             computed_in, at_most: as `row_trial.found_for` takes them.
             is_scaled: tries it for gradients by variables of several sizes, too.
+            loss_scales: what the loss is multiplied with, one after the other, in a step that
+                weighs it. `value` is `[2, numbers]` then: numbers, and the size of what each is of.
 
         Returns:
             As `row_trial.Found.kinds`; none if gradients times s do not make a + b s of it.
@@ -151,12 +155,13 @@ class StepOfOwnRows:
         Raises:
             UntriableError: it cannot be computed on any, or the batch is not of dense tensors.
         """
-        kinds = self._kinds_of(value, computed_in, at_most, is_scaled)
+        tried = functools.partial(self._kinds_of, value, computed_in)
+        kinds = tried(at_most, is_scaled, loss_scales)
         later = state_of_later_behind(value)
         if not later:
             return kinds
         with contextlib.suppress(UntriableError):
-            kinds &= self._kinds_of(value, computed_in, 1, is_scaled, later)
+            kinds &= tried(1, is_scaled, loss_scales, later)
         return kinds
 
     def _kinds_of(
@@ -165,6 +170,7 @@ class StepOfOwnRows:
         computed_in: str | None,
         at_most: int | None,
         is_scaled: bool,
+        loss_scales: Sequence[float],
         state: Mapping[str, float] | None = None,
     ) -> frozenset[str]:
         leaves = tf.nest.flatten(self.data)
@@ -182,13 +188,18 @@ class StepOfOwnRows:
             targets, data, weights = given
             leaves = [x for x in tf.nest.flatten([data, targets, weights]) if x is not None]
 
-            def at_scale(scale: float) -> tf.Tensor:
-                numbers = tf.constant([len(leaves[0]) / NUM_ROWS, scale], tf.float64)
+            def computed(scale: float = 1.0, loss_scale: float = 1.0) -> tf.Tensor:
+                weight = loss_scale * len(leaves[0]) / NUM_ROWS
+                numbers = tf.constant([weight, scale], tf.float64)
                 return compute([*leaves, *tf.unstack(numbers)[: len(of_replica)]])
 
-            number = at_scale(1.0)
+            if loss_scales:
+                of_scales = [computed(loss_scale=scale) for scale in loss_scales]
+                numbers, sizes = tf.unstack(tf.stack(of_scales, axis=1))  # [loss scales, numbers]
+                return TrialOutcome(numbers, numbers, sizes=_sizes(sizes.numpy()))
+            number = computed()
             if is_scaled and not at_scales and np.all(np.isfinite(number)):
-                values = [number if scale == 1.0 else at_scale(scale) for scale in scales]
+                values = [number if scale == 1.0 else computed(scale) for scale in scales]
                 at_scales.extend(each.numpy() for each in values)  # of one rows drawn: enough
             return TrialOutcome(number, number)
 
@@ -216,6 +227,12 @@ def _computed_of(operations: Iterable[tf.Operation]) -> set[str]:
 
 def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _sizes(sizes: np.ndarray) -> np.ndarray:
+    """`[loss scales, numbers]` by which to compare; infinite of what is rounding at the first."""
+    is_rounding = sizes[0] <= _OF_ROUNDING * np.max(sizes[0])
+    return np.where(is_rounding, np.inf, sizes)
 
 
 def _are_on_a_line(scales: Sequence[float], values: Sequence[np.ndarray]) -> bool:

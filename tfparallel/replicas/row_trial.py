@@ -66,11 +66,13 @@ class TrialOutcome:
         values: one for each row, or one for all.
         number: what `values` are reduced to; NaN where only they matter.
         is_masked: whether the function has masked some of the values.
+        sizes: of what each of `number` is a sum of, if they are to be compared one by one.
     """
 
     values: Any
     number: Any
     is_masked: bool = False
+    sizes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,8 @@ def _compared(
     if values.shape[:1] == (NUM_ROWS,) and _equal(values, in_parts, rounding):
         kinds.append("rows")
     a, b = _numbers(first.number), _numbers(second.number)
+    if whole.sizes is not None:
+        number, a, b = (each / whole.sizes for each in (number, a, b))
     if a.shape == b.shape == number.shape:
         shares = [(part.stop - part.start) / NUM_ROWS for part in parts]
         kinds += ["mean"] if _equal(number, a * shares[0] + b * shares[1], rounding) else []

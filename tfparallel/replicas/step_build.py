@@ -30,8 +30,10 @@ from tfparallel.internals import (
     is_train_step,
 )
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.gradients_asked_for import has_own_gradients
 from tfparallel.internals.hooks import shadowed, wrapped
 from tfparallel.internals.keras_layers import (
+    call_takes_training,
     clear_added_losses,
     functional_graph,
     inputs_structure,
@@ -48,6 +50,8 @@ from tfparallel.replicas import checks
 from tfparallel.replicas.assigned_weights import check_assigned_weights
 from tfparallel.replicas.batch import Batch, num_rows
 from tfparallel.replicas.build_context import BuildContext
+from tfparallel.replicas.code_of_keras import is_code_of_keras
+from tfparallel.replicas.layer_gradients import check_layer_gradients
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
@@ -79,16 +83,19 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
     name = _name_of_step(method)
     step = getattr(model, name)
     checks.check_is_method(step)
-    if is_stock_step(step) and has_stock_loss(model):
+    is_stock = is_stock_step(step) and has_stock_loss(model)
+    if is_stock:
         with without_remat_of_keras(model), _known_outputs(model):
             build_as_keras_does(model, data_batch)
-        return
     known, optimizers = _traced.setdefault(model, {}), optimizers_of(model)
     before = known.get(name)
     if before is not None and [*map(id, before)] == [*map(id, optimizers)]:
         return
     try:
-        _trace(model, step, data_batch)
+        if is_stock:
+            _check_own_backward(model, step, data_batch)
+        else:
+            _trace(model, step, data_batch)
     except RefusedStepError:
         raise
     except Exception:
@@ -112,7 +119,11 @@ def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
     name = _name_of_step(method)
     step, known = getattr(model, name), _traced.setdefault(model, {})
     checks.check_is_method(step)
-    if is_stock_step(step) or num_replicas(strategy_of(model)) == 1 or name in known:
+    if num_replicas(strategy_of(model)) == 1 or name in known:
+        return
+    if is_stock_step(step):
+        _check_own_backward(model, step, data_batch)
+        known[name] = optimizers_of(model)
         return
     traced = _traced_for_any_rows(model, step, data_batch)
     if traced is not None:
@@ -179,6 +190,22 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
         _check_tried(model, step, of_any_rows())
 
 
+def _check_own_backward(model: keras.Model, step: MethodType, data_batch: object) -> None:
+    """Has Keras's own step tried where layers say how a gradient is computed."""
+    is_tried = _is_tried(model, step) and num_replicas(strategy_of(model)) > 1
+    if not is_tried or is_code_of_keras(model):
+        return
+    forward = _traced_once(model, functools.partial(_called, model), data_batch)
+    if forward is not None and has_own_gradients(forward.graph, is_stopped=False):
+        check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
+
+
+def _called(model: keras.Model, data: object) -> object:
+    """What `model` gives for a batch, as Keras's own step calls it."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    return model(x, training=True) if call_takes_training(model) else model(x)
+
+
 def targets_by_row(model: keras.Model) -> list[bool]:
     """What is known of the targets that a `train_step` takes gradients of: `ReplicaStep.by_row`."""
     return _by_row.get(model, [])
@@ -200,14 +227,14 @@ def _is_tried(model: keras.Model, step: MethodType) -> bool:
 
 
 def _traced_for_any_rows(
-    model: keras.Model, step: MethodType, data_batch: object
+    model: keras.Model, step: MethodType, data_batch: object, weighs_loss: bool = False
 ) -> StepOfOwnRows | None:
     """Traces a step that has been traced for the rows that it gets; None if it is for these alone.
 
     An error of the step's own that does not come of the number of rows has come before.
     """
     try:
-        traced = _traced_once(model, step, _of_any_rows(data_batch), is_cut=False)
+        traced = _traced_once(model, step, _of_any_rows(data_batch), False, weighs_loss)
     except RefusedStepError:
         raise
     except Exception as error:
@@ -227,11 +254,16 @@ def _traced_for_any_rows(
 
 
 def _traced_once(
-    model: keras.Model, step: MethodType, data_batch: object, is_cut: bool = True
+    model: keras.Model,
+    step: Callable,
+    data_batch: object,
+    is_cut: bool = True,
+    weighs_loss: bool = False,
 ) -> StepOfOwnRows | None:
     """Traces `step`, for a replica's part of the batch or all of it; None without a strategy.
 
-    Of all of it, losses and their gradients are traced as when the step runs.
+    Of all of it, losses and their gradients are traced as when the step runs; with the replica's
+    weight in the loss, if the step `weighs_loss` as Keras's own does.
     """
     strategy = strategy_of(model)
     with contextlib.ExitStack() as stack:
@@ -244,7 +276,7 @@ def _traced_once(
             traced = StepOfOwnRows(graph, BuildContext(strategy, graph), data)
             part = Batch(strategy.extended, data).parts[0] if is_cut else data
             stack.enter_context(traced.context)
-            stack.enter_context(_only_replica(traced, is_cut).active())
+            stack.enter_context(_only_replica(traced, is_cut, weighs_loss).active())
             stack.enter_context(drawn_by_row(strategy.extended._row_seeds, model))
             stack.enter_context(calls_of_layers_told(model, graph, traced.of_layers))
             if not is_cut:
@@ -260,12 +292,12 @@ def _traced_once(
     return traced
 
 
-def _only_replica(traced: StepOfOwnRows, is_cut: bool) -> ReplicaStep:
+def _only_replica(traced: StepOfOwnRows, is_cut: bool, weighs_loss: bool) -> ReplicaStep:
     if is_cut:
         return ReplicaStep(1, tf.ones(()), True, [], first_row=0)
     traced.weight = tf.compat.v1.placeholder(tf.float64, [])
     traced.scale = tf.compat.v1.placeholder(tf.float64, [])
-    replica = ReplicaStep(num_rows(traced.data), traced.weight, False, [], first_row=0)
+    replica = ReplicaStep(num_rows(traced.data), traced.weight, weighs_loss, [], first_row=0)
     replica.losses, replica.scale = traced.losses, traced.scale
     traced.replica = replica
     return replica

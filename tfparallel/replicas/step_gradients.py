@@ -36,8 +36,10 @@ def check_gradients(model: keras.Model, step: StepOfOwnRows | None) -> None:
     """
     if step is None or step.is_coupled_by_layers():
         return
-    number = _number_of_all(step)
-    if number is None or not step.is_of_own_rows(number):
+    if _are_as_of_tape(step):
+        return
+    number, _ = numbers_of_gradients(step)
+    if not step.is_of_own_rows(number):
         return
     losses = filter(step.has, step.losses)
     if any(step.depends_on_scale(loss) or step.is_of_others(loss) for loss in losses):
@@ -68,24 +70,30 @@ def check_gradients(model: keras.Model, step: StepOfOwnRows | None) -> None:
         )
 
 
-def _number_of_all(step: StepOfOwnRows) -> tf.Tensor | None:
-    """One number for each gradient, float64: that of all rows is the mean of those of parts.
+def numbers_of_gradients(step: StepOfOwnRows) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of each gradient that optimizers get a number, and its largest one: `[gradients]`, float64.
 
-    None if the step has changed none of them.
+    The number is linear: those of parts of a batch make that of all rows as the gradients do.
     """
-    given = step.context.gradients
-    of_rows = [each.values if isinstance(each, tf.IndexedSlices) else each for each in given]
-    known = [x for x in of_rows if step.has(x) and x.dtype.is_floating]
-    if (
-        all(step.is_of_tape(x) or not step.is_of_own_rows(x) for x in known)
-        and not step.has_backward_of_its_own()
-    ):
-        return None
-    numbers = []
     with step.graph.as_default():
-        for values in known:
+        numbers, sizes = [tf.zeros((), tf.float64)], [tf.zeros((), tf.float64)]  # if there are none
+        for values in _given(step):
+            sizes.append(tf.cast(tf.reduce_max(tf.abs(values)), tf.float64))
             if values.shape.rank != 0:  # with other factors, as those of a softmax add up to zero
                 columns = tf.range(tf.shape(values)[-1])
                 values *= tf.cast(tf.cos(tf.cast(columns, tf.float32)), values.dtype)
             numbers.append(tf.cast(tf.reduce_sum(values), tf.float64))
-        return tf.stack(numbers)
+        return tf.stack(numbers), tf.stack(sizes)
+
+
+def _given(step: StepOfOwnRows) -> list[tf.Tensor]:
+    """The numbers of the gradients that optimizers get."""
+    given = step.context.gradients
+    of_rows = [each.values if isinstance(each, tf.IndexedSlices) else each for each in given]
+    return [x for x in of_rows if step.has(x) and x.dtype.is_floating]
+
+
+def _are_as_of_tape(step: StepOfOwnRows) -> bool:
+    """Whether the step has changed none of them, and says of none how it is computed."""
+    are_of_tape = all(step.is_of_tape(x) or not step.is_of_own_rows(x) for x in _given(step))
+    return are_of_tape and not step.has_backward_of_its_own()

@@ -17,20 +17,28 @@ import tensorflow as tf
 from tfparallel.internals.gradients_asked_for import (
     gradient_asked_for,
     is_asked_without_tape,
+    is_followed_forward,
     with_gradient,
 )
+from tfparallel.replicas.forward_mode import no_forward_mode
 from tfparallel.replicas.own_step import RefusedStepError
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 
 
-def told_of_gradient() -> None:
+def told_of_gradient(not_followed: str = "") -> None:
     """Lets gradients of a loss by row be those of all rows, once weighted.
 
     Called by the property `handle` of a variable, whoever reads it.
 
+    Args:
+        not_followed: what the variable is, if no `ForwardAccumulator` can follow it.
+
     Raises:
-        RefusedStepError: where `tf.gradients` reads it, which sees neither parts nor stages.
+        RefusedStepError: where `tf.gradients` reads it, which sees neither parts nor stages; and
+            where a `ForwardAccumulator` does, which cannot follow it.
     """
+    if not_followed and is_followed_forward():
+        raise no_forward_mode(not_followed)
     step = current_replica_step()
     if step is None or step.weights_loss:
         return

@@ -74,8 +74,12 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
     Attributes set after creation, by `mark_owner`:
         _assigned_alike: replicas assign equal values, nothing is aggregated.
         _is_statistics: replicas assign values of their own rows, averaged at the end of a step.
+
+    Of a class:
+        _not_followed: what its variables are, if no `tf.autodiff.ForwardAccumulator` follows them.
     """
 
+    _not_followed = ""
     _assigned_alike = False
     _is_statistics = False
 
@@ -86,7 +90,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
         Raises:
             ValueError: outside of replicas, where other workers have rows of the same batch.
         """
-        told_of_gradient()
+        told_of_gradient(self._not_followed)
         if _replica_id() is not None or values_util.is_saving_non_distributed():
             return super().handle
         self.distribute_strategy.extended._check_outside_of_replicas(self.name)
@@ -144,7 +148,7 @@ class CentralVariable(ReplicatedVariable):
     @property
     def handle(self) -> tf.Tensor:
         """The resource of the only copy."""
-        told_of_gradient()
+        told_of_gradient(self._not_followed)
         return self._primary.handle
 
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:

@@ -58,6 +58,7 @@ class ShardedVariable(InOnePiece, ReplicatedVariable):
     """
 
     is_on_host = False
+    _not_followed = "weights in shards"
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         """What stands for the whole in `tape.gradient`."""
         if self.shards == 1:
             return super().handle
-        told_of_gradient()
+        told_of_gradient("weights in parts")
         return self._tape_variable().handle
 
     def _get_replica(self, replica_id: int) -> tf.Variable:
