@@ -143,6 +143,13 @@ def test_one_replica_has_all_rows():
     assert model.built
 
 
+def test_a_model_without_a_strategy_may_be_built_to_be_backed_up():
+    model = functional(WRONG["normalised"])
+    model.compile(loss="mse")
+    build(model, "fit", ROWS)
+    assert model.built
+
+
 @pytest.mark.parametrize("function", NOT_OWN)
 def test_other_functions_cost_a_trace_of_the_model(function, monkeypatch):
     tried = []

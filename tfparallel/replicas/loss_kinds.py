@@ -15,13 +15,14 @@ A loss says so itself, is known, or is tried (`row_trial.py`).
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask
+from tfparallel.internals.gradients_asked_for import has_own_gradients
 from tfparallel.internals.keras_layers import function_of_metric, options_of_loss
 from tfparallel.replicas.assigning_code import (
     class_mentions_assignment,
@@ -134,11 +135,85 @@ def kind_of_loss(
     if keeps_state(loss):
         return "coupled"  # all replicas assign alike what comes of the rows of all
 
+    slopes_of = functools.cache(lambda: _slopes_of(loss))  # made only where the loss is tried
+
     def outcome(*arguments: object) -> TrialOutcome:
         number, values = number_and_values(loss, *arguments)
-        return TrialOutcome(values, number, get_keras_mask(values) is not None)
+        is_masked = get_keras_mask(values) is not None
+        of_number, of_values = slopes_of()(*arguments)
+        if values.shape.rank:
+            values = _beside(values, of_values)
+        if number.shape.rank == 0:
+            number = _beside(number[None], tf.reduce_sum(of_number, 0, keepdims=True))[0]
+        return TrialOutcome(values, number, is_masked)
 
     return _tried(loss, outcome, (y_true, y_pred, sample_weight))
+
+
+def _slopes_of(loss: keras.Loss) -> Callable:
+    """What gives the slopes, by rows of predictions, of a loss and of the sum of its values.
+
+    A loss may be one of all rows in its gradient alone, where it says what that is: divided by a
+    `tf.stop_gradient` of itself, say. Slopes are linear in the gradient: those of parts make that
+    of all rows as it does.
+
+    Returns:
+        A function of targets, predictions and weights, to two `[rows, tensors of predictions]`; of
+        no columns where a loss does not say anything of its gradient.
+    """
+    named = copy_with_call(loss, loss.call)
+    named.name = "loss"  # of a name that no graph may have, Keras would keep the scope it opened
+
+    @tf.function(autograph=False)  # tapes do not record in a trial
+    def slopes(y_true: object, y_pred: object, sample_weight: object) -> list[tf.Tensor]:
+        rows = [leaf for leaf in keras.tree.flatten(y_pred) if leaf.dtype.is_floating]
+        outcomes = number_and_values(named, y_true, y_pred, sample_weight)
+        return [_slopes(tf.gradients(each, rows), rows, each.dtype) for each in outcomes]
+
+    is_told: list[bool] = []
+
+    def slopes_if_told(*arguments: object) -> Sequence[tf.Tensor]:
+        if not is_told:
+            is_told.append(_says_gradient(slopes, arguments))
+        if is_told[0]:
+            return slopes(*arguments)
+        first = keras.tree.flatten(arguments[1])[0]
+        return [tf.zeros([len(first), 0])] * 2
+
+    return slopes_if_told
+
+
+def _says_gradient(function: tf.types.experimental.GenericFunction, arguments: tuple) -> bool:
+    """Whether code of a user's says, in a function of such rows, how a gradient is computed."""
+    specs = keras.tree.map_structure(_spec, arguments)
+    try:
+        graph = function.get_concrete_function(*specs).graph
+    except Exception:  # it can be evaluated only, or eagerly: values have to tell
+        return False
+    return has_own_gradients(graph)
+
+
+def _slopes(gradients: Sequence, rows: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    columns = []
+    for gradient, leaf in zip(gradients, rows, strict=True):
+        count = tf.shape(leaf)[0]
+        if gradient is None or dtype not in (tf.float32, tf.float64):  # others have few digits
+            columns.append(tf.zeros([count], dtype))
+            continue
+        numbers = tf.cast(tf.convert_to_tensor(gradient), dtype)
+        if numbers.shape.rank > 1:  # with other factors, as those of a softmax add up to zero
+            numbers *= tf.cos(tf.cast(tf.range(tf.shape(numbers)[-1]), dtype))
+        own = tf.reduce_sum(tf.reshape(numbers, [count, -1]), 1)
+        columns.append(tf.where(tf.math.is_finite(own), own, tf.zeros_like(own)))
+    return tf.stack(columns, 1)
+
+
+def _beside(values: tf.Tensor, slopes: tf.Tensor) -> tf.Tensor:
+    """`[rows, all that either has of a row]`; values alone where they are not of rows."""
+    if len(values) != len(slopes):
+        return values
+    flat = tf.reshape(values, [len(values), -1])
+    return tf.concat([flat, tf.cast(slopes, values.dtype)], 1)
 
 
 def kind_of_metric(

@@ -192,8 +192,10 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
 
 def _check_own_backward(model: keras.Model, step: MethodType, data_batch: object) -> None:
     """Has Keras's own step tried where layers say how a gradient is computed."""
-    is_tried = _is_tried(model, step) and num_replicas(strategy_of(model)) > 1
-    if not is_tried or is_code_of_keras(model):
+    strategy = strategy_of(model)  # None in a training without one that takes backups
+    if strategy is None or num_replicas(strategy) == 1:
+        return
+    if not _is_tried(model, step) or is_code_of_keras(model):
         return
     forward = _traced_once(model, functools.partial(_called, model), data_batch)
     if forward is not None and has_own_gradients(forward.graph, is_stopped=False):

@@ -211,6 +211,17 @@ class MeanOfLabelled(keras.Loss):
         return ops.sum(losses * mask) / (ops.sum(mask) + 1e-6)
 
 
+def divided_by_itself(y_true, y_pred):
+    """1 for any rows: of all rows in its gradient alone."""
+    loss = ops.mean(ops.square(y_true - y_pred))
+    return loss / tf.stop_gradient(loss)
+
+
+@case()
+def function_divided_by_itself(run: Run):
+    return _trained(run, compile_options=lambda: {"loss": divided_by_itself})
+
+
 @case()
 def mean_over_labelled_tokens(run: Run):
     def build():
