@@ -68,7 +68,7 @@ WITHOUT_LIMIT = {
     "replicas/batches_ahead.py": "a thread of this process that reads the data, for which the step "
     "itself would wait",
     "replicas/seed_hooks.py": "a thread of this process that makes a variable",
-    "selftest/children.py": "`_read`, which its caller gives the check's limit",
+    "selftest/children.py": "for the reference, a check that has its limit",
     "selftest/job_checks.py": "a process of a check, which is ended with it at the check's limit",
 }
 

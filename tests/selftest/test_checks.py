@@ -16,9 +16,9 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests.docs.snippets import ROOT
 from tfparallel.segments.graph_copy import GraphFunction
-from tfparallel.selftest import exactness_checks, remote_integers
-from tfparallel.selftest.catalogue import CHECKS, FIRST, Check, why_not
-from tfparallel.selftest.children import outcome_of, run_check
+from tfparallel.selftest import children, exactness_checks, remote_integers
+from tfparallel.selftest.catalogue import CHECKS, FIRST, REFERENCE, Check, why_not
+from tfparallel.selftest.children import outcome_of, run_check, run_checks
 from tfparallel.selftest.command_line import chosen_gpus, outcomes_as_json, show
 from tfparallel.selftest.contenders import (
     IN_ONE_PROCESS,
@@ -98,6 +98,24 @@ def test_a_process_over_its_limit_is_ended(tmp_path):
     slow = Check("slow", "exactness_checks:train_reference", limit_s=0.3)
     outcome = asyncio.run(run_check(slow, Bench((), str(tmp_path))))
     assert outcome.found == "no end after 0.3 s" and outcome.seconds < 60
+
+
+def test_who_compares_waits_for_the_reference_and_others_do_not(monkeypatch):
+    began, ended = [], []
+
+    async def run_check(check, bench, is_forked):
+        began.append((check.name, REFERENCE.name in ended))
+        await asyncio.sleep(0.1 if check is REFERENCE else 0)
+        ended.append(check.name)
+        return Outcome(check.name, "ok", "")
+
+    async def run():
+        checks = [REFERENCE, Check("compares", "", needs_reference=True), Check("alone", "")]
+        return [check.name async for check, _ in run_checks(checks, Bench((), ""), 2, False)]
+
+    monkeypatch.setattr(children, "run_check", run_check)
+    assert asyncio.run(run()) == ["alone", "reference", "compares"]
+    assert began == [("reference", False), ("alone", False), ("compares", True)]
 
 
 @pytest.mark.parametrize(

@@ -14,27 +14,29 @@ from tfparallel.selftest.catalogue import CHECKS, FIRST, why_not
 
 
 @pytest.mark.timeout(300)
-def test_who_is_told_to_end_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("check", ["devices", "steady"])  # a new process, and a fork
+def test_who_is_told_to_end_leaves_nothing_behind(tmp_path, check):
     """By `timeout`, or a job's end: its checks hold GPUs, and are in sessions of their own."""
     own_folder = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tfparallel", "selftest", "--gpus", "0", "--only", "devices"]
+    command = [sys.executable, "-m", "tfparallel", "selftest", "--gpus", "0", "--only", check]
     selftest = subprocess.Popen(command, env=own_folder, stderr=subprocess.PIPE, text=True)
-    while not (checks := _checks_in(tmp_path)) and selftest.poll() is None:
+    while not (begun := list(tmp_path.glob(f"*/*{check}*.txt"))) and selftest.poll() is None:
         time.sleep(0.1)
     selftest.terminate()
     _, said = selftest.communicate()
-    assert checks and selftest.returncode == 130 and "stopped" in said
-    assert not _checks_in(tmp_path) and not list(tmp_path.iterdir())
+    assert begun and selftest.returncode == 130 and "stopped" in said
+    while _processes_of(tmp_path):  # of multiprocessing, which see that it has ended
+        time.sleep(0.1)
+    assert not list(tmp_path.iterdir())
 
 
-def _checks_in(folder: Path) -> list[Path]:
-    """Processes that check something in a folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
+def _processes_of(folder: Path) -> set[str]:
+    """Ids of the processes whose temporary folder it is."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            words = process.read_bytes()
-            if b"one_check" in words and os.fsencode(folder) in words:
-                found.append(process.parent)
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.add(process.name)
     return found
 
 

@@ -32,6 +32,7 @@ class Check:
         is_job: whether it starts a process for each GPU.
         is_for_tpus: whether it needs a TPU.
         is_slow: whether it takes too long without GPUs for a machine that is to be done in minutes.
+        needs_reference: whether it compares with what the check `REFERENCE` leaves.
         limit_s: after which it is ended, and has failed.
     """
 
@@ -43,17 +44,22 @@ class Check:
     is_job: bool = False
     is_for_tpus: bool = False
     is_slow: bool = False
+    needs_reference: bool = False
     limit_s: float = 600.0
 
 
 def _strategy(name: str) -> Check:
-    return Check(f"exact: {name}", "exactness_checks:train_in_one_process", (name,))
+    function = "exactness_checks:train_in_one_process"
+    return Check(f"exact: {name}", function, (name,), needs_reference=True)
 
 
 def _job(name: str, *options: str) -> Check:
     function = "job_checks:train_by_launcher"
     cure = f"{_CURE_EXACT}; {_CURE_JOB}"
-    return Check(f"exact: {name}", function, (name, *options), cure=cure, is_job=True)
+    arguments = (name, *options)
+    return Check(
+        f"exact: {name}", function, arguments, cure=cure, is_job=True, needs_reference=True
+    )
 
 
 def _speed(workload: str) -> Check:
@@ -75,9 +81,10 @@ FIRST = (
         "topology", "machine_checks:look_at_topology", cure=_CURE_DRIVER, min_gpus=1, limit_s=120
     ),
     Check("devices", "gpu_checks:multiply_on_each_device", cure=_CURE_DEVICE, limit_s=180),
-    Check("reference", "exactness_checks:train_reference", cure=_CURE_DEVICE),
 )
+REFERENCE = Check("reference", "exactness_checks:train_reference", cure=_CURE_DEVICE)
 CHECKS = (
+    REFERENCE,
     *map(
         _strategy,
         (
@@ -102,8 +109,9 @@ CHECKS = (
         ("horovod",),
         cure=f"{_CURE_EXACT}; BUILD.md builds Horovod with NCCL",
         is_job=True,
+        needs_reference=True,
     ),
-    Check("xla", "exactness_checks:train_with_xla"),
+    Check("xla", "exactness_checks:train_with_xla", needs_reference=True),
     Check("compression", "job_checks:compress", cure=_CURE_JOB, is_job=True),
     Check("restart", "recovery_checks:restart", cure=_CURE_RESTART),
     Check(

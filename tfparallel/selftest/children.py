@@ -1,37 +1,52 @@
-"""Runs each check in a process of its own, which ends in time, whatever happens in it."""
+"""Runs each check in a process of its own, which ends in time, whatever happens in it.
+
+A process is a new one, or a fork of one that has imported TensorFlow and done nothing with it: what
+most of a short check would take, on few cores. Forks of what has opened GPUs cannot use them.
+"""
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from multiprocessing.process import BaseProcess
 
-from tfparallel.selftest.catalogue import Check, why_not
+from tfparallel.selftest.catalogue import REFERENCE, Check, why_not
 from tfparallel.selftest.job_checks import outcomes_in
 from tfparallel.selftest.machine_devices import Bench
+from tfparallel.selftest.one_check import write_to
 from tfparallel.selftest.verdicts import Outcome
 
 _KEPT_CHARACTERS = 4000  # of the output of a check that failed
 _END_S = 10.0
+_FRESH, _FORKED = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+_IMPORTS = ["tfparallel.selftest.exactness_checks"]  # TensorFlow, Keras, and all strategies
 
 
 async def run_checks(
-    checks: Sequence[Check], bench: Bench, at_once: int
+    checks: Sequence[Check], bench: Bench, at_once: int, is_forked: bool
 ) -> AsyncIterator[tuple[Check, Outcome]]:
     """Each check with its end, as they end.
 
     Args:
-        checks: in the order in which they begin.
+        checks: in the order in which they begin, but that some wait for the reference.
         bench: where they run.
         at_once: how many run side by side.
+        is_forked: whether their processes are forks.
     """
     room = asyncio.Semaphore(at_once)
+    has_reference = asyncio.Event()
 
     async def run(check: Check) -> tuple[Check, Outcome]:
+        if check.needs_reference:
+            await has_reference.wait()
         async with room:
-            return check, await run_check(check, bench)
+            outcome = await run_check(check, bench, is_forked)
+        if check is REFERENCE:
+            has_reference.set()
+        return check, outcome
 
     tasks = [asyncio.create_task(run(check)) for check in checks]
     try:
@@ -43,31 +58,26 @@ async def run_checks(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def run_check(check: Check, bench: Bench) -> Outcome:
+async def run_check(check: Check, bench: Bench, is_forked: bool = False) -> Outcome:
     """One check, with its limit; all processes that it started end with it."""
     if reason := why_not(check, len(bench.gpus)):
         return Outcome(check.name, "skipped", reason)
-    module = "tfparallel.selftest.one_check"
+    multiprocessing.set_forkserver_preload(_IMPORTS)
+    new_process = _FORKED.Process if is_forked else _FRESH.Process
+    output = bench.path / f"{check.name}.txt"
+    output.touch()
     begin = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, bench.to_json(), check.function, *check.arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=bench.environment(),
-        start_new_session=True,
+    process = new_process(
+        target=write_to, args=(output, bench.to_json(), check.function, *check.arguments)
     )
-    output = bytearray()
+    process.start()
     try:
-        await asyncio.wait_for(_read(process, output), check.limit_s)
-        status: int | None = process.returncode
-    except asyncio.TimeoutError:
-        status = None
+        await asyncio.to_thread(process.join, check.limit_s)
+        status = process.exitcode
     finally:
         _end(process)
-        with contextlib.suppress(asyncio.TimeoutError):  # one that a driver holds cannot end
-            await asyncio.wait_for(process.wait(), _END_S)
-    text = output.decode(errors="replace")
+        await asyncio.to_thread(process.join, _END_S)  # one that a driver holds cannot end
+    text = output.read_text(errors="replace")
     return outcome_of(check, status, text, time.monotonic() - begin)
 
 
@@ -106,14 +116,9 @@ def _why(check: Check, status: int | None) -> str:
     return f"exit status {status} before it could say how it ended"
 
 
-async def _read(process: asyncio.subprocess.Process, output: bytearray) -> None:
-    assert process.stdout is not None
-    while chunk := await process.stdout.read(65536):
-        output += chunk
-    await process.wait()
-
-
-def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends what is left of a check: the session that it was started in."""
+def _end(process: BaseProcess) -> None:
+    """Ends what is left of a check: the session that it made itself, or has not come to make."""
+    assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfparallel.machine.gpu_shares import gpus_of_machine
-from tfparallel.selftest.catalogue import CHECKS, FIRST, Check
+from tfparallel.selftest.catalogue import CHECKS, FIRST, REFERENCE, Check
 from tfparallel.selftest.children import run_checks
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.verdicts import Outcome
@@ -36,8 +36,11 @@ def run_selftest(args: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="tfparallel-selftest-") as folder:
+        bench = Bench(tuple(gpus), folder)
+        os.environ.pop("TF_CONFIG", None)
+        os.environ.update(bench.environment())  # of all processes of checks
         try:
-            asyncio.run(_run_all(Bench(tuple(gpus), folder), args.only, outcomes, console))
+            asyncio.run(_run_all(bench, args.only, outcomes, console))
         except KeyboardInterrupt:
             console.print("stopped")
     order = [check.name for check in (*FIRST, *CHECKS)]
@@ -45,7 +48,7 @@ def run_selftest(args: argparse.Namespace) -> int:
     show(outcomes, Console(highlight=False))
     if args.json:
         args.json.write_text(outcomes_as_json(outcomes, gpus) + "\n")
-    if any(outcome.verdict == "failed" for outcome in outcomes):
+    if _has_failed(outcomes):
         return FAILED
     return WELL if len(outcomes) == len(_asked(args.only)) else STOPPED
 
@@ -68,7 +71,7 @@ def chosen_gpus(gpus: Sequence[str], number: int | None) -> list[str]:
 
 def _asked(word: str) -> list[Check]:
     """The checks with a word in their name, and the reference, which they compare with."""
-    return [c for c in (*FIRST, *CHECKS) if word in c.name or c.name == "reference"]
+    return [c for c in (*FIRST, *CHECKS) if word in c.name or c is REFERENCE]
 
 
 async def _run_all(bench: Bench, word: str, outcomes: list[Outcome], console: Console) -> None:
@@ -78,11 +81,16 @@ async def _run_all(bench: Bench, word: str, outcomes: list[Outcome], console: Co
     # GPUs are one check's at a time: of its memory and its clock. Cores are shared.
     at_once = 1 if bench.gpus else max(1, min(4, len(os.sched_getaffinity(0))))
     for checks in (first, others):
-        async for _, outcome in run_checks(checks, bench, at_once):
+        is_forked = not bench.gpus and checks is others and not _has_failed(outcomes)
+        async for _, outcome in run_checks(checks, bench, at_once, is_forked):
             outcomes.append(outcome)
             color = _COLORS[outcome.verdict]
             line = f"[{color}]{outcome.verdict}[/] {escape(outcome.check)}"
             console.print(f"{line} ({outcome.seconds:.0f} s), {len(outcomes)} of {len(asked)}")
+
+
+def _has_failed(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.verdict == "failed" for outcome in outcomes)
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:

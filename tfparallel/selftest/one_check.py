@@ -5,13 +5,24 @@ Writes one line of JSON as its last: the verdict, what was found, and figures.
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from tfparallel.selftest.machine_devices import bench_of_json
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
 MARK = "tfparallel-selftest "
+
+
+def write_to(path: Path, bench: str, function: str, *arguments: str) -> None:
+    """As `main`, for a process that is a session of its own, and writes to a file."""
+    os.setsid()
+    with path.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.exit(main(bench, function, *arguments))
 
 
 def main(bench: str, function: str, *arguments: str) -> int:
