@@ -301,7 +301,7 @@ def trained(strategy, sample_weight=None, **options):
     return training
 
 
-BY_DEFAULT = {"stock", "several_weighted", "batch_norm"}
+BY_DEFAULT = {"stock", "several_weighted", "batch_norm", "layer_of_a_user"}
 PARAMETERS = [
     pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in CASES
 ]

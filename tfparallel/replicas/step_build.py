@@ -122,7 +122,7 @@ def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
     if num_replicas(strategy_of(model)) == 1 or name in known:
         return
     if is_stock_step(step):
-        _check_own_backward(model, step, data_batch)
+        _check_own_backward(model, step, data_batch, is_cut=False)
         known[name] = optimizers_of(model)
         return
     traced = _traced_for_any_rows(model, step, data_batch)
@@ -190,14 +190,19 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
         _check_tried(model, step, of_any_rows())
 
 
-def _check_own_backward(model: keras.Model, step: MethodType, data_batch: object) -> None:
-    """Has Keras's own step tried where layers say how a gradient is computed."""
+def _check_own_backward(
+    model: keras.Model, step: MethodType, data_batch: object, is_cut: bool = True
+) -> None:
+    """Has Keras's own step tried where layers say how a gradient is computed.
+
+    Which those are is seen in a replica's part of the batch, if it `is_cut` here, or all of it.
+    """
     strategy = strategy_of(model)  # None in a training without one that takes backups
     if strategy is None or num_replicas(strategy) == 1:
         return
     if not _is_tried(model, step) or is_code_of_keras(model):
         return
-    forward = _traced_once(model, functools.partial(_called, model), data_batch)
+    forward = _traced_once(model, functools.partial(_called, model), data_batch, is_cut)
     if forward is not None and has_own_gradients(forward.graph, is_stopped=False):
         check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
 
