@@ -16,6 +16,7 @@ import pytest
 from keras import layers
 
 import tfparallel
+from tests.multi_process.pool import cluster_environments
 from tests.tensor_parallel.layouts import cpu_mesh
 from tfparallel import keras_distribution
 
@@ -157,6 +158,65 @@ def test_initialize_needs_every_address(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "")
     with pytest.raises(ValueError, match="an address for each process.*num_processes=2"):
         keras.distribution.initialize("10.0.0.1:1234", 2, 0)
+
+
+_OF_TWO_PROCESSES = """
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+
+tfparallel.keras_distribution.enable()
+addresses, rank = sys.argv[1], int(sys.argv[2])
+keras.distribution.initialize(addresses, 2, rank)
+devices = keras.distribution.list_devices()
+keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+keras.utils.set_random_seed(1)
+inputs = keras.Input((6,))
+hidden = keras.layers.Dense(9, "relu", name="hidden")(inputs)
+model = keras.Model(inputs, keras.layers.Dense(3, name="scores")(hidden))
+model.compile("adam", "mse")
+assert model.distribute_strategy.num_replicas_in_sync == len(devices) == 2
+rng = np.random.default_rng(0)
+data = rng.normal(size=(24, 6)).astype("float32"), rng.normal(size=(24, 3))
+batches = tf.data.Dataset.from_tensor_slices(data).batch(12)
+losses = model.fit(batches, epochs=2, verbose=0).history["loss"]
+losses += model.fit(*data, batch_size=12, shuffle=False, verbose=0).history["loss"]
+print(*map(repr, losses))
+"""
+
+
+@pytest.mark.turns
+@pytest.mark.timeout(300)
+def test_two_processes_that_are_initialized_train_as_one_device(tmp_path, of_one_device):
+    """By a dataset and by arrays; each is given all data, which are divided once."""
+    script = tmp_path / "train.py"
+    script.write_text(_OF_TWO_PROCESSES)
+    config = json.loads(cluster_environments(2)[0]["TF_CONFIG"])
+    addresses = ",".join(config["cluster"]["worker"])
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    environment.pop("TF_CONFIG", None)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, addresses, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (losses, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+        np.testing.assert_allclose([float(x) for x in losses.split()], of_one_device, rtol=1e-5)
 
 
 # ---- beside JAX, and Keras's own tests -----------------------------------------------------------

@@ -23,9 +23,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.coordination.cluster import read_tf_config
+from tfparallel.internals.eager import has_started
 from tfparallel.internals.keras_distribution_hooks import distribution_installed
 from tfparallel.replicas.base import KerasStrategy
-from tfparallel.replicas.device_names import devices_here, short_names
+from tfparallel.replicas.device_names import count_logical_devices, devices_here, short_names
 from tfparallel.strategies.mirrored import MirroredStrategy
 from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tfparallel.strategies.tensor_parallel import TensorParallelStrategy
@@ -145,9 +146,14 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 def _local_devices(device_type: str | None) -> list[str]:
     kinds = [device_type.upper()] if device_type else ["TPU", "GPU", "CPU"]
-    found = (devices_here(kind) for kind in kinds)
-    devices: list = next((each for each in found if each), [])
-    return [name.lower() for name in short_names(device.name for device in devices)]
+    found = (names for names in map(_local_devices_of, kinds) if names)
+    return [name.lower() for name in next(found, [])]
+
+
+def _local_devices_of(kind: str) -> list[str]:
+    if num_processes() > 1 and not has_started():  # their strategy has to be what starts it
+        return [f"{kind}:{i}" for i in range(count_logical_devices(kind))]
+    return short_names(device.name for device in devices_here(kind))
 
 
 def get_device_count(device_type: str | None = None) -> int:

@@ -124,15 +124,16 @@ def test_a_strategy_that_is_used_is_spoken_of_once():
 
 
 @pytest.mark.turns
-def test_workers_that_come_after_tensorflow_has_started_say_so_before_they_wait():
+@pytest.mark.parametrize(
+    "made", ["MultiWorkerMirroredStrategy()", "TensorParallelStrategy('auto', transport='ring')"]
+)
+def test_workers_that_come_after_tensorflow_has_started_say_so_before_they_wait(made):
     cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
-    code = (
-        "import tensorflow as tf, tfparallel; tf.ones(1); tfparallel.MultiWorkerMirroredStrategy()"
-    )
+    code = f"import tensorflow as tf, tfparallel; tf.ones(1); tfparallel.{made}"
     ran = run_python(code, TF_CONFIG=config)
     last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: Expected MultiWorkerMirroredStrategy to be made before")
+    assert last.startswith(f"RuntimeError: Expected {made.partition('(')[0]} to be made before")
     assert "restart the kernel" in last
     assert "Rank 1 is speaking" in last
 

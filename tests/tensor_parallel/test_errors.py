@@ -85,6 +85,19 @@ def test_refuses_a_layout_of_another_rank():
         _fit(layout_map(1, 2, {".*kernel": ("model",)}))
 
 
+@pytest.mark.parametrize("pattern", [".*kernel", ".*/output"])
+def test_refuses_a_layout_that_names_the_model_s_axis_twice(pattern):
+    """As JAX does; the second dim would be ignored."""
+    layout = layout_map(1, 2, {pattern: ("model", "model")})
+    with pytest.raises(ValueError, match=r"'model' for one dim at most.*\('model', 'model'\)"):
+        tfparallel.TensorParallelStrategy(layout)
+
+
+def test_refuses_branches_whose_sequences_are_in_parts():
+    with pytest.raises(ValueError, match="sequence_parallel=True with layout='branches'"):
+        tfparallel.TensorParallelStrategy("branches", sequence_parallel=True)
+
+
 def test_a_layout_of_outputs_is_known_and_changes_nothing():
     layout = layout_map(1, 2, {".*/output": ("batch", None), ".*kernel": COLUMN})
     _fit(layout, lambda: keras.Sequential([keras.Input((6,)), layers.Dense(3)]))

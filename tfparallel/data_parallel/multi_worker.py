@@ -78,7 +78,7 @@ class MultiWorkerExtended(SumsOnGpus, CompressedGradients, CollectiveAllReduceEx
         self._std_server_started = MultiWorkerExtended._server_started
         tasks, addresses, rank = _workers(cluster_resolver)
         if len(addresses) > 1 and rank is not None and not self._std_server_started:
-            _check_is_first(rank)
+            _check_is_first(type(container_strategy).__name__, rank)
             meet(addresses, rank, timeouts.start_s)
         stall_s = communication_options.timeout_seconds or timeouts.stall_s
         super().__init__(container_strategy, cluster_resolver, without_limit(communication_options))
@@ -362,7 +362,7 @@ class MultiWorkerExtended(SumsOnGpus, CompressedGradients, CollectiveAllReduceEx
         return self._host_sum(rows)[self._id_in_cluster]
 
 
-def _check_is_first(rank: int) -> None:
+def _check_is_first(strategy: str, rank: int) -> None:
     """Refuses a strategy that comes too late to connect TensorFlow, before others are waited for.
 
     Raises:
@@ -370,11 +370,11 @@ def _check_is_first(rank: int) -> None:
     """
     if has_started():
         raise RuntimeError(
-            "Expected MultiWorkerMirroredStrategy to be made before TensorFlow runs its first "
-            "operation: it connects TensorFlow to the other workers. Received: a process in which "
-            "TensorFlow has started (a tensor, a model, a dataset's iterator, a list of logical "
-            "devices). Make the strategy first, right after the imports; in a notebook, restart "
-            f"the kernel before. (Rank {rank} is speaking.)"
+            f"Expected {strategy} to be made before TensorFlow runs its first operation: it "
+            "connects TensorFlow to the other workers. Received: a process in which TensorFlow has "
+            "started (a tensor, a model, a dataset's iterator, a list of logical devices). Make "
+            "the strategy first, right after the imports; in a notebook, restart the kernel "
+            f"before. (Rank {rank} is speaking.)"
         )
 
 

@@ -6,13 +6,16 @@ public functions ask for is put there as long as `distribution_installed` lasts.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 # The backend's side of `keras.distribution`, which Keras's own side calls.
 from keras.src.backend.tensorflow import distribution_lib as backend_side
 
 # Keras's own side: `set_distribution` and `Distribution.scope` are here.
 from keras.src.distribution import distribution_lib as keras_side
+
+# What makes batches of the data that `fit` is given: it asks which Distribution is set.
+from keras.src.trainers import data_adapters
 
 from tfparallel.internals.hooks import shadowed
 
@@ -45,6 +48,15 @@ def distribution_installed(
                 _Watched(keras_side.global_state, changed),
                 during="keras_distribution.enable()",
                 why="Which Distribution is set decides what a model trains under.",
+            )
+        )
+        hooks.enter_context(
+            shadowed(
+                data_adapters,
+                "distribution_lib",
+                SimpleNamespace(distribution=lambda: None),
+                during="keras_distribution.enable()",
+                why="Between processes the strategy divides data; Keras would divide it before.",
             )
         )
         yield

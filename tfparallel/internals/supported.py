@@ -34,6 +34,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.models.functional": ("Functional",),
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer",),
     "keras.src.random.seed_generator": ("draw_seed", "global_seed_generator"),
+    "keras.src.trainers.data_adapters": ("distribution_lib",),
     "keras.src.trainers.data_adapters.array_data_adapter": ("ArrayDataAdapter",),
     "keras.src.trainers.data_adapters.tf_dataset_adapter": ("TFDatasetAdapter",),
     "tensorflow.core.framework.attr_value_pb2": ("AttrValue", "NameAttrList"),

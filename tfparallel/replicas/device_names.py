@@ -59,6 +59,12 @@ def count_devices_of_process(sharing: int = 1) -> int:
     return max(sum(logical) // sharing, 1) if gpus else sum(logical)
 
 
+def count_logical_devices(kind: str) -> int:
+    """How many devices of a kind this process will have, before TensorFlow has started."""
+    physical = tf.config.get_visible_devices(kind)
+    return sum(len(tf.config.get_logical_device_configuration(each) or [each]) for each in physical)
+
+
 def hosts_of(devices: Iterable[str]) -> list[str]:
     """The CPU of each device's process."""
     return [device_util.canonicalize("/device:CPU:0", device) for device in devices]

@@ -87,7 +87,8 @@ class TensorParallelStrategy(KerasStrategy):
         StageLost: from training, naming a process that is gone or does not answer.
         TimeoutError: naming the processes that never came.
         TypeError: for another layout.
-        ValueError: for axes that the mesh does not have, and devices that do not exist.
+        ValueError: for axes that the mesh does not have, devices that do not exist, and a layout
+            that names the model's axis twice.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class TensorParallelStrategy(KerasStrategy):
         insecure_network: bool = False,
         timeouts: Timeouts | WorkerTimeouts | None = None,
     ):
+        _check_sequences(layout, sequence_parallel)
         if transport is not None:
             given = {"cluster_resolver": cluster_resolver, "memory": memory}
             mesh = (layout, batch_dim_name, device_mesh)
@@ -230,6 +232,15 @@ def _layouts(
             "keras.distribution.LayoutMap(device_mesh)."
         )
     return Layouts(layout, groups_of(layout.device_mesh, batch_dim_name))
+
+
+def _check_sequences(layout: Layout, sequence_parallel: bool) -> None:
+    if sequence_parallel and (layout == "branches" or isinstance(layout, dict)):
+        raise ValueError(
+            "Sequences are in parts between layers that are in parts; those of branches are whole. "
+            f"Received: sequence_parallel=True with layout={layout!r}. Leave it out, or take "
+            "'auto' or a LayoutMap."
+        )
 
 
 def _num_replicas(

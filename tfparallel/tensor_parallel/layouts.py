@@ -49,7 +49,8 @@ class Layouts:
         allows_unused: whether patterns may match nothing, of which the log tells once.
 
     Raises:
-        ValueError: for a pattern that is no regular expression.
+        ValueError: for a pattern that is no regular expression, or a layout that names the model's
+            axis for several dims.
     """
 
     layout_map: Any
@@ -70,6 +71,12 @@ class Layouts:
                     "Patterns of a LayoutMap are regular expressions, such as '.*dense.*kernel'. "
                     f"Received: {pattern!r}, which is none: {error}."
                 ) from None
+            axes, axis = tuple(self.layout_map[pattern].axes), self.groups.model_axis
+            if axis is not None and axes.count(axis) > 1:
+                raise ValueError(
+                    f"A layout must name the model's axis {axis!r} for one dim at most. "
+                    f"Received: {axes} for {pattern!r}."
+                )
 
     def place(
         self, path: str, shape: Sequence[int], trainable: bool, blocks: int = 1
