@@ -129,7 +129,7 @@ def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
     if traced is not None:
         check_assigned_weights(model, traced, lambda: traced)
     if _is_tried(model, step):
-        _check_tried(model, step, traced)
+        _check_tried(model, step, data_batch, traced)
     known[name] = optimizers_of(model)
 
 
@@ -187,7 +187,7 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
     of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
     if _is_tried(model, step):
-        _check_tried(model, step, of_any_rows())
+        _check_tried(model, step, data_batch, of_any_rows())
 
 
 def _check_own_backward(model: keras.Model, step: MethodType, data_batch: object) -> None:
@@ -213,7 +213,9 @@ def targets_by_row(model: keras.Model) -> list[bool]:
     return _by_row.get(model, [])
 
 
-def _check_tried(model: keras.Model, step: MethodType, traced: StepOfOwnRows | None) -> None:
+def _check_tried(
+    model: keras.Model, step: MethodType, data_batch: object, traced: StepOfOwnRows | None
+) -> None:
     if traced is not None:
         shapes = [target.shape for target in traced.losses]
         _by_row[model] = [bool(shape.rank) and shape[0] is None for shape in shapes]
@@ -221,6 +223,8 @@ def _check_tried(model: keras.Model, step: MethodType, traced: StepOfOwnRows | N
     if not is_stock_step(step):
         check_gradients(model, traced)
         tell_of_outputs(model, traced)
+    elif traced is not None and has_own_gradients(traced.graph):  # in its `compute_loss`, maybe
+        check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
 
 
 def _is_tried(model: keras.Model, step: MethodType) -> bool:
@@ -301,6 +305,7 @@ def _only_replica(traced: StepOfOwnRows, is_cut: bool, weighs_loss: bool) -> Rep
     traced.scale = tf.compat.v1.placeholder(tf.float64, [])
     replica = ReplicaStep(num_rows(traced.data), traced.weight, weighs_loss, [], first_row=0)
     replica.losses, replica.scale = traced.losses, traced.scale
+    replica.tries_backward = weighs_loss
     traced.replica = replica
     return replica
 
