@@ -30,7 +30,12 @@ from tfparallel.internals import (
     set_keras_mask,
 )
 from tfparallel.internals.gradients_asked_for import has_own_gradients
-from tfparallel.replicas.coupled_losses import any_mean, rows_of_all, weighed
+from tfparallel.replicas.coupled_losses import (
+    any_mean,
+    checked_number,
+    rows_of_all,
+    weighed,
+)
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.loss_kinds import declared_kind
 from tfparallel.replicas.own_step import RefusedStepError
@@ -99,9 +104,8 @@ def computed_loss_of_whole_batch(model: keras.Model) -> Callable:
             return sum(any_mean(arguments.leaves[i]) for i in arguments.rows)
         args, kwargs = _of_whole_batch(arguments, found.needed, step)
         with step.with_all_rows():
-            return keras.tree.map_structure(
-                functools.partial(_check_is_number, model), compute_loss(*args, **kwargs)
-            )
+            check = functools.partial(checked_number, f"A compute_loss, of model '{model.name}',")
+            return keras.tree.map_structure(check, compute_loss(*args, **kwargs))
 
     return on_replica
 
@@ -130,21 +134,6 @@ def _mean_over_replicas(number: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
     share = tf.stop_gradient(present) * tf.cast(step.weight, number.dtype)
     mean = distribute_lib.get_replica_context().all_reduce(ReduceOp.SUM, share)
     return present + tf.stop_gradient(mean - present)
-
-
-def _check_is_number(model: keras.Model, loss: object) -> object:
-    """Refuses what would be a value for each row of all replicas, which each of them would add up.
-
-    Raises:
-        ValueError: if `loss` is one.
-    """
-    if isinstance(loss, tf.Tensor) and loss.shape.rank != 0:
-        raise ValueError(
-            "A compute_loss that couples the rows of a batch is called with those of all replicas, "
-            f"and must return numbers. Received: a tensor of shape {loss.shape} from model "
-            f"'{model.name}'. Return its mean, or its sum."
-        )
-    return loss
 
 
 # ---- finding what a loss is ----------------------------------------------------------------------

@@ -43,7 +43,9 @@ def loss_of_whole_batch(loss: Any) -> Callable:
             return plain(y_true, y_pred, sample_weight)
         kind = kind_of_loss(plain, y_true, y_pred, sample_weight)
         if kind == "coupled":
-            return _of_all_rows(plain, step, y_true, y_pred, sample_weight)
+            value = _of_all_rows(plain, step, y_true, y_pred, sample_weight)
+            checked_number(f"A loss, here '{plain.name}',", value)
+            return value
         if kind == "masked":
             value, values = number_and_values(plain, y_true, y_pred, sample_weight)
             mask = _both(get_keras_mask(y_pred), get_keras_mask(values))
@@ -72,11 +74,32 @@ def any_mean(y_pred: object) -> tf.Tensor:
     return tf.reduce_mean(tf.square(first))
 
 
-def _of_all_rows(loss: Any, step: ReplicaStep, *arguments: Any) -> tf.Tensor:
+def checked_number(what: str, loss: object) -> object:
+    """`loss`, unless it is values of the rows of all replicas, which each would add up.
+
+    Raises:
+        ValueError: if it is, naming `what` gives it.
+    """
+    if isinstance(loss, tf.Tensor) and loss.shape.rank != 0:
+        raise ValueError(
+            f"{what} that couples the rows of a batch is called with those of all replicas, and "
+            f"must return numbers. Received: a tensor of shape {loss.shape}. Return its mean, or "
+            "its sum."
+        )
+    return loss
+
+
+def _of_all_rows(
+    loss: keras.Loss,
+    step: ReplicaStep,
+    y_true: object,
+    y_pred: object,
+    sample_weight: tf.Tensor | None,
+) -> tf.Tensor:
     """A coupled loss, whose own backward pass, if it has one, gets what it gets on one device."""
-    if not step.weights_loss or not has_own_backward(loss, *arguments):
-        return loss(*rows_of_all(step, *arguments))
-    value = loss(*rows_of_all(step, *arguments, is_weighed=False))
+    if not step.weights_loss or not has_own_backward(loss, y_true, y_pred, sample_weight):
+        return loss(*rows_of_all(step, y_true, y_pred, sample_weight))
+    value = loss(*rows_of_all(step, y_true, y_pred, sample_weight, is_weighed=False))
 
     @tf.custom_gradient
     def unweighed(value: tf.Tensor) -> tuple:
@@ -119,7 +142,7 @@ def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: Replica
     is_sum = reduction in ("sum", "none", None)
     if value.shape == (0,) and not is_sum:
         value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
-    if is_sum:
+    if is_sum and value.shape.rank == 0:
         return weighed(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         return weighed(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
