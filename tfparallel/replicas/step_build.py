@@ -51,6 +51,7 @@ from tfparallel.replicas.assigned_weights import check_assigned_weights
 from tfparallel.replicas.batch import Batch, num_rows
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.code_of_keras import is_code_of_keras
+from tfparallel.replicas.gradient_noise import tell_of_noise
 from tfparallel.replicas.layer_gradients import check_layer_gradients
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
@@ -222,6 +223,7 @@ def _check_tried(
     check_losses(model, traced)
     if not is_stock_step(step):
         check_gradients(model, traced)
+        tell_of_noise(model, traced)
         tell_of_outputs(model, traced)
     elif traced is not None and has_own_gradients(traced.graph):  # in its `compute_loss`, maybe
         check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
