@@ -119,13 +119,69 @@ def test_it_is_found_when_evaluation_has_built_the_model():
             build(model, "fit", ROWS)
 
 
+@pytest.mark.parametrize("loss", [keras.losses.Dice(), keras.losses.MeanSquaredError("sum")])
+def test_it_is_found_whatever_the_loss_is(loss):
+    """Of what replicas gather for a loss a trial knows nothing."""
+    with pytest.raises(ValueError, match="what a layer says of gradients"):
+        built(lambda: functional(WRONG["normalised"]), loss)
+    assert built(lambda: functional(RIGHT["reversed"]), loss).built
+
+
+def computed(loss_of):
+    class Computed(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return loss_of(y, y_pred)
+
+    def make():
+        x = keras.Input((4,))
+        return Computed(x, layers.Dense(2)(layers.Dense(8, "tanh")(x)))
+
+    return make
+
+
+def mean_square(y, y_pred):
+    return tf.reduce_mean(tf.square(y - y_pred))
+
+
+def divided_by_itself(y, y_pred):
+    loss = mean_square(y, y_pred)
+    return loss / tf.stop_gradient(loss)
+
+
+COMPUTED = {
+    "normalised": lambda y, y_pred: mean_square(y, WRONG["normalised"](y_pred)),
+    "number": lambda y, y_pred: RIGHT["clipped_by_value"](mean_square(y, y_pred)),
+    "divided_by_itself": divided_by_itself,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_compute_loss_is_tried_too(name):
+    with pytest.raises(ValueError, match=r"model 'computed.*tf\.custom_gradient"):
+        built(computed(COMPUTED[name]))
+
+
+def test_a_compute_loss_may_clip_by_row_or_have_a_teacher():
+    for function in (RIGHT["clipped_by_value"], RIGHT["reversed"]):
+        assert built(computed(lambda y, y_pred, f=function: mean_square(y, f(y_pred)))).built
+    teacher = lambda y, y_pred: mean_square(tf.stop_gradient(y_pred), 2 * y_pred)  # noqa: E731
+    assert built(computed(teacher)).built
+
+
+def test_a_compute_loss_of_all_rows_has_no_custom_gradient():
+    root = lambda y, p: tf.sqrt(mean_square(y, RIGHT["clipped_by_value"](p)))  # noqa: E731
+    with pytest.raises(ValueError, match=r"model 'computed.*couples rows and has a tf\.custom"):
+        built(computed(root))
+
+
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16", "float64"])
 def test_digits_are_no_difference(dtype):
     keras.config.set_dtype_policy(dtype)
     try:
         built(lambda: functional(RIGHT["reversed"]))
-        with pytest.raises(ValueError, match="what a layer says of gradients"):
-            built(lambda: functional(WRONG["centred"]))
+        for name in ("centred", "normalised"):
+            with pytest.raises(ValueError, match="what a layer says of gradients"):
+                built(lambda name=name: functional(WRONG[name]))
     finally:
         keras.config.set_dtype_policy("float32")
 

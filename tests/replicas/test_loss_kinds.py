@@ -58,6 +58,24 @@ def mean_of_labelled(y_true, y_pred):
     return ops.sum(losses * has_label) / ops.sum(has_label)
 
 
+def back(gradient):
+    """An identity whose gradient is `gradient` of that of its output."""
+
+    @tf.custom_gradient
+    def function(x):
+        return tf.identity(x), gradient
+
+    return function
+
+
+at_most = back(lambda upstream: tf.clip_by_value(upstream, -1e-2, 1e-2))
+of_norm_1 = back(lambda upstream: upstream / tf.norm(upstream))
+
+
+def squares(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
 class Doubled(keras.losses.Dice):
     def call(self, y_true, y_pred):
         return 2 * super().call(y_true, y_pred)
@@ -97,6 +115,11 @@ class OwnCall(keras.Loss):
         (root_mean_square, (IMAGES, IMAGES), "coupled"),
         (coupled_losses.divided_by_itself, (CLASSES, CLASSES), "coupled"),
         (focused, (CLASSES, CLASSES), "rows"),
+        (lambda y, p: at_most(squares(y, p)), (CLASSES, CLASSES), "rows"),
+        (lambda y, p: ops.mean(at_most(squares(y, p))), (CLASSES, CLASSES), "mean"),
+        (lambda y, p: at_most(mean_square(y, p)), (CLASSES, CLASSES), "coupled"),
+        (lambda y, p: of_norm_1(squares(y, p)), (CLASSES, CLASSES), "coupled"),
+        (lambda y, p: ops.sum(squares(y, of_norm_1(p))), (CLASSES, CLASSES), "coupled"),
         (eager_only, (CLASSES, CLASSES), "mean"),
         (by_position, (CLASSES, CLASSES), "mean"),
         (mean_of_labelled, (TOKENS, tf.zeros([7, 5, 3])), "coupled"),
@@ -124,6 +147,19 @@ def test_kinds(loss, arguments, kind):
 )
 def test_kinds_of_metrics(metric, arguments, kind):
     assert kind_of_metric(metric, *arguments, None) == kind
+
+
+def test_a_loss_of_all_rows_with_a_custom_gradient_reads_no_weights():
+    """A replica counts such a loss once, and would count the gradient of the weight once, too."""
+    weight = keras.Variable(1.0, name="temperature")
+
+    def scaled(y_true, y_pred):
+        return at_most(root_mean_square(y_true, weight * y_pred))
+
+    assert _kind(scaled, CLASSES, CLASSES) == "coupled"
+    with pytest.raises(ValueError, match=r"loss 'scaled', .* which reads 'temperature"):
+        loss_kinds.has_own_backward(_wrapped(scaled), CLASSES, CLASSES, None)
+    assert not loss_kinds.has_own_backward(keras.losses.Dice(), CLASSES, CLASSES, None)
 
 
 def test_a_mask_makes_a_number_of_the_batch_coupled():

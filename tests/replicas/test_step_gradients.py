@@ -83,10 +83,6 @@ def _gradients_through(function, model, x):
     return tape.gradient(loss, model.trainable_variables)
 
 
-def with_noise(model, x, y, gradients):
-    return [gradient + tf.random.normal(gradient.shape, 0.0, 1e-3) for gradient in gradients]
-
-
 def some_frozen(model, x, y, gradients):
     return [0.0 * gradients[0], *gradients[1:]]
 
@@ -119,7 +115,7 @@ def clipped_of_all_rows(model, x, y, gradients):
 
 
 RIGHT = [
-    *(as_they_are, scaled, centralised, with_decay, only_finite, with_noise, some_frozen),
+    *(as_they_are, scaled, centralised, with_decay, only_finite, some_frozen),
     *(of_two_losses, of_sums_clipped, clipped_of_all_rows, of_a_reversal, of_a_teacher),
 ]
 

@@ -69,11 +69,6 @@ def of_noise(model, x):
     return ops.mean(ops.square(_output(model, x + noise) - noise))
 
 
-def of_a_permutation(model, x):
-    """Which rows meet is left to chance on one device, too."""
-    return ops.mean(ops.square(_output(model, 0.5 * x + 0.5 * tf.random.shuffle(x))))
-
-
 def against_a_queue(model, x):
     scores = ops.matmul(_output(model, x), ops.transpose(model.queue))
     return -ops.mean(ops.log_softmax(scores)[:, 0])
@@ -97,7 +92,7 @@ def in_a_function(model, x):
 
 RIGHT = [
     *(mean, by_row, by_position, sum_by_number, of_weights_alone, small_difference, of_noise),
-    *(of_a_permutation, against_a_queue, of_all_rows, gradient_penalty, in_a_function),
+    *(against_a_queue, of_all_rows, gradient_penalty, in_a_function),
 ]
 
 
@@ -182,6 +177,27 @@ def test_digits_of_a_dtype_are_no_difference(dtype):
 
 def test_what_is_declared_is_not_tried():
     built(spread, declared=tfparallel.mean_loss)
+
+
+def of_a_permutation(model, x):
+    return ops.mean(ops.square(_output(model, 0.5 * x + 0.5 * tf.random.shuffle(x))))
+
+
+def of_a_shuffled_range(model, x):
+    order = tf.random.shuffle(tf.range(tf.shape(x)[0]))
+    return ops.mean(ops.square(_output(model, x) - tf.gather(x, order)))
+
+
+def of_random_order(model, x):
+    order = ops.argsort(keras.random.uniform(ops.shape(x)[:1], seed=model.seed))
+    return ops.mean(ops.square(_output(model, x + ops.take(x, order, axis=0))))
+
+
+@pytest.mark.parametrize("loss", [of_a_shuffled_range, of_random_order])
+def test_rows_that_chance_brings_together_are_said_to_be_of_one_replica(loss, caplog):
+    with caplog.at_level(logging.WARNING):
+        built(loss)
+    assert "none meets the other" in caplog.text
 
 
 def test_a_step_for_one_number_of_rows_is_said_to_be_untried(caplog):

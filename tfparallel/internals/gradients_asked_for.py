@@ -27,6 +27,7 @@ from tensorflow.python.ops import gradients_util
 from tfparallel.internals.graphs import called_graphs
 
 _GRADIENT = backprop.GradientTape.gradient.__code__
+_MAKING_GRADIENTS = {(_GRADIENT.co_filename, name) for name in (_GRADIENT.co_name, "jacobian")}
 _HANDLE_OR_SELF = backprop._handle_or_self.__code__
 _PACKAGES = tuple(
     f"{Path(each).parent}{os.sep}" for each in (tf.__file__, keras.__file__, Path(__file__).parent)
@@ -51,11 +52,13 @@ class AskedGradient(NamedTuple):
         tape: that is asked.
         targets: of which, a list that may be changed.
         has_output_gradients: whether the caller says what the gradient begins with.
+        jacobian_of: of which the target is any one number, if `jacobian` is the caller; else None.
     """
 
     tape: tf.GradientTape
     targets: list
     has_output_gradients: bool
+    jacobian_of: tf.Tensor | None
 
 
 def gradient_asked_for() -> AskedGradient | None:
@@ -69,8 +72,11 @@ def gradient_asked_for() -> AskedGradient | None:
     frame = frame.f_back
     if frame is None or frame.f_code is not _GRADIENT:
         return None
-    asked = frame.f_locals
-    return AskedGradient(asked["self"], asked[TARGETS], asked["output_gradients"] is not None)
+    asked, caller = frame.f_locals, frame.f_back
+    is_of_jacobian = caller is not None and caller.f_globals is vars(backprop)
+    of = caller.f_locals["target"] if is_of_jacobian else None  # type: ignore[union-attr]
+    has_output_gradients = asked["output_gradients"] is not None
+    return AskedGradient(asked["self"], asked[TARGETS], has_output_gradients, of)
 
 
 def is_asked_without_tape() -> bool:
@@ -92,11 +98,11 @@ def _reader_of_handle(frame: FrameType | None) -> FrameType | None:
 
 
 def is_of_gradient(operation: tf.Operation) -> bool:
-    """Whether `GradientTape.gradient` has made an operation of a graph."""
+    """Whether `GradientTape.gradient`, or `jacobian`, has made an operation of a graph."""
     if operation.name.startswith("gradient_tape/"):  # most are named so, and it is read sooner
         return True
     lines = ((frame.filename, frame.name) for frame in operation.traceback)
-    return (_GRADIENT.co_filename, _GRADIENT.co_name) in lines
+    return any(line in _MAKING_GRADIENTS for line in lines)
 
 
 def has_own_gradients(graph: tf.Graph, is_stopped: bool = True) -> bool:

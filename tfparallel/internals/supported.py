@@ -376,6 +376,7 @@ NAMED_IN: Mapping[str, tuple[str, ...]] = {
         "get_current_remat_mode",
         "self",
     ),
+    "tensorflow.python.eager.backprop.GradientTape.jacobian": ("target",),
     "tensorflow.python.eager.backprop.GradientTape.gradient": (
         "_handle_or_self",
         "flat_targets",

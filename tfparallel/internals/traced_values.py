@@ -9,7 +9,14 @@ from tensorflow.core.framework import node_def_pb2
 
 from tfparallel.internals.graphs import FuncGraph, called_graphs, take_instead
 
-__all__ = ["computed_from", "draws_otherwise", "read_as_assigned", "state_of_later_behind"]
+__all__ = [
+    "computed_from",
+    "draws",
+    "draws_otherwise",
+    "read_as_assigned",
+    "rows_drawn_behind",
+    "state_of_later_behind",
+]
 
 # Operations that draw floating-point numbers of a shape, which comes first.
 _OF_FLOATS_DRAWN = (
@@ -17,6 +24,7 @@ _OF_FLOATS_DRAWN = (
     *("StatelessRandomUniform", "StatelessRandomNormal", "StatelessTruncatedNormal"),
     *("RandomUniform", "RandomStandardNormal", "TruncatedNormal"),
 )
+_SHUFFLED = "RandomShuffle", "StatelessShuffle"
 _NUMBER_DRAWN = 0.9  # above most rates of Dropout, which keeps all then
 _STEPS, _RATE = 999_983, 0.7  # a prime number, so that no other step is meant
 
@@ -123,20 +131,41 @@ def _replace(tensor: tf.Tensor, other: tf.Tensor) -> None:
 def draws_otherwise(value: tf.Tensor) -> bool:
     """Whether `value` is computed of random numbers that `computed_from` leaves to chance."""
     return any(
-        (_draws(operation) and operation.type not in _OF_FLOATS_DRAWN)
+        (draws(operation) and operation.type not in _OF_FLOATS_DRAWN)
         or any(_has_draws(graph) for graph, _ in called_graphs(operation))
         for operation in _operations_behind(value)
     )
 
 
+def rows_drawn_behind(value: tf.Tensor) -> list[tf.Tensor]:
+    """Of what random numbers choose rows, or shuffle them, as `value` is computed of it.
+
+    Of what a branch, a loop or a function of the graph so does, nothing.
+    """
+    return [
+        operation.inputs[0]
+        for operation in _operations_behind(value)
+        if operation.type in _SHUFFLED or _gathers_by_chance(operation)
+    ]
+
+
+def _gathers_by_chance(operation: tf.Operation) -> bool:
+    """Whether `operation` gathers rows, of which indices say so that are drawn."""
+    if operation.type != "GatherV2" or tf.get_static_value(operation.inputs[2]) != 0:
+        return False
+    behind = _operations_behind(operation.inputs[1])
+    return any(draws(each) or each.type in _SHUFFLED for each in behind)
+
+
 def _has_draws(graph: tf.Graph) -> bool:
     return any(
-        _draws(operation) or any(_has_draws(inner) for inner, _ in called_graphs(operation))
+        draws(operation) or any(_has_draws(inner) for inner, _ in called_graphs(operation))
         for operation in graph.get_operations()
     )
 
 
-def _draws(operation: tf.Operation) -> bool:
+def draws(operation: tf.Operation) -> bool:
+    """Whether `operation` itself draws random numbers."""
     has_name = any(each in operation.type for each in ("Random", "Multinomial", "TruncatedNormal"))
     return has_name and not operation.type.startswith("StatelessRandomGet")  # the seed's own
 

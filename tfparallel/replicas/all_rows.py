@@ -89,18 +89,25 @@ def rows_and_place(tensors: Sequence) -> tuple[list, tf.Tensor]:
     return live, start
 
 
-def own_rows_live(tensors: Sequence, step: ReplicaStep) -> list:
+def own_rows_live(tensors: Sequence, step: ReplicaStep, is_weighed: bool = True) -> list:
     """As `all_rows`, for what all replicas compute alike from it, in a Keras step.
 
     The gradient of each replica's rows is that of its own computation, once, whatever the replica's
     weight, which counts the computation itself. So none has to ask the others.
+
+    Args:
+        tensors: `[rows, ...]` each.
+        step: that is run.
+        is_weighed: whether the replica's weight counts the computation; else it counts once.
     """
     context = distribute_lib.get_replica_context()
     start = _first_row(context, step.rows)
 
     def gradient(own: tf.Tensor, all_gradients: tf.Tensor) -> tf.Tensor:
-        weight = tf.cast(step.weight, own.dtype)
-        return tf.math.divide_no_nan(_own_part(own, all_gradients, start), weight)
+        part = _own_part(own, all_gradients, start)
+        if not is_weighed:
+            return part
+        return tf.math.divide_no_nan(part, tf.cast(step.weight, own.dtype))
 
     return [
         _with_gradient(rows, own, gradient) if own.dtype.is_floating else rows

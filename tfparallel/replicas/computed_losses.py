@@ -29,9 +29,16 @@ from tfparallel.internals import (
     in_symbolic_scope,
     set_keras_mask,
 )
-from tfparallel.replicas.coupled_losses import rows_of_all, weighed
+from tfparallel.internals.gradients_asked_for import has_own_gradients
+from tfparallel.replicas.coupled_losses import (
+    any_mean,
+    checked_number,
+    rows_of_all,
+    weighed,
+)
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.loss_kinds import declared_kind
+from tfparallel.replicas.own_step import RefusedStepError
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_arguments import RowArguments
 from tfparallel.replicas.row_trial import (
@@ -53,10 +60,12 @@ class LossOfRows:
     Attributes:
         kind: "mean", "sum" or "coupled".
         needed: of which arguments the rows of all are needed, by their places.
+        has_own_backward: whether a coupled one has a `tf.custom_gradient` of the user's.
     """
 
     kind: str
     needed: Sequence[int] = ()
+    has_own_backward: bool = False
 
 
 def computed_loss_of_whole_batch(model: keras.Model) -> Callable:
@@ -82,11 +91,21 @@ def computed_loss_of_whole_batch(model: keras.Model) -> Callable:
             return weighed(loss, tf.ones((), loss.dtype), step)
         if found.kind == "mean":
             return compute_loss(*args, **kwargs)
+        if found.has_own_backward and step.weights_loss:
+            raise RefusedStepError(
+                "In Keras's own train_step, what comes back to a compute_loss that is called with "
+                "the rows of all replicas is weighed by each replica's rows, and a "
+                "tf.custom_gradient in it need not be linear. Received: model "
+                f"'{model.name}' ({type(model).__name__}), whose compute_loss couples rows and has "
+                "a tf.custom_gradient. Compile it as a loss, or take its gradient in a train_step "
+                "of the model's own, of strategy.all_rows(y_pred)."
+            )
+        if step.tries_backward:
+            return sum(any_mean(arguments.leaves[i]) for i in arguments.rows)
         args, kwargs = _of_whole_batch(arguments, found.needed, step)
         with step.with_all_rows():
-            return keras.tree.map_structure(
-                functools.partial(_check_is_number, model), compute_loss(*args, **kwargs)
-            )
+            check = functools.partial(checked_number, f"A compute_loss, of model '{model.name}',")
+            return keras.tree.map_structure(check, compute_loss(*args, **kwargs))
 
     return on_replica
 
@@ -117,21 +136,6 @@ def _mean_over_replicas(number: tf.Tensor, step: ReplicaStep) -> tf.Tensor:
     return present + tf.stop_gradient(mean - present)
 
 
-def _check_is_number(model: keras.Model, loss: object) -> object:
-    """Refuses what would be a value for each row of all replicas, which each of them would add up.
-
-    Raises:
-        ValueError: if `loss` is one.
-    """
-    if isinstance(loss, tf.Tensor) and loss.shape.rank != 0:
-        raise ValueError(
-            "A compute_loss that couples the rows of a batch is called with those of all replicas, "
-            f"and must return numbers. Received: a tensor of shape {loss.shape} from model "
-            f"'{model.name}'. Return its mean, or its sum."
-        )
-    return loss
-
-
 # ---- finding what a loss is ----------------------------------------------------------------------
 
 
@@ -141,8 +145,9 @@ def _tried(
     kind = declared_kind_of(model)
     if kind is None:
         kind = _kind(model, compute_loss, arguments, step)
-    is_coupled = kind == "coupled"
-    return LossOfRows(kind, _needed(model, compute_loss, arguments, step) if is_coupled else ())
+    if kind != "coupled":
+        return LossOfRows(kind)
+    return _coupled(model, compute_loss, arguments, step)
 
 
 def _kind(
@@ -181,10 +186,10 @@ def _are_equal(loss: tf.Tensor, again: tf.Tensor) -> bool:
     return bool(tf.reduce_all((loss == again) | (loss != loss)))
 
 
-def _needed(
+def _coupled(
     model: keras.Model, compute_loss: Callable, arguments: RowArguments, step: ReplicaStep
-) -> list[int]:
-    """The places of rows of which a loss is computed, by a trace that is thrown away."""
+) -> LossOfRows:
+    """Of which rows a coupled loss is computed, and how, by a trace that is thrown away."""
     graph, leaves, targets = FuncGraph("compute_loss"), list(arguments.leaves), []
     try:
         with graph.as_default(), _without_state(model), step.with_all_rows():
@@ -197,13 +202,14 @@ def _needed(
             args, kwargs = arguments.packed(leaves)
             losses = keras.tree.flatten(compute_loss(*args, **kwargs))
     except Exception:  # what only Python can run: it may need all of them
-        return arguments.rows
+        return LossOfRows("coupled", arguments.rows)
     made = [loss for loss in losses if tf.is_tensor(loss)]
-    return [
+    needed = [
         i
         for i, own in zip(arguments.rows, targets, strict=True)
         if any(reaches(loss, own) for loss in made)
     ]
+    return LossOfRows("coupled", needed, has_own_gradients(graph, is_stopped=False))
 
 
 def _without_state(model: keras.Model) -> keras.StatelessScope:

@@ -15,7 +15,12 @@ from tfparallel.internals import ReduceOp, distribute_lib, get_keras_mask, set_k
 from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.all_rows import own_rows_live
 from tfparallel.replicas.build_context import BuildContext
-from tfparallel.replicas.loss_kinds import declared_kind, kind_of_loss, number_and_values
+from tfparallel.replicas.loss_kinds import (
+    declared_kind,
+    has_own_backward,
+    kind_of_loss,
+    number_and_values,
+)
 from tfparallel.replicas.replica_step import ReplicaStep, current_replica_step
 from tfparallel.replicas.row_trial import is_trial
 
@@ -32,13 +37,15 @@ def loss_of_whole_batch(loss: Any) -> Callable:
         step = current_replica_step()
         if step is None:
             return loss(y_true, y_pred, sample_weight)
-        if is_trial():  # of a `compute_loss` that this is a part of
-            return _any_mean(y_pred)
+        if is_trial() or step.tries_backward:  # of a `compute_loss` that this is a part of
+            return any_mean(y_pred)
         if step.has_all_rows:
             return plain(y_true, y_pred, sample_weight)
         kind = kind_of_loss(plain, y_true, y_pred, sample_weight)
         if kind == "coupled":
-            return plain(*rows_of_all(step, y_true, y_pred, sample_weight))
+            value = _of_all_rows(plain, step, y_true, y_pred, sample_weight)
+            checked_number(f"A loss, here '{plain.name}',", value)
+            return value
         if kind == "masked":
             value, values = number_and_values(plain, y_true, y_pred, sample_weight)
             mask = _both(get_keras_mask(y_pred), get_keras_mask(values))
@@ -61,24 +68,59 @@ def _as_declared(loss: object, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _any_mean(y_pred: object) -> tf.Tensor:
-    """A mean over rows, as which a loss counts here."""
+def any_mean(y_pred: object) -> tf.Tensor:
+    """A mean over rows, as which a loss counts where what stands beside or before it is tried."""
     first = tf.cast(keras.tree.flatten(y_pred)[0], keras.config.floatx())
     return tf.reduce_mean(tf.square(first))
 
 
-def rows_of_all(step: ReplicaStep, *arguments: Any) -> tuple:
+def checked_number(what: str, loss: object) -> object:
+    """`loss`, unless it is values of the rows of all replicas, which each would add up.
+
+    Raises:
+        ValueError: if it is, naming `what` gives it.
+    """
+    if isinstance(loss, tf.Tensor) and loss.shape.rank != 0:
+        raise ValueError(
+            f"{what} that couples the rows of a batch is called with those of all replicas, and "
+            f"must return numbers. Received: a tensor of shape {loss.shape}. Return its mean, or "
+            "its sum."
+        )
+    return loss
+
+
+def _of_all_rows(
+    loss: keras.Loss,
+    step: ReplicaStep,
+    y_true: object,
+    y_pred: object,
+    sample_weight: tf.Tensor | None,
+) -> tf.Tensor:
+    """A coupled loss, whose own backward pass, if it has one, gets what it gets on one device."""
+    if not step.weights_loss or not has_own_backward(loss, y_true, y_pred, sample_weight):
+        return loss(*rows_of_all(step, y_true, y_pred, sample_weight))
+    value = loss(*rows_of_all(step, y_true, y_pred, sample_weight, is_weighed=False))
+
+    @tf.custom_gradient
+    def unweighed(value: tf.Tensor) -> tuple:
+        weight = tf.cast(step.weight, value.dtype)
+        return tf.identity(value), lambda upstream: tf.math.divide_no_nan(upstream, weight)
+
+    return unweighed(value)
+
+
+def rows_of_all(step: ReplicaStep, *arguments: Any, is_weighed: bool = True) -> tuple:
     """`arguments`, nests of tensors and None, of the rows of all replicas.
 
     They have their Keras masks, and losses find the logits of probabilities. For a computation that
-    all replicas do alike.
+    all replicas do alike; `is_weighed` as `all_rows.own_rows_live` takes it.
     """
     flat = keras.tree.flatten(arguments)
     tensors = [tf.convert_to_tensor(leaf) for leaf in flat if leaf is not None]
     origins, masks = [origin_of(x) for x in tensors], [get_keras_mask(x) for x in tensors]
     others = [origin.logits for origin in origins if origin is not None]
     others += [mask for mask in masks if mask is not None]
-    gathered = own_rows_live([*tensors, *others], step)
+    gathered = own_rows_live([*tensors, *others], step, is_weighed)
     rest = iter(gathered[len(tensors) :])
     pairs = zip(gathered, origins, strict=False)
     every = [with_origin(x, origin, origin and next(rest)) for x, origin in pairs]
@@ -100,7 +142,7 @@ def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: Replica
     is_sum = reduction in ("sum", "none", None)
     if value.shape == (0,) and not is_sum:
         value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
-    if is_sum:
+    if is_sum and value.shape.rank == 0:
         return weighed(value, tf.ones((), value.dtype), step)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         return weighed(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)

@@ -21,7 +21,8 @@ from tfparallel.replicas.step_gradients import numbers_of_gradients
 
 _DRAWS = 2  # each computes the model's gradients three times
 _LOSS_SCALES = 1.0, 2.0**20  # powers of two round nothing
-_LOSS_SCALES_OF_FLOAT16 = 2.0**-6, 1.0  # an optimizer scales the loss, too
+_LOSS_SCALES_OF_FLOAT16 = 2.0**-6, 1.0
+_UNDER_SCALED_LOSS = 2.0**-15, 2.0**-9  # an optimizer begins with 2^15, by which squares overflow
 
 
 def check_layer_gradients(model: keras.Model, step: StepOfOwnRows | None) -> None:
@@ -41,7 +42,11 @@ def check_layer_gradients(model: keras.Model, step: StepOfOwnRows | None) -> Non
         numbers = tf.stack(numbers_and_sizes)
     if not step.is_of_own_rows(numbers):
         return
-    scales = _LOSS_SCALES_OF_FLOAT16 if computed_in == "float16" else _LOSS_SCALES
+    scales: tuple[float, ...] = (
+        _LOSS_SCALES_OF_FLOAT16 if computed_in == "float16" else _LOSS_SCALES
+    )
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        scales = *_UNDER_SCALED_LOSS, *scales
     try:
         kinds = step.kinds_of(numbers, computed_in, _DRAWS, loss_scales=scales)
     except UntriableError as error:

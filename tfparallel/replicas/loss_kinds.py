@@ -29,6 +29,7 @@ from tfparallel.replicas.assigning_code import (
     function_mentions_assignment,
 )
 from tfparallel.replicas.row_trial import (
+    NUM_ROWS,
     GathersRowsError,
     TakesTensorsError,
     TrialOutcome,
@@ -40,6 +41,8 @@ from tfparallel.replicas.row_trial import (
 Loss = TypeVar("Loss")
 
 _ATTRIBUTE = "_tfparallel_kind"
+_SCALES = 2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20  # of gradients; powers of two round nothing
+
 _known: Any = weakref.WeakKeyDictionary()  # kinds by loss, and by what it is given
 
 # Functions of Keras that give a value for each row, of its row alone, where predictions have more
@@ -150,31 +153,65 @@ def kind_of_loss(
     return _tried(loss, outcome, (y_true, y_pred, sample_weight))
 
 
+def has_own_backward(
+    loss: keras.Loss, y_true: object, y_pred: object, sample_weight: tf.Tensor | None
+) -> bool:
+    """Whether a coupled loss has a `tf.custom_gradient` of a user's, which need not be linear.
+
+    Raises:
+        ValueError: if it reads trainable weights, too, whose gradients each replica weighs.
+    """
+    arguments = (y_true, y_pred, sample_weight)
+    known = _known.setdefault(loss, {})
+    key = "backward", str(keras.tree.map_structure(_spec, arguments))
+    if key not in known:
+        with trial():
+            values = functools.partial(number_and_values, _named(loss))
+            graph = _traced(tf.function(values, autograph=False), arguments)
+        weights = () if graph is None else graph.trainable_variables
+        is_own = graph is not None and has_own_gradients(graph, is_stopped=False)
+        if is_own and weights:
+            names = ", ".join(f"'{weight.name}'" for weight in weights)
+            raise ValueError(
+                "A loss that couples rows, computed by each replica from those of all, may have a "
+                "tf.custom_gradient, or read trainable weights, not both: their gradients would be "
+                f"counted once for each replica. Received: loss '{loss.name}', with a "
+                f"tf.custom_gradient, which reads {names}. Read weights in a layer, and let it "
+                "give the loss what it needs of them."
+            )
+        known[key] = is_own
+    return known[key]
+
+
 def _slopes_of(loss: keras.Loss) -> Callable:
     """What gives the slopes, by rows of predictions, of a loss and of the sum of its values.
 
     A loss may be one of all rows in its gradient alone, where it says what that is: divided by a
-    `tf.stop_gradient` of itself, say. Slopes are linear in the gradient: those of parts make that
-    of all rows as it does.
+    `tf.stop_gradient` of itself, say, or clipped by a `tf.custom_gradient`. Slopes are linear in
+    the gradient: those of parts make that of all rows as it does. They are taken at several scales
+    of what comes back to the loss: to values what comes back on one device, to a number of a part
+    its share of that (`ReplicaStep.weight`).
 
     Returns:
-        A function of targets, predictions and weights, to two `[rows, tensors of predictions]`; of
-        no columns where a loss does not say anything of its gradient.
+        A function of targets, predictions and weights, to two `[rows, columns]`; of no columns
+        where a loss does not say anything of its gradient.
     """
-    named = copy_with_call(loss, loss.call)
-    named.name = "loss"  # of a name that no graph may have, Keras would keep the scope it opened
+    named = _named(loss)
 
     @tf.function(autograph=False)  # tapes do not record in a trial
     def slopes(y_true: object, y_pred: object, sample_weight: object) -> list[tf.Tensor]:
-        rows = [leaf for leaf in keras.tree.flatten(y_pred) if leaf.dtype.is_floating]
-        outcomes = number_and_values(named, y_true, y_pred, sample_weight)
-        return [_slopes(tf.gradients(each, rows), rows, each.dtype) for each in outcomes]
+        leaves = keras.tree.flatten(y_pred)
+        rows = [leaf for leaf in leaves if leaf.dtype.is_floating]
+        number, values = number_and_values(named, y_true, y_pred, sample_weight)
+        share = tf.cast(tf.shape(leaves[0])[0], number.dtype) / NUM_ROWS
+        return [_slopes(number, rows, share), _slopes(values, rows, tf.ones((), values.dtype))]
 
     is_told: list[bool] = []
 
     def slopes_if_told(*arguments: object) -> Sequence[tf.Tensor]:
         if not is_told:
-            is_told.append(_says_gradient(slopes, arguments))
+            graph = _traced(slopes, arguments)
+            is_told.append(graph is not None and has_own_gradients(graph))
         if is_told[0]:
             return slopes(*arguments)
         first = keras.tree.flatten(arguments[1])[0]
@@ -183,28 +220,42 @@ def _slopes_of(loss: keras.Loss) -> Callable:
     return slopes_if_told
 
 
-def _says_gradient(function: tf.types.experimental.GenericFunction, arguments: tuple) -> bool:
-    """Whether code of a user's says, in a function of such rows, how a gradient is computed."""
+def _named(loss: keras.Loss) -> keras.Loss:
+    """A copy: of a name that no graph may have, Keras would keep the scope it opened."""
+    named = copy_with_call(loss, loss.call)
+    named.name = "loss"
+    return named
+
+
+def _traced(function: tf.types.experimental.GenericFunction, arguments: tuple) -> tf.Graph | None:
+    """The graph of a function of such rows; None if it can be evaluated only, or eagerly."""
     specs = keras.tree.map_structure(_spec, arguments)
     try:
-        graph = function.get_concrete_function(*specs).graph
-    except Exception:  # it can be evaluated only, or eagerly: values have to tell
-        return False
-    return has_own_gradients(graph)
+        return function.get_concrete_function(*specs).graph
+    except Exception:  # values have to tell
+        return None
 
 
-def _slopes(gradients: Sequence, rows: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+def _slopes(outcome: tf.Tensor, rows: Sequence[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+    """`[rows, scales * tensors of predictions]`, as of an upstream gradient of 1."""
+    dtype = outcome.dtype
+    if dtype not in (tf.float32, tf.float64):  # others have few digits
+        return tf.zeros([tf.shape(rows[0])[0], 0], dtype)
     columns = []
-    for gradient, leaf in zip(gradients, rows, strict=True):
-        count = tf.shape(leaf)[0]
-        if gradient is None or dtype not in (tf.float32, tf.float64):  # others have few digits
-            columns.append(tf.zeros([count], dtype))
-            continue
-        numbers = tf.cast(tf.convert_to_tensor(gradient), dtype)
-        if numbers.shape.rank > 1:  # with other factors, as those of a softmax add up to zero
-            numbers *= tf.cos(tf.cast(tf.range(tf.shape(numbers)[-1]), dtype))
-        own = tf.reduce_sum(tf.reshape(numbers, [count, -1]), 1)
-        columns.append(tf.where(tf.math.is_finite(own), own, tf.zeros_like(own)))
+    for scale in _SCALES:
+        upstream = scale * share
+        for gradient, leaf in zip(
+            tf.gradients(outcome, rows, tf.fill(tf.shape(outcome), upstream)), rows, strict=True
+        ):
+            count = tf.shape(leaf)[0]
+            if gradient is None:
+                columns.append(tf.zeros([count], dtype))
+                continue
+            numbers = tf.cast(tf.convert_to_tensor(gradient), dtype) / upstream
+            if numbers.shape.rank > 1:  # with other factors, as those of a softmax add up to zero
+                numbers *= tf.cos(tf.cast(tf.range(tf.shape(numbers)[-1]), dtype))
+            own = tf.reduce_sum(tf.reshape(numbers, [count, -1]), 1)
+            columns.append(tf.where(tf.math.is_finite(own), own, tf.zeros_like(own)))
     return tf.stack(columns, 1)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.internals import TrainerCall, distribute_lib
+from tfparallel.internals import TrainerCall, distribute_lib, get_keras_mask
 from tfparallel.internals.hooks import hook_next_call, hook_once, shadowed, wrapped
 from tfparallel.internals.keras_layers import compiled_metrics_of
 from tfparallel.replicas import coupled_metrics, metric_states
@@ -147,7 +147,7 @@ def hooked(model: keras.Model, extended: StepDecisions, global_results: list) ->
                     shadowed(
                         metric,
                         "update_state",
-                        _counting_a_batch_once(metric.update_state),
+                        _counting_a_batch_once(metric),
                         during="a step on replicas",
                         why="A mean of scalars counts a batch once, each replica by its rows.",
                     )
@@ -207,13 +207,16 @@ def _in_cross_replica(
     return merged
 
 
-def _counting_a_batch_once(update_state: Callable) -> Callable:
+def _counting_a_batch_once(metric: keras.Metric) -> Callable:
     """A scalar (a batch's loss) counts with the replica's share of rows: the shares add up to 1."""
+    update_state, is_mean = metric.update_state, isinstance(metric, keras.metrics.Mean)
 
     def weighted(values: object, sample_weight: tf.Tensor = None) -> object:
         step = current_replica_step()
         if step is None or step.has_all_rows:
             return update_state(values, sample_weight=sample_weight)
+        if is_mean and _is_number(sample_weight) and get_keras_mask(values) is None:
+            values = tf.reduce_mean(values)  # as Keras does; of no rows it is NaN
         if tf.convert_to_tensor(values).shape.rank == 0:
             if sample_weight is None:
                 sample_weight = step.weight
@@ -222,3 +225,7 @@ def _counting_a_batch_once(update_state: Callable) -> Callable:
         return update_state(values, sample_weight=sample_weight)
 
     return weighted
+
+
+def _is_number(weight: object) -> bool:
+    return weight is not None and tf.convert_to_tensor(weight).shape.rank == 0

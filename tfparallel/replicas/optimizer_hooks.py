@@ -227,8 +227,9 @@ def build_optimizer(optimizer: BaseOptimizer, variables: Iterable[keras.Variable
 
 
 def _weigh_then_scale(scale_loss: Callable, loss: tf.Tensor) -> tf.Tensor:
+    """Weighs a number of the replica's rows; values of rows, which a tape adds up, need nothing."""
     step = current_replica_step()
-    if step is not None and step.weights_loss:
+    if step is not None and step.weights_loss and loss.shape.rank == 0:
         loss = loss * tf.cast(step.weight, loss.dtype)
     return scale_loss(loss)
 

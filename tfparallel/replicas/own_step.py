@@ -15,6 +15,7 @@ from tfparallel.internals.keras_layers import layers_of
 from tfparallel.internals.traced_values import (
     computed_from,
     draws_otherwise,
+    rows_drawn_behind,
     state_of_later_behind,
 )
 from tfparallel.replicas.build_context import BuildContext
@@ -103,6 +104,12 @@ class StepOfOwnRows:
     def is_of_others(self, value: tf.Tensor) -> bool:
         """Whether `value` is computed of rows of other replicas, or as if it were."""
         return reaches(value, self.context.met)
+
+    def chooses_rows_by_chance(self, value: tf.Tensor) -> bool:
+        """Whether random numbers choose, or shuffle, rows of which `value` is computed."""
+        own = set(map(id, self.rows()))
+        drawn = rows_drawn_behind(value)
+        return any(reaches(x, own) and not self.is_of_others(x) for x in drawn)
 
     def depends_on_scale(self, value: tf.Tensor) -> bool:
         """Whether `value` is computed of gradients by variables."""

@@ -33,6 +33,7 @@ class ReplicaStep:
         losses: gets all targets of such gradients, if it is given.
         has_output_gradients: whether the step has said what some such gradient begins with.
         scale: scalar float64 that such gradients are multiplied with, if it is given.
+        tries_backward: traced to try what layers do to gradients, of losses that are any means.
         has_all_rows: what is computed is of the rows of all replicas, on each of them alike.
     """
 
@@ -53,6 +54,7 @@ class ReplicaStep:
         self.losses: list | None = None
         self.scale: tf.Tensor | None = None
         self.has_output_gradients = False
+        self.tries_backward = False
         self.has_all_rows = False
 
     def zero_without_rows(self, gradients: list) -> list:

@@ -51,6 +51,7 @@ from tfparallel.replicas.assigned_weights import check_assigned_weights
 from tfparallel.replicas.batch import Batch, num_rows
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.code_of_keras import is_code_of_keras
+from tfparallel.replicas.gradient_noise import tell_of_noise
 from tfparallel.replicas.layer_gradients import check_layer_gradients
 from tfparallel.replicas.model_optimizers import optimizers_of
 from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
@@ -129,7 +130,7 @@ def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
     if traced is not None:
         check_assigned_weights(model, traced, lambda: traced)
     if _is_tried(model, step):
-        _check_tried(model, step, traced)
+        _check_tried(model, step, data_batch, traced)
     known[name] = optimizers_of(model)
 
 
@@ -187,7 +188,7 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
     of_any_rows = functools.cache(lambda: _traced_for_any_rows(model, step, data_batch))
     check_assigned_weights(model, traced, of_any_rows)
     if _is_tried(model, step):
-        _check_tried(model, step, of_any_rows())
+        _check_tried(model, step, data_batch, of_any_rows())
 
 
 def _check_own_backward(
@@ -218,14 +219,19 @@ def targets_by_row(model: keras.Model) -> list[bool]:
     return _by_row.get(model, [])
 
 
-def _check_tried(model: keras.Model, step: MethodType, traced: StepOfOwnRows | None) -> None:
+def _check_tried(
+    model: keras.Model, step: MethodType, data_batch: object, traced: StepOfOwnRows | None
+) -> None:
     if traced is not None:
         shapes = [target.shape for target in traced.losses]
         _by_row[model] = [bool(shape.rank) and shape[0] is None for shape in shapes]
     check_losses(model, traced)
     if not is_stock_step(step):
         check_gradients(model, traced)
+        tell_of_noise(model, traced)
         tell_of_outputs(model, traced)
+    elif traced is not None and has_own_gradients(traced.graph):  # in its `compute_loss`, maybe
+        check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
 
 
 def _is_tried(model: keras.Model, step: MethodType) -> bool:
@@ -306,6 +312,7 @@ def _only_replica(traced: StepOfOwnRows, is_cut: bool, weighs_loss: bool) -> Rep
     traced.scale = tf.compat.v1.placeholder(tf.float64, [])
     replica = ReplicaStep(num_rows(traced.data), traced.weight, weighs_loss, [], first_row=0)
     replica.losses, replica.scale = traced.losses, traced.scale
+    replica.tries_backward = weighs_loss
     traced.replica = replica
     return replica
 

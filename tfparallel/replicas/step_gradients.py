@@ -77,7 +77,7 @@ def numbers_of_gradients(step: StepOfOwnRows) -> tuple[tf.Tensor, tf.Tensor]:
     """
     with step.graph.as_default():
         numbers, sizes = [tf.zeros((), tf.float64)], [tf.zeros((), tf.float64)]  # if there are none
-        for values in _given(step):
+        for values in given_to_optimizers(step):
             sizes.append(tf.cast(tf.reduce_max(tf.abs(values)), tf.float64))
             if values.shape.rank != 0:  # with other factors, as those of a softmax add up to zero
                 columns = tf.range(tf.shape(values)[-1])
@@ -86,8 +86,8 @@ def numbers_of_gradients(step: StepOfOwnRows) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.stack(numbers), tf.stack(sizes)
 
 
-def _given(step: StepOfOwnRows) -> list[tf.Tensor]:
-    """The numbers of the gradients that optimizers get."""
+def given_to_optimizers(step: StepOfOwnRows) -> list[tf.Tensor]:
+    """The gradients that optimizers get, of sparse ones the values."""
     given = step.context.gradients
     of_rows = [each.values if isinstance(each, tf.IndexedSlices) else each for each in given]
     return [x for x in of_rows if step.has(x) and x.dtype.is_floating]
@@ -95,5 +95,7 @@ def _given(step: StepOfOwnRows) -> list[tf.Tensor]:
 
 def _are_as_of_tape(step: StepOfOwnRows) -> bool:
     """Whether the step has changed none of them, and says of none how it is computed."""
-    are_of_tape = all(step.is_of_tape(x) or not step.is_of_own_rows(x) for x in _given(step))
+    are_of_tape = all(
+        step.is_of_tape(x) or not step.is_of_own_rows(x) for x in given_to_optimizers(step)
+    )
     return are_of_tape and not step.has_backward_of_its_own()

@@ -33,7 +33,16 @@ def check_losses(model: keras.Model, step: StepOfOwnRows | None) -> None:
     if step is None or step.is_coupled_by_layers():
         return
     computed_in = few_digits_of(model)
-    for loss in filter(step.has, step.losses):
+    losses = [*filter(step.has, step.losses)]
+    if any(map(step.chooses_rows_by_chance, losses)):
+        tf.get_logger().warning(
+            "The loss of which the train_step of model '%s' takes gradients is of rows that random "
+            "numbers choose or shuffle, as mixup does. Each replica does so with its own "
+            "rows: of two rows of different replicas none meets the other. Of those of all: x, y = "
+            "strategy.all_rows((x, y)), and random numbers of a seed that is the same everywhere.",
+            model.name,
+        )
+    for loss in losses:
         if step.is_of_own_rows(loss):
             _check(model, step, loss, computed_in)
 

@@ -54,7 +54,7 @@ def told_of_gradient(not_followed: str = "") -> None:
     step.has_output_gradients |= asked.has_output_gradients
     step.summed_targets = targets  # the next source of this call changes nothing
     if step.losses is not None:
-        step.losses += targets
+        step.losses += targets if asked.jacobian_of is None else [asked.jacobian_of]
     divided = functools.partial(_divided, step)
     known = step.by_row[step.num_targets : step.num_targets + len(targets)]
     step.num_targets += len(targets)
@@ -62,7 +62,7 @@ def told_of_gradient(not_followed: str = "") -> None:
         with_gradient(tape, target, divided) if may_be and _is_by_row(target, step.rows) else target
         for target, may_be in itertools.zip_longest(targets, known, fillvalue=True)
     ]
-    if step.scale is not None:
+    if step.scale is not None and asked.jacobian_of is None:  # gradients of rows are as they are
         scaled = functools.partial(_scaled, step.scale)
         targets[:] = [
             with_gradient(tape, x, scaled) if tf.is_tensor(x) and x.dtype.is_floating else x

@@ -222,3 +222,26 @@ def state_of_a_loss(run: Run):
         training = run.train(compile_options=lambda: {"loss": KeepsTheLargest()}, batch_size=10)
         training.extra["largest"] = np.asarray(training.model.loss.largest)
         return training.results()
+
+
+@case(atol=1e-11)
+def values_of_rows(run: Run):
+    """A tape adds up what a loss leaves unreduced, and what a `compute_loss` gives for each row."""
+
+    class ByRow(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.ops.square(y_pred - y), axis=-1)
+
+    def build():
+        x = keras.Input((6,))
+        hidden = keras.layers.Dense(4, "tanh")(keras.layers.Dense(5, "tanh")(x))
+        return ByRow(x, keras.layers.Dense(2)(hidden))
+
+    def unreduced():
+        return {"loss": keras.losses.MeanSquaredError(reduction="none")}
+
+    with in_float64():
+        options = {"optimizer": _gentle_sgd, "validation_data": MODELS["values"].data(5)}
+        of_model = run.train("values", build=build, **options).results()
+        of_loss = run.train("values", compile_options=unreduced, **options).results()
+    return of_model | {f"unreduced/{name}": each for name, each in of_loss.items()}
