@@ -93,7 +93,7 @@ class ReplicatedVariable(ReadsAsNumber, MirroredVariable):
         told_of_gradient(self._not_followed)
         if _replica_id() is not None or values_util.is_saving_non_distributed():
             return super().handle
-        self.distribute_strategy.extended._check_outside_of_replicas(self.name)
+        check_outside_of_replicas(self)
         return self._primary.handle
 
     def _get_cross_replica(self) -> tf.Tensor:
@@ -147,8 +147,13 @@ class CentralVariable(ReplicatedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """The resource of the only copy."""
+        """The resource of the only copy.
+
+        Raises:
+            ValueError: as `ReplicatedVariable`.
+        """
         told_of_gradient(self._not_followed)
+        check_outside_of_replicas(self)
         return self._primary.handle
 
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
@@ -350,6 +355,12 @@ def mark_statistics(model: keras.Model) -> None:
             if isinstance(behind(variable), ReplicatedVariable):
                 kwargs = {"trainable": False, "dtype": variable.dtype}
                 behind(variable)._is_statistics = is_statistics(layer, kwargs)
+
+
+def check_outside_of_replicas(variable: tf.Variable) -> None:
+    """Refuses to differentiate a variable outside of replicas, where other workers have rows."""
+    if _replica_id() is None and not values_util.is_saving_non_distributed():
+        variable.distribute_strategy.extended._check_outside_of_replicas(variable.name)
 
 
 def _replica_id() -> int | None:

@@ -36,7 +36,7 @@ from tfparallel.internals.keras_layers import behind
 from tfparallel.internals.keras_trainer import is_exporting
 from tfparallel.replicas.assigned_in_parts import AssignedInParts
 from tfparallel.replicas.tape_hooks import told_of_gradient
-from tfparallel.replicas.variables import ReplicatedVariable
+from tfparallel.replicas.variables import ReplicatedVariable, check_outside_of_replicas
 from tfparallel.tensor_parallel.known_parts import joined_as, parts_of, put_together
 from tfparallel.tensor_parallel.loops import before_loops
 from tfparallel.tensor_parallel.rows import Rows
@@ -238,6 +238,7 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         if self.shards == 1:
             return super().handle
         told_of_gradient("weights in parts")
+        check_outside_of_replicas(self)
         return self._tape_variable().handle
 
     def _get_replica(self, replica_id: int) -> tf.Variable:

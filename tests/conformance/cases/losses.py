@@ -234,8 +234,8 @@ def values_of_rows(run: Run):
 
     def build():
         x = keras.Input((6,))
-        hidden = keras.layers.Dense(4, "tanh")(keras.layers.Dense(5, "tanh")(x))
-        return ByRow(x, keras.layers.Dense(2)(hidden))
+        hidden = keras.layers.Dense(4)(keras.layers.Dense(5, "tanh")(x))
+        return ByRow(x, keras.layers.Dense(2)(keras.layers.Activation("tanh")(hidden)))
 
     def unreduced():
         return {"loss": keras.losses.MeanSquaredError(reduction="none")}
