@@ -71,6 +71,8 @@ def _as_declared(loss: object, value: tf.Tensor) -> tf.Tensor:
 def any_mean(y_pred: object) -> tf.Tensor:
     """A mean over rows, as which a loss counts where what stands beside or before it is tried."""
     first = tf.cast(keras.tree.flatten(y_pred)[0], keras.config.floatx())
+    if (first.shape.rank or 0) > 1:  # with other factors, as squares of unit vectors add up to 1
+        first *= tf.cos(tf.cast(tf.range(tf.shape(first)[-1]), first.dtype))
     return tf.reduce_mean(tf.square(first))
 
 
@@ -135,15 +137,17 @@ def rows_of_all(step: ReplicaStep, *arguments: Any, is_weighed: bool = True) -> 
 def _of_rows(loss: Any, value: Any, sample_weight: Any, mask: Any, step: ReplicaStep) -> tf.Tensor:
     """`value`, that `loss` has reduced from values of this replica's rows.
 
-    Means over rows need nothing. A sum is divided by the replica's weight; a mean over something
-    else (unmasked positions, sample weights) goes from its own share to the share of rows.
+    Means over rows need nothing, nor do values of rows. A sum is divided by the replica's weight; a
+    mean over something else (unmasked positions, sample weights) goes from its own share to the
+    share of rows.
     """
     reduction = getattr(loss, "reduction", "mean")
     is_sum = reduction in ("sum", "none", None)
     if value.shape == (0,) and not is_sum:
         value = tf.reduce_sum(value)  # eagerly, Keras leaves a loss over no rows unreduced
-    if is_sum and value.shape.rank == 0:
-        return weighed(value, tf.ones((), value.dtype), step)
+    if is_sum:
+        is_number = value.shape.rank == 0
+        return weighed(value, tf.ones((), value.dtype), step) if is_number else value
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         return weighed(value, share_of(sum_of_weights(sample_weight, mask, value.dtype)), step)
     if mask is not None:

@@ -70,22 +70,23 @@ def sum_with_regularizer(run: Run):
 @case()
 def masked_sequence(run: Run):
     """A mean over the steps that are not masked: replicas hold different numbers of them."""
+    return run.train(build=_masked_model, data=_labels_of_tokens).results()
 
-    def build():
-        return keras.Sequential(
-            [
-                keras.Input((5,), dtype="int32"),
-                keras.layers.Embedding(20, 4, mask_zero=True),
-                keras.layers.LSTM(4, return_sequences=True),
-                keras.layers.Dense(3),
-            ]
-        )
 
-    def data(rows):
-        tokens, _ = MODELS["masking"].data(rows)
-        return tokens, tokens % 3
+def _masked_model():
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(20, 4, mask_zero=True),
+            keras.layers.LSTM(4, return_sequences=True),
+            keras.layers.Dense(3),
+        ]
+    )
 
-    return run.train(build=build, data=data).results()
+
+def _labels_of_tokens(rows):
+    tokens, _ = MODELS["masking"].data(rows)
+    return tokens, tokens % 3
 
 
 class WithComputeLoss(keras.Model):
@@ -240,8 +241,17 @@ def values_of_rows(run: Run):
     def unreduced():
         return {"loss": keras.losses.MeanSquaredError(reduction="none")}
 
+    def masked():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        return {"loss": loss}
+
     with in_float64():
         options = {"optimizer": _gentle_sgd, "validation_data": MODELS["values"].data(5)}
         of_model = run.train("values", build=build, **options).results()
         of_loss = run.train("values", compile_options=unreduced, **options).results()
-    return of_model | {f"unreduced/{name}": each for name, each in of_loss.items()}
+        options = {"build": _masked_model, "data": _labels_of_tokens, "optimizer": _gentle_sgd}
+        of_mask = run.train(compile_options=masked, **options).results()
+    others = {"unreduced": of_loss, "masked": of_mask}
+    return of_model | {
+        f"{kind}/{name}": each for kind, own in others.items() for name, each in own.items()
+    }
