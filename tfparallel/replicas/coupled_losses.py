@@ -69,11 +69,12 @@ def _as_declared(loss: object, value: tf.Tensor) -> tf.Tensor:
 
 
 def any_mean(y_pred: object) -> tf.Tensor:
-    """A mean over rows, as which a loss counts where what stands beside or before it is tried."""
+    """A mean over rows, as which a loss counts where what stands beside or before it is tried.
+
+    Its slopes are between 0 and 1, which float16 holds, and it has some for unit vectors, too.
+    """
     first = tf.cast(keras.tree.flatten(y_pred)[0], keras.config.floatx())
-    if (first.shape.rank or 0) > 1:  # with other factors, as squares of unit vectors add up to 1
-        first *= tf.cos(tf.cast(tf.range(tf.shape(first)[-1]), first.dtype))
-    return tf.reduce_mean(tf.square(first))
+    return tf.reduce_mean(tf.math.softplus(first))
 
 
 def checked_number(what: str, loss: object) -> object:

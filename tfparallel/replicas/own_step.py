@@ -203,7 +203,7 @@ class StepOfOwnRows:
             if loss_scales:
                 of_scales = [computed(loss_scale=scale) for scale in loss_scales]
                 numbers, sizes = tf.unstack(tf.stack(of_scales, axis=1))  # [loss scales, numbers]
-                return TrialOutcome(numbers, numbers, sizes=_sizes(sizes.numpy()))
+                return TrialOutcome(numbers, numbers, sizes=_sizes(sizes.numpy(), computed_in))
             number = computed()
             if is_scaled and not at_scales and np.all(np.isfinite(number)):
                 values = [number if scale == 1.0 else computed(scale) for scale in scales]
@@ -236,9 +236,14 @@ def _spec(leaf: tf.Tensor | None) -> tf.TensorSpec | None:
     return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
 
 
-def _sizes(sizes: np.ndarray) -> np.ndarray:
-    """`[loss scales, numbers]` by which to compare; infinite of what is rounding at the first."""
+def _sizes(sizes: np.ndarray, computed_in: str | None) -> np.ndarray:
+    """`[loss scales, numbers]` by which to compare; infinite of what is rounding at the first.
+
+    And of what float16 has fewer digits for than others.
+    """
     is_rounding = sizes[0] <= _OF_ROUNDING * np.max(sizes[0])
+    if computed_in == "float16":
+        is_rounding = is_rounding | (sizes < np.finfo(np.float16).smallest_normal)
     return np.where(is_rounding, np.inf, sizes)
 
 
