@@ -31,11 +31,11 @@ def test_who_is_told_to_end_leaves_nothing_behind(tmp_path, check):
 
 
 def _processes_of(folder: Path) -> set[str]:
-    """Ids of the processes whose temporary folder it is."""
+    """Ids of the processes whose temporary folder is there."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes():
                 found.add(process.name)
     return found
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,12 @@ MARK = "tfparallel-selftest "
 
 
 def write_to(path: Path, bench: str, function: str, *arguments: str) -> None:
-    """As `main`, for a process that is a session of its own, and writes to a file."""
+    """As `main`, for a process that is a session of its own, and writes to a file.
+
+    What it leaves when it is ended, as code that autograph generates, goes with the file's folder.
+    """
     os.setsid()
+    tempfile.tempdir = os.environ["TMPDIR"] = str(path.parent)
     with path.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
