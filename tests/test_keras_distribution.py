@@ -148,10 +148,19 @@ def test_initialize_writes_the_cluster_of_all_addresses(monkeypatch):
         "cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:2345"]},
         "task": {"type": "worker", "index": 1},
     }
-    distribution = _model_parallel
     assert keras.distribution.DataParallel(devices=["cpu:0"]).num_processes == 2
-    with pytest.raises(NotImplementedError, match=r"one process for .*ModelParallel.*2 processes"):
-        keras.distribution.set_distribution(distribution())
+
+
+@pytest.mark.parametrize("kind", ["DataParallel", "ModelParallel"])
+def test_processes_that_give_other_rows_each_are_refused(monkeypatch, kind):
+    monkeypatch.setenv("TF_CONFIG", "")
+    keras.distribution.initialize("10.0.0.1:1234,10.0.0.2:2345", 2, 1)
+    distribution = keras.distribution.DataParallel(devices=["cpu:0"])
+    if kind == "ModelParallel":
+        distribution = _model_parallel()
+    distribution.auto_shard_dataset = False
+    with pytest.raises(NotImplementedError, match="auto_shard_dataset=True.*as rank 1"):
+        keras.distribution.set_distribution(distribution)
 
 
 def test_initialize_needs_every_address(monkeypatch):
@@ -170,16 +179,27 @@ import tensorflow as tf
 import tfparallel
 
 tfparallel.keras_distribution.enable()
-addresses, rank = sys.argv[1], int(sys.argv[2])
+addresses, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 keras.distribution.initialize(addresses, 2, rank)
 devices = keras.distribution.list_devices()
-keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+if kind == "DataParallel":
+    distribution = keras.distribution.DataParallel(devices=devices)
+else:
+    mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"), devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map["hidden/kernel"] = (None, "model")
+    layout_map["scores/kernel"] = ("model", None)
+    layout_map["another/kernel"] = ("model", None)  # presets name layers that a model has not
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map)
+keras.distribution.set_distribution(distribution)
 keras.utils.set_random_seed(1)
 inputs = keras.Input((6,))
 hidden = keras.layers.Dense(9, "relu", name="hidden")(inputs)
 model = keras.Model(inputs, keras.layers.Dense(3, name="scores")(hidden))
 model.compile("adam", "mse")
-assert model.distribute_strategy.num_replicas_in_sync == len(devices) == 2
+assert len(devices) == 2
+replicas = {"DataParallel": 2, "ModelParallel": 1}[kind]
+assert model.distribute_strategy.num_replicas_in_sync == replicas
 rng = np.random.default_rng(0)
 data = rng.normal(size=(24, 6)).astype("float32"), rng.normal(size=(24, 3))
 batches = tf.data.Dataset.from_tensor_slices(data).batch(12)
@@ -191,7 +211,8 @@ print(*map(repr, losses))
 
 @pytest.mark.turns
 @pytest.mark.timeout(300)
-def test_two_processes_that_are_initialized_train_as_one_device(tmp_path, of_one_device):
+@pytest.mark.parametrize("kind", ["DataParallel", "ModelParallel"])
+def test_two_processes_that_are_initialized_train_as_one_device(tmp_path, of_one_device, kind):
     """By a dataset and by arrays; each is given all data, which are divided once."""
     script = tmp_path / "train.py"
     script.write_text(_OF_TWO_PROCESSES)
@@ -201,7 +222,7 @@ def test_two_processes_that_are_initialized_train_as_one_device(tmp_path, of_one
     environment.pop("TF_CONFIG", None)
     processes = [
         subprocess.Popen(
-            [sys.executable, script, addresses, str(rank)],
+            [sys.executable, script, addresses, str(rank), kind],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,8 +6,9 @@
     model.fit(...)
 
 Keras on TensorFlow has these names and does nothing with them. Between `enable()` and `disable()` a
-`ModelParallel` is a `TensorParallelStrategy`, a `DataParallel` a `MirroredStrategy`, or with
-`initialize` a `MultiWorkerMirroredStrategy`; models made meanwhile train under it.
+`ModelParallel` is a `TensorParallelStrategy`, with `initialize` of ranks that each trace their own
+part, a `DataParallel` a `MirroredStrategy`, or with `initialize` a `MultiWorkerMirroredStrategy`;
+models made meanwhile train under it.
 """
 
 import contextlib
@@ -92,29 +93,24 @@ def strategy_for(distribution: object) -> KerasStrategy:
 
 
 def _make(distribution: object) -> object:
+    kinds = keras.distribution.ModelParallel, keras.distribution.DataParallel
+    if isinstance(distribution, kinds) and num_processes() > 1:
+        _check_auto_shard(distribution)
     if isinstance(distribution, keras.distribution.ModelParallel):
-        _check_one_process(distribution)
-        strategy = TensorParallelStrategy(distribution)
+        transport = "ring" if num_processes() > 1 else None
+        strategy = TensorParallelStrategy(distribution, transport=transport)
         strategy.extended.layouts.allows_unused = True  # as Keras does, whose presets have some
         return strategy
     if isinstance(distribution, keras.distribution.DataParallel):
         if num_processes() > 1:
-            _check_auto_shard(distribution)
             return MultiWorkerMirroredStrategy()
         return MirroredStrategy([str(d) for d in np.ravel(distribution.device_mesh.devices)])
     return None
 
 
-def _check_one_process(distribution: keras.distribution.ModelParallel) -> None:
-    if num_processes() > 1:
-        raise NotImplementedError(
-            "Expected one process for keras.distribution.ModelParallel. Received: "
-            f"{num_processes()} processes, as rank {process_id()}. Take DataParallel, or one "
-            f"process with all devices of {distribution.device_mesh}."
-        )
-
-
-def _check_auto_shard(distribution: keras.distribution.DataParallel) -> None:
+def _check_auto_shard(
+    distribution: keras.distribution.DataParallel | keras.distribution.ModelParallel,
+) -> None:
     if not distribution.auto_shard_dataset:
         raise NotImplementedError(
             "Expected auto_shard_dataset=True: each process is given all data, and trains on its "
