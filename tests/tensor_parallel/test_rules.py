@@ -350,6 +350,67 @@ def test_a_rule_is_not_used_for_a_subclass_that_computes_something_else():
     np.testing.assert_allclose(received[0], expected[0], rtol=1e-6)
 
 
+class StandardizedConv(layers.Conv2D):
+    """Overrides what the `call` that a rule stands for asks for."""
+
+    def convolution_op(self, inputs, kernel):
+        mean, variance = keras.ops.moments(kernel, axes=[0, 1, 2, 3], keepdims=True)
+        return super().convolution_op(inputs, (kernel - mean) / keras.ops.sqrt(variance + 1e-6))
+
+
+class NormalizedDense(layers.Dense):
+    @property
+    def kernel(self):
+        kernel = super().kernel
+        return kernel / keras.ops.norm(kernel)
+
+
+class NormOfOwnMoments(layers.BatchNormalization):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return keras.ops.mean(mean) + 0 * mean, variance
+
+
+class OwnAttentionMask(layers.MultiHeadAttention):
+    def _compute_attention_mask(self, query, *args, **kwargs):
+        distance = keras.ops.arange(5)[:, None] - keras.ops.arange(5)
+        return keras.ops.abs(distance)[None] < 2
+
+
+def _self_attention(shape=(5, 6)):
+    inputs = keras.Input(shape)
+    attention = OwnAttentionMask(2, 3, name="one")
+    return [keras.Model(inputs, attention(inputs, inputs))]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "layouts"),
+    [
+        (lambda: [StandardizedConv(5, 3, name="one")], (8, 8, 3), {"one/kernel": FILTERS}),
+        (lambda: [StandardizedConv(5, 3, name="one")], (8, 8, 3), {"one/kernel": CHANNELS}),
+        (lambda: [NormalizedDense(5, name="one")], (7,), {"one/kernel": COLUMN}),
+        (
+            lambda: [layers.Dense(6, name="one"), NormOfOwnMoments(name="norm")],
+            (7,),
+            {"one/kernel": COLUMN, "norm/gamma": ("model",)},
+        ),
+        (
+            _self_attention,
+            (5, 6),
+            {
+                "one/(query|key|value)/kernel": (None, "model", None),
+                "one/attention_output/kernel": ("model", None, None),
+            },
+        ),
+    ],
+)
+def test_a_rule_is_not_used_where_a_subclass_overrides_what_it_calls(make, shape, layouts):
+    expected = _outcome(make, shape, None)
+    received = _outcome(make, shape, _strategy(layouts))
+    for one_device, parts in zip(expected, received, strict=True):
+        np.testing.assert_allclose(parts, one_device, rtol=1e-4, atol=1e-5)
+
+
 def _with_watched_output(strategy):
     """The gradient for an output in parts, which another layer takes as parts (Grad-CAM)."""
     keras.utils.set_random_seed(1)

@@ -1,7 +1,8 @@
 """Which layers are computed in parts: a rule for each type of layer, to which users add theirs.
 
 A rule stands for one method of a layer, `call` for nearly all. It is used for layers whose class
-inherits that method unchanged: a subclass that overrides it computes something else.
+inherits that method unchanged, and all that it asks the layer for, as a convolution's operation: a
+subclass that overrides it computes something else.
 
 A hook is put on a layer's instance when a weight of it is split, or when a layer around it is
 called; it stays. Without parts to compute with, a rule gives `NotImplemented`, and the layer's own
@@ -9,6 +10,7 @@ method runs, which reads wholes.
 """
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.internals.keras_state import enclosing_layers
 from tfparallel.internals.keras_trainer import is_exporting
+from tfparallel.internals.read_code import names_in
 from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.loops import is_in_loop
@@ -66,15 +69,30 @@ def rule_by_name(package: str, name: str, register: Callable[[type], None]) -> N
 
 
 def rules_of(layer: keras.Layer) -> list[_Rule]:
-    """The rules for a layer, of methods that its class does not override."""
-    for cls in type(layer).__mro__:
+    """The rules for a layer, of methods that its class inherits unchanged."""
+    mro = type(layer).__mro__
+    for cls in mro:
         named = _BY_NAME.get((cls.__module__.partition(".")[0], cls.__name__))
         if named is not None and cls not in _RULES:
             named(cls)
         if cls in _RULES:
-            rules = _RULES[cls].values()
-            return [r for r in rules if getattr(type(layer), r.method) is getattr(cls, r.method)]
+            return [rule for rule in _RULES[cls].values() if _inherits(mro[0], cls, rule.method)]
     return []
+
+
+@functools.cache
+def _inherits(own: type, cls: type, method: str) -> bool:
+    """Whether a class has the method of `cls`, and what that asks for, of `cls` too."""
+    asked, rest = {method}, [method]
+    while rest:
+        name = rest.pop()
+        member = inspect.getattr_static(cls, name, None)
+        if inspect.getattr_static(own, name, None) is not member:
+            return False
+        if member is not inspect.getattr_static(keras.Layer, name, None):
+            rest += [each for each in names_in(member) - asked if hasattr(cls, each)]
+            asked.update(rest)
+    return True
 
 
 def hook_layer(layer: keras.Layer, extended: ComputingGroups) -> None:
