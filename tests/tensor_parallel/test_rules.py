@@ -358,6 +358,10 @@ class StandardizedConv(layers.Conv2D):
         return super().convolution_op(inputs, (kernel - mean) / keras.ops.sqrt(variance + 1e-6))
 
 
+class StandardizedConv1D(layers.Conv1D):
+    convolution_op = StandardizedConv.convolution_op  # for which its `call` does not ask
+
+
 class NormalizedDense(layers.Dense):
     @property
     def kernel(self):
@@ -388,6 +392,7 @@ def _self_attention(shape=(5, 6)):
     [
         (lambda: [StandardizedConv(5, 3, name="one")], (8, 8, 3), {"one/kernel": FILTERS}),
         (lambda: [StandardizedConv(5, 3, name="one")], (8, 8, 3), {"one/kernel": CHANNELS}),
+        (lambda: [StandardizedConv1D(5, 3, name="one")], (8, 3), {"one/kernel": FILTERS[1:]}),
         (lambda: [NormalizedDense(5, name="one")], (7,), {"one/kernel": COLUMN}),
         (
             lambda: [layers.Dense(6, name="one"), NormOfOwnMoments(name="norm")],

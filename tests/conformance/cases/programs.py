@@ -381,11 +381,11 @@ def quasi_svm(run: Run):
     )
 
 
-class StandardizedConv(layers.Conv1D):
+class StandardizedConv(layers.Conv2D):
     """A convolution whose kernel is standardised in each call."""
 
     def convolution_op(self, inputs, kernel):
-        mean, variance = ops.moments(kernel, axes=[0, 1], keepdims=True)
+        mean, variance = ops.moments(kernel, axes=[0, 1, 2], keepdims=True)
         return super().convolution_op(inputs, (kernel - mean) / ops.sqrt(variance + 1e-6))
 
 
@@ -404,8 +404,8 @@ class Binary(layers.Layer):
 
 
 def _binary_model() -> keras.Model:
-    given = keras.Input((6, 2))
-    x = layers.GroupNormalization(2)(StandardizedConv(4, 3)(given))
+    given = keras.Input((6, 1, 2))
+    x = layers.GroupNormalization(2)(StandardizedConv(4, (3, 1))(given))
     x = Binary()(layers.Dense(5)(layers.Flatten()(x)))
     return keras.Model(given, layers.UnitNormalization()(layers.Dense(3)(x)))
 
@@ -416,7 +416,7 @@ def gradients_of_its_own(run: Run):
         run,
         _binary_model,
         lambda: {"loss": keras.losses.Huber(0.3)},
-        x=_normal(ODD_ROWS, 6, 2),
+        x=_normal(ODD_ROWS, 6, 1, 2),
         y=_normal(ODD_ROWS, 3),
     )
 

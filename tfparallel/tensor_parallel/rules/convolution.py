@@ -237,18 +237,14 @@ def _channels_of(layer: keras.Layer) -> int:
 
 
 def _convolve(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-    if layer.padding != "causal":
-        return layer.convolution_op(x, kernel)
-    before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
-    steps = 1 if layer.data_format == "channels_last" else 2
-    padding = [[before, 0] if dim == steps else [0, 0] for dim in range(3)]
+    padding = layer.padding
+    if padding == "causal":
+        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+        steps = 1 if layer.data_format == "channels_last" else 2
+        x = tf.pad(x, [[before, 0] if dim == steps else [0, 0] for dim in range(3)])
+        padding = "valid"
     return keras.ops.conv(
-        tf.pad(x, padding),
-        kernel,
-        strides=list(layer.strides),
-        padding="valid",
-        dilation_rate=layer.dilation_rate,
-        data_format=layer.data_format,
+        x, kernel, list(layer.strides), padding, layer.data_format, layer.dilation_rate
     )
 
 
