@@ -141,7 +141,9 @@ def grouped_convolution():
         [
             keras.Input((8, 8, 4)),
             layers.Conv2D(6, 3, groups=2, activation="tanh"),
-            layers.GlobalAveragePooling2D(),
+            layers.Reshape((36, 6)),
+            layers.Conv1D(4, 3, groups=2, padding="causal", activation="tanh"),
+            layers.GlobalAveragePooling1D(),
             layers.Dense(3),
         ]
     )

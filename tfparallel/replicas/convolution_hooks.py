@@ -6,6 +6,7 @@ XLA refuses a variable on another device than its own, and a variable in parts w
 in there, without its gradient. The kernel is read before, where the step is traced.
 """
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -19,12 +20,28 @@ _CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
 def hook_convolution(layer: object) -> None:
     """Has `layer` read its kernel before XLA, if it needs XLA. Twice changes nothing."""
     if isinstance(layer, _CONVOLUTIONS) and (layer.groups > 1 or _is_broken_on_cpus(layer)):
+        of_1d = type(layer).call is keras.layers.Conv1D.call  # it asks for no `convolution_op`
+        name = "call" if of_1d else "convolution_op"
+        by_value = functools.partial(_call_of_1d, layer) if of_1d else _of_value
         hook_once(
             layer,
-            "convolution_op",
-            wrapped(layer, "convolution_op", _of_value),
+            name,
+            wrapped(layer, name, by_value),
             why="XLA reads no kernel on another device, or in parts: it gets the value.",
         )
+
+
+def convolved(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    """What Keras's convolutions compute before they add a bias, with another kernel than theirs."""
+    padding = layer.padding
+    if padding == "causal":
+        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+        steps = 1 if layer.data_format == "channels_last" else 2
+        x = keras.ops.pad(x, [[before, 0] if dim == steps else [0, 0] for dim in range(3)])
+        padding = "valid"
+    return keras.ops.conv(
+        x, kernel, list(layer.strides), padding, layer.data_format, layer.dilation_rate
+    )
 
 
 def _is_broken_on_cpus(layer: keras.Layer) -> bool:
@@ -32,5 +49,19 @@ def _is_broken_on_cpus(layer: keras.Layer) -> bool:
 
 
 def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: object) -> tf.Tensor:
+    return convolution_op(inputs, _value(kernel))
+
+
+def _call_of_1d(layer: keras.Layer, call: Callable, inputs: tf.Tensor) -> tf.Tensor:
+    """`Conv1D.call`."""
+    del call
+    y = convolved(layer, inputs, _value(layer.kernel))
+    if layer.use_bias:
+        is_last = layer.data_format == "channels_last"
+        y = keras.ops.add(y, keras.ops.reshape(layer.bias, (1, 1, -1) if is_last else (1, -1, 1)))
+    return y if layer.activation is None else layer.activation(y)
+
+
+def _value(kernel: object) -> object:
     is_variable = isinstance(kernel, keras.Variable)  # not a symbolic tensor, nor LoRA's sum
-    return convolution_op(inputs, tf.convert_to_tensor(kernel) if is_variable else kernel)
+    return tf.convert_to_tensor(kernel) if is_variable else kernel

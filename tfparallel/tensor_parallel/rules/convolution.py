@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from tfparallel.replicas.convolution_hooks import convolved
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
 from tfparallel.tensor_parallel.rows import Rows
@@ -40,7 +41,7 @@ def convolution(group: Group, layer: keras.Layer, original: Callable, inputs: ob
         group,
         layer,
         layer.kernel,
-        lambda x, w: _convolve(layer, x, w),
+        lambda x, w: convolved(layer, x, w),
         filters=layer.rank + 1,
         channels=layer.rank,
     )
@@ -234,18 +235,6 @@ def _by_channels(layer: keras.Layer, kernel: object, bias: object, activation: o
 def _channels_of(layer: keras.Layer) -> int:
     """The dim of channels of inputs and outputs."""
     return layer.rank + 1 if layer.data_format == "channels_last" else 1
-
-
-def _convolve(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-    padding = layer.padding
-    if padding == "causal":
-        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
-        steps = 1 if layer.data_format == "channels_last" else 2
-        x = tf.pad(x, [[before, 0] if dim == steps else [0, 0] for dim in range(3)])
-        padding = "valid"
-    return keras.ops.conv(
-        x, kernel, list(layer.strides), padding, layer.data_format, layer.dilation_rate
-    )
 
 
 def _by_channel(layer: keras.Layer, bias: tf.Tensor) -> tf.Tensor:
