@@ -54,6 +54,23 @@ def _assert_same(layouts, optimizer, replicas=1, atol=1e-9, build=_build):
     return candidate
 
 
+class Centralised(SGD):
+    """Overrides what the strategy has Keras's optimizers do by parts."""
+
+    def _clip_gradients(self, gradients):
+        return [each - keras.ops.mean(each) for each in super()._clip_gradients(gradients)]
+
+    def _update_model_variables_moving_average(self, variables):
+        super()._update_model_variables_moving_average(variables)
+        for average in self._model_variables_moving_average:
+            average.assign(average / (1.0 + keras.ops.norm(average)))
+
+
+class NeverFinite(SCALED):
+    def check_finite(self, gradients):
+        return keras.ops.logical_and(super().check_finite(gradients), self.iterations != 1)
+
+
 CASES = {
     "accumulation": (ROWS, lambda: ADAM(0.1, gradient_accumulation_steps=2)),
     "accumulation and a norm of all": (
@@ -79,6 +96,10 @@ CASES = {
         lambda: ADAM(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
     ),
 }
+
+
+CASES["a user's own"] = ROWS, lambda: Centralised(0.5, use_ema=True, global_clipnorm=0.05)
+CASES["a loss scale of a user's own"] = ROWS, lambda: NeverFinite(ADAM(0.1), initial_scale=64.0)
 
 
 def _all():

@@ -1,4 +1,4 @@
-"""Whether all that a model's call runs is Keras's code: layers, operations, functions in them."""
+"""What is Keras's code: a method, or all that a model's call runs."""
 
 import functools
 import itertools
@@ -18,6 +18,11 @@ def is_code_of_keras(model: keras.Model) -> bool:
     A Lambda layer runs another function; so does a layer with an activation of one's own.
     """
     return all(_is_of_keras(each) for each in _parts_of(model))
+
+
+def is_method_of_keras(kind: type, name: str) -> bool:
+    """Whether a class has the method from Keras: no subclass of a user's overrides it."""
+    return _is_of_keras(getattr(kind, name))
 
 
 def _parts_of(model: keras.Model) -> Iterator[object]:

@@ -25,6 +25,7 @@ from tfparallel.internals.keras_layers import (
 )
 from tfparallel.replicas.build_context import BuildContext
 from tfparallel.replicas.checks import check_trained
+from tfparallel.replicas.code_of_keras import is_method_of_keras
 from tfparallel.replicas.repeated_rows import added_up
 from tfparallel.replicas.replica_step import current_replica_step
 
@@ -108,6 +109,8 @@ def hook_optimizer(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -
         why="A model built outside of the scope is refused, before it trains unparallelised.",
     )
     for name, hook in strategy.extended._optimizer_hooks(optimizer).items():
+        if not is_method_of_keras(type(optimizer), name):
+            continue  # one of a user's own computes something else, with whole gradients
         hook_once(
             optimizer,
             name,
