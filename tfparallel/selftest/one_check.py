@@ -1,6 +1,7 @@
 """The process of one check: `python -m tfparallel.selftest.one_check PLACE FUNCTION ARGUMENTS`.
 
-Writes one line of JSON as its last: the verdict, what was found, and figures.
+Writes one line of JSON as its last: the verdict, what was found, and figures. Where the place has a
+server of forks, one does the check.
 """
 
 import importlib
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tfparallel.selftest.forks import ask
 from tfparallel.selftest.machine_devices import bench_of_json
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
@@ -58,4 +60,5 @@ def _say(verdict: str, found: str, figures: dict[str, object] | None = None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = ask(bench_of_json(sys.argv[1]).folder, sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]) if status is None else status)
