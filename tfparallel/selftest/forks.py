@@ -15,7 +15,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
@@ -96,7 +95,7 @@ def _keep(asking: socket.socket, work: Callable[..., int]) -> None:
     for file in standard:
         os.close(file)  # readers of a pipe wait for all that can write
     ended = os.pidfd_open(pid)
-    if ended not in select.select([ended, asking], [], [])[0]:
+    if ended not in wait([ended, asking]):
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
