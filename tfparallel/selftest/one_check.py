@@ -4,6 +4,7 @@ Writes one line of JSON as its last: the verdict, what was found, and figures. W
 server of forks, one does the check.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -45,6 +46,7 @@ def main(bench: str, function: str, *arguments: str) -> int:
         check: Callable[..., Passed] = getattr(
             importlib.import_module(f"tfparallel.selftest.{module}"), name
         )
+        gc.freeze()  # what is imported stays; each training collects, which else goes through it
         found = check(bench_of_json(bench), *arguments)
     except CheckSkippedError as error:
         return _say("skipped", str(error))
