@@ -91,7 +91,8 @@ def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
         return whole + _WITH_OPTIONS
     few = [Trial("mlp", "uneven")]
     if strategy in ("mirrored", "pipeline_1f1b"):
-        few += [Trial("mlp", "tiny"), Trial(convolutions, "uneven"), Trial("gpt_block", "uneven")]
+        few += [Trial("mlp", "static"), Trial("mlp", "tiny")]
+        few += [Trial(convolutions, "uneven"), Trial("gpt_block", "uneven")]
         few += [Trial("mlp", "uneven", dtype) for dtype in _HALF]
         few += _WITH_OPTIONS if strategy == "mirrored" else []
     elif strategy in ("sharded", "tensor_parallel", "multi_worker_mirrored"):
