@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tfparallel.selftest.forks import ask, listen, serve
+from tfparallel.selftest.forks import ask_for_fork, listen_for_forks, serve_forks
 
 ASK = """
 import sys
-from tfparallel.selftest.forks import ask
-sys.exit(ask(sys.argv[1], sys.argv[2:]))
+from tfparallel.selftest.forks import ask_for_fork
+sys.exit(ask_for_fork(sys.argv[1], sys.argv[2:]))
 """
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,9 +39,9 @@ def work(what: str, *arguments: str) -> int:
 
 def serve_work(folder: str) -> None:
     """Starts a process that serves, and ends without a word to it."""
-    with listen(folder) as listener:
+    with listen_for_forks(folder) as listener:
         context = multiprocessing.get_context("forkserver")
-        server = context.Process(target=serve, args=(listener, work))
+        server = context.Process(target=serve_forks, args=(listener, work))
         server.start()
     print(server.pid, flush=True)
     sys.stdin.read()
@@ -110,6 +110,6 @@ def test_a_fork_ends_when_who_asked_has(folder):
 
 
 def test_where_nobody_listens_nobody_forks(tmp_path):
-    assert ask(str(tmp_path), ["tell"]) is None
-    listen(str(tmp_path)).close()
-    assert ask(str(tmp_path), ["tell"]) is None
+    assert ask_for_fork(str(tmp_path), ["tell"]) is None
+    listen_for_forks(str(tmp_path)).close()
+    assert ask_for_fork(str(tmp_path), ["tell"]) is None

@@ -14,7 +14,7 @@ from tfparallel.selftest.catalogue import CHECKS, FIRST, why_not
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("check", ["devices", "steady"])  # a new process, and a fork
+@pytest.mark.parametrize("check", ["devices", "steady", "compression"])  # new, a fork, forks
 def test_who_is_told_to_end_leaves_nothing_behind(tmp_path, check):
     """By `timeout`, or a job's end: its checks hold GPUs, and are in sessions of their own."""
     own_folder = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 
 from tfparallel.selftest.catalogue import REFERENCE, Check, why_not
-from tfparallel.selftest.forks import listen, serve
+from tfparallel.selftest.forks import listen_for_forks, serve_forks
 from tfparallel.selftest.job_checks import outcomes_in
 from tfparallel.selftest.machine_devices import Bench
 from tfparallel.selftest.one_check import main, write_to
@@ -65,13 +65,13 @@ async def run_checks(
 def _server(bench: Bench) -> Iterator[None]:
     """Serves forks to the processes of jobs."""
     multiprocessing.set_forkserver_preload(_IMPORTS)
-    with listen(bench.folder) as listener:
-        server = _FORKED.Process(target=serve, args=(listener, main))
+    with listen_for_forks(bench.folder) as listener:
+        server = _FORKED.Process(target=serve_forks, args=(listener, main))
         server.start()
     try:
         yield
     finally:
-        server.kill()
+        _end(server)
         server.join()
 
 
@@ -134,7 +134,7 @@ def _why(check: Check, status: int | None) -> str:
 
 
 def _end(process: BaseProcess) -> None:
-    """Ends what is left of a check: the session that it made itself, or has not come to make."""
+    """Ends what is left of a check, or of forks: their session, or who has not come to make one."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ _STANDARD = (1, 2)  # output, errors
 _MOST_DIGITS = 16
 
 
-def listen(folder: str) -> socket.socket:
+def listen_for_forks(folder: str) -> socket.socket:
     """Where processes ask; they wait until somebody serves."""
     listener = socket.socket(socket.AF_UNIX)
     with _address(folder) as address:
@@ -36,13 +36,16 @@ def listen(folder: str) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, work: Callable[..., int]) -> None:
+def serve_forks(listener: socket.socket, work: Callable[..., int]) -> None:
     """Forks this process for each that asks, until the one that started it has ended.
 
+    It becomes a session, which all forks are in.
+
     Args:
-        listener: of `listen`.
+        listener: of `listen_for_forks`.
         work: given the arguments of who asked, makes an exit status.
     """
+    os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     starter = multiprocessing.parent_process()
     assert starter is not None
@@ -55,7 +58,7 @@ def serve(listener: socket.socket, work: Callable[..., int]) -> None:
                 return
 
 
-def ask(folder: str, arguments: Sequence[str]) -> int | None:
+def ask_for_fork(folder: str, arguments: Sequence[str]) -> int | None:
     """The exit status of a fork that did the work; None where nobody listens."""
     with socket.socket(socket.AF_UNIX) as asking:
         try:

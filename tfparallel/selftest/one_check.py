@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tfparallel.selftest.forks import ask
+from tfparallel.selftest.forks import ask_for_fork
 from tfparallel.selftest.machine_devices import bench_of_json
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
@@ -62,5 +62,5 @@ def _say(verdict: str, found: str, figures: dict[str, object] | None = None) -> 
 
 
 if __name__ == "__main__":
-    status = ask(bench_of_json(sys.argv[1]).folder, sys.argv[1:])
+    status = ask_for_fork(bench_of_json(sys.argv[1]).folder, sys.argv[1:])
     sys.exit(main(*sys.argv[1:]) if status is None else status)
