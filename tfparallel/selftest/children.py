@@ -24,7 +24,7 @@ from tfparallel.selftest.verdicts import Outcome
 _KEPT_CHARACTERS = 4000  # of the output of a check that failed
 _END_S = 10.0
 _FRESH, _FORKED = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
-_IMPORTS = ["tfparallel.selftest.exactness_checks"]  # TensorFlow, Keras, and all strategies
+_IMPORTS = ["tfparallel.selftest.preloaded"]
 
 
 async def run_checks(
