@@ -69,6 +69,8 @@ WITHOUT_LIMIT = {
     "itself would wait",
     "replicas/seed_hooks.py": "a thread of this process that makes a variable",
     "selftest/children.py": "for the reference, a check that has its limit",
+    "selftest/forks.py": "until a process of a job ends, which its check ends at its limit; who "
+    "serves, until its starter ends",
     "selftest/job_checks.py": "a process of a check, which is ended with it at the check's limit",
 }
 

@@ -14,7 +14,7 @@ from tfparallel.internals.supported import ATTRIBUTES
 PACKAGE = Path(tfparallel.__file__).parent
 INTERNALS = PACKAGE / "internals"
 # Public in spite of their names: of named tuples, and of the standard library.
-PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
+PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace", "_run_exitfuncs"}
 HOOKS = {"hook_next_call", "hook_once", "shadowed", "wrapped"}
 OF_ATTRIBUTES = {"delattr", "getattr", "hasattr", "setattr"}
 # Ours too, on `self`; on anything else Keras's.

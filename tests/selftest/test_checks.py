@@ -243,7 +243,15 @@ def test_other_weights_by_xla_fail():
 def test_one_device_trains_whatever_any_strategy_is_asked():
     # Models by sizes, models by half types, and of five batches: plain, clipped, accumulated.
     assert len(references(on_gpus=True)) == 4 * 3 + 4 * 2 + 3
-    assert len(references(on_gpus=False)) == 5 + 3
+    assert len(references(on_gpus=False)) == 6 + 2 + 3
+
+
+def test_without_gpus_some_strategies_are_asked_each_kind_of_model_batch_and_type():
+    for name in ("mirrored", "pipeline_1f1b"):
+        asked = trials_of(name, on_gpus=False)
+        assert {trial.model.partition("_")[0] for trial in asked} > {"mlp", "gpt"}
+        assert {trial.size for trial in asked} >= {"static", "uneven", "tiny"}
+        assert {trial.dtype for trial in asked} == {"float32", "mixed_float16", "mixed_bfloat16"}
 
 
 def test_every_option_is_asked_of_every_strategy_on_gpus():

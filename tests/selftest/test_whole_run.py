@@ -14,20 +14,28 @@ from tfparallel.selftest.catalogue import CHECKS, FIRST, why_not
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("check", ["devices", "steady"])  # a new process, and a fork
-def test_who_is_told_to_end_leaves_nothing_behind(tmp_path, check):
+@pytest.mark.parametrize(
+    ("check", "said"),  # a new process, a fork, and a job of forks, which have one device each
+    [("devices", ""), ("steady", ""), ("compression", "num_replicas=2, worker=0 of 2")],
+)
+def test_who_is_told_to_end_leaves_nothing_behind(tmp_path, check, said):
     """By `timeout`, or a job's end: its checks hold GPUs, and are in sessions of their own."""
     own_folder = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tfparallel", "selftest", "--gpus", "0", "--only", check]
     selftest = subprocess.Popen(command, env=own_folder, stderr=subprocess.PIPE, text=True)
-    while not (begun := list(tmp_path.glob(f"*/*{check}*.txt"))) and selftest.poll() is None:
+    while not _begun(tmp_path, check, said) and selftest.poll() is None:
         time.sleep(0.1)
     selftest.terminate()
-    _, said = selftest.communicate()
-    assert begun and selftest.returncode == 130 and "stopped" in said
+    _, told = selftest.communicate()
+    assert selftest.returncode == 130 and "stopped" in told
     while _processes_of(tmp_path):  # of multiprocessing, which see that it has ended
         time.sleep(0.1)
     assert not list(tmp_path.iterdir())
+
+
+def _begun(folder: Path, check: str, said: str) -> bool:
+    """Whether a check has begun, and come to say something."""
+    return any(said in path.read_text() for path in folder.glob(f"*/*{check}*.txt"))
 
 
 def _processes_of(folder: Path) -> set[str]:

@@ -1,7 +1,8 @@
 """Runs each check in a process of its own, which ends in time, whatever happens in it.
 
 A process is a new one, or a fork of one that has imported TensorFlow and done nothing with it: what
-most of a short check would take, on few cores. Forks of what has opened GPUs cannot use them.
+most of a short check would take, on few cores. So are the processes of jobs, then (`forks.py`).
+Forks of what has opened GPUs cannot use them.
 """
 
 import asyncio
@@ -10,19 +11,20 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 
 from tfparallel.selftest.catalogue import REFERENCE, Check, why_not
+from tfparallel.selftest.forks import listen_for_forks, serve_forks
 from tfparallel.selftest.job_checks import outcomes_in
 from tfparallel.selftest.machine_devices import Bench
-from tfparallel.selftest.one_check import write_to
+from tfparallel.selftest.one_check import main, write_to
 from tfparallel.selftest.verdicts import Outcome
 
 _KEPT_CHARACTERS = 4000  # of the output of a check that failed
 _END_S = 10.0
 _FRESH, _FORKED = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
-_IMPORTS = ["tfparallel.selftest.exactness_checks"]  # TensorFlow, Keras, and all strategies
+_IMPORTS = ["tfparallel.selftest.preloaded"]
 
 
 async def run_checks(
@@ -34,7 +36,7 @@ async def run_checks(
         checks: in the order in which they begin, but that some wait for the reference.
         bench: where they run.
         at_once: how many run side by side.
-        is_forked: whether their processes are forks.
+        is_forked: whether their processes are forks, and those of their jobs.
     """
     room = asyncio.Semaphore(at_once)
     has_reference = asyncio.Event()
@@ -48,14 +50,29 @@ async def run_checks(
             has_reference.set()
         return check, outcome
 
-    tasks = [asyncio.create_task(run(check)) for check in checks]
+    with _server(bench) if is_forked else contextlib.nullcontext():
+        tasks = [asyncio.create_task(run(check)) for check in checks]
+        try:
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _server(bench: Bench) -> Iterator[None]:
+    """Serves forks to the processes of jobs."""
+    multiprocessing.set_forkserver_preload(_IMPORTS)
+    with listen_for_forks(bench.folder) as listener:
+        server = _FORKED.Process(target=serve_forks, args=(listener, main))
+        server.start()
     try:
-        for task in asyncio.as_completed(tasks):
-            yield await task
+        yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        _end(server)
+        server.join()
 
 
 async def run_check(check: Check, bench: Bench, is_forked: bool = False) -> Outcome:
@@ -117,7 +134,7 @@ def _why(check: Check, status: int | None) -> str:
 
 
 def _end(process: BaseProcess) -> None:
-    """Ends what is left of a check: the session that it made itself, or has not come to make."""
+    """Ends what is left of a check, or of forks: their session, or who has not come to make one."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -91,10 +91,12 @@ def trials_of(strategy: str, on_gpus: bool) -> list[Trial]:
         return whole + _WITH_OPTIONS
     few = [Trial("mlp", "uneven")]
     if strategy in ("mirrored", "pipeline_1f1b"):
-        few += [Trial("mlp", "tiny"), Trial(convolutions, "uneven"), Trial("gpt", "uneven")]
+        few += [Trial("mlp", "static"), Trial("mlp", "tiny")]
+        few += [Trial(convolutions, "uneven"), Trial("gpt_block", "uneven")]
+        few += [Trial("mlp", "uneven", dtype) for dtype in _HALF]
         few += _WITH_OPTIONS if strategy == "mirrored" else []
     elif strategy in ("sharded", "tensor_parallel", "multi_worker_mirrored"):
-        few.append(Trial("gpt", "uneven"))
+        few.append(Trial("gpt_block", "uneven"))
     return few
 
 

@@ -56,10 +56,13 @@ def launcher(bench: Bench, *options: str) -> list[str]:
 def horovodrun(bench: Bench) -> list[str]:
     """What starts a module by `horovodrun` in a process for each GPU.
 
+    Without GPUs by Gloo, which is always built: to find out imports TensorFlow another time.
+
     Raises:
         CheckSkippedError: without Horovod.
     """
-    return [command_of_horovod(), "-np", str(_num_processes(bench)), sys.executable, "-m"]
+    by = [] if bench.gpus else ["--gloo"]
+    return [command_of_horovod(), *by, "-np", str(_num_processes(bench)), sys.executable, "-m"]
 
 
 def command_of_horovod() -> str:

@@ -17,6 +17,7 @@ _STEPS = 200
 _FIRST_STEPS = 40  # after which memory is as large as it gets
 _ROWS = (512, 320)  # of batches, in turn
 _WIDTH = 256
+_LAYERS, _LAYERS_WITHOUT_GPUS = 4, 2
 _MORE_PEAK = 1.1
 _MORE_ON_HOST_BYTES = 64 << 20  # less than a batch a step; an allocator keeps some for itself
 
@@ -57,7 +58,8 @@ def judge_growth(found: Mapping[str, Growth]) -> Passed:
 def _growth(name: str, bench: Bench) -> Growth:
     keras.backend.clear_session()
     with IN_ONE_PROCESS[name](bench.devices).scope():
-        hidden = [keras.layers.Dense(_WIDTH, activation="relu") for _ in range(4)]
+        number = _LAYERS if bench.gpus else _LAYERS_WITHOUT_GPUS
+        hidden = [keras.layers.Dense(_WIDTH, activation="relu") for _ in range(number)]
         model = keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(8)])
         model.compile("sgd", "mse")
     sizes = tf.data.Dataset.from_tensor_slices(list(_ROWS))

@@ -1,8 +1,10 @@
 """The process of one check: `python -m tfparallel.selftest.one_check PLACE FUNCTION ARGUMENTS`.
 
-Writes one line of JSON as its last: the verdict, what was found, and figures.
+Writes one line of JSON as its last: the verdict, what was found, and figures. Where the place has a
+server of forks, one does the check.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -11,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tfparallel.selftest.forks import ask_for_fork
 from tfparallel.selftest.machine_devices import bench_of_json
 from tfparallel.selftest.verdicts import CheckFailedError, CheckSkippedError, Passed
 
@@ -43,6 +46,7 @@ def main(bench: str, function: str, *arguments: str) -> int:
         check: Callable[..., Passed] = getattr(
             importlib.import_module(f"tfparallel.selftest.{module}"), name
         )
+        gc.freeze()  # what is imported stays; each training collects, which else goes through it
         found = check(bench_of_json(bench), *arguments)
     except CheckSkippedError as error:
         return _say("skipped", str(error))
@@ -58,4 +62,5 @@ def _say(verdict: str, found: str, figures: dict[str, object] | None = None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = ask_for_fork(bench_of_json(sys.argv[1]).folder, sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]) if status is None else status)

@@ -11,8 +11,6 @@ from tfparallel.selftest.machine_devices import Bench, open_devices
 from tfparallel.selftest.trials import Trial, compiled_model, data_of
 from tfparallel.selftest.verdicts import CheckFailedError, Passed
 
-_TRIAL = Trial("mlp", "uneven")
-
 
 def _compressors() -> dict[str, Callable[[], tfparallel.compression.Compressor]]:
     from tfparallel import compression
@@ -31,22 +29,25 @@ def _compressors() -> dict[str, Callable[[], tfparallel.compression.Compressor]]
 def train_compressed(bench: Bench) -> Passed:
     """The digest of the weights that each compressor ends with, in this worker."""
     open_devices()
+    model = "mlp" if bench.gpus else "mlp_layer"
     digests: dict[str, object] = {}
     for name, make in _compressors().items():
         strategy = tfparallel.MultiWorkerMirroredStrategy(compression=make())
-        weights = _fitted_weights(strategy)
+        weights = _fitted_weights(strategy, Trial(model, "uneven"))
         if not all(np.isfinite(each).all() for each in weights):
             raise CheckFailedError(f"{name}: weights are not finite")
         digests[name] = digest_of_bytes([each.tobytes() for each in weights])
     return Passed("trained", digests)
 
 
-def _fitted_weights(strategy: tfparallel.MultiWorkerMirroredStrategy) -> list[np.ndarray]:
+def _fitted_weights(
+    strategy: tfparallel.MultiWorkerMirroredStrategy, trial: Trial
+) -> list[np.ndarray]:
     """After `fit` alone: nothing else compresses."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = compiled_model(_TRIAL)
-    x, y, batch = data_of(_TRIAL)
+        model = compiled_model(trial)
+    x, y, batch = data_of(trial)
     model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()

@@ -50,8 +50,8 @@ class TrialEnding:
     predictions: np.ndarray
 
 
-def _mlp() -> keras.Model:
-    hidden = [layers.Dense(16, activation="tanh") for _ in range(3)]
+def _mlp(num_hidden: int = 3) -> keras.Model:
+    hidden = [layers.Dense(16, activation="tanh") for _ in range(num_hidden)]
     return keras.Sequential([keras.Input((8,)), *hidden, _scores()])
 
 
@@ -66,10 +66,10 @@ def _convolutions() -> keras.Model:
     return keras.Sequential([keras.Input((8, 8, 3)), *block, layers.Flatten(), _scores()])
 
 
-def _gpt() -> keras.Model:
+def _gpt(blocks: int = 2) -> keras.Model:
     tokens = keras.Input((_LENGTH,), dtype="int32")
     x = layers.Embedding(_TOKENS, 8)(tokens)
-    for _ in range(2):
+    for _ in range(blocks):
         y = layers.LayerNormalization()(x)
         y = layers.MultiHeadAttention(2, 4)(y, y, use_causal_mask=True)
         x = layers.Add()([x, y])
@@ -81,12 +81,15 @@ def _scores() -> keras.layers.Layer:
     return layers.Dense(_CLASSES, dtype="float32")
 
 
-# BatchNorm in a pipeline normalises by microbatch: it is asked the model without.
+# BatchNorm in a pipeline normalises by microbatch: it is asked the model without. To trace the
+# large ones takes long where there are few cores and no GPU.
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "mlp": _mlp,
+    "mlp_layer": lambda: _mlp(num_hidden=1),
     "cnn": _cnn,
     "convolutions": _convolutions,
     "gpt": _gpt,
+    "gpt_block": lambda: _gpt(blocks=1),
 }
 
 
@@ -94,10 +97,10 @@ def data_of(trial: Trial) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows, labels and the size of a batch."""
     rows, batch = SIZES[trial.size]
     rng = np.random.default_rng(0)
-    if trial.model == "gpt":
+    if trial.model.startswith("gpt"):
         tokens = rng.integers(0, _TOKENS, (rows, _LENGTH + 1)).astype("int32")
         return tokens[:, :-1], tokens[:, 1:], batch
-    shape = (8,) if trial.model == "mlp" else (8, 8, 3)
+    shape = (8,) if trial.model.startswith("mlp") else (8, 8, 3)
     labels = rng.integers(0, _CLASSES, rows).astype("int32")
     return rng.normal(size=(rows, *shape)).astype("float32"), labels, batch
 
