@@ -739,7 +739,7 @@ STRATEGIES = [
         num_workers=2,
         devices_per_worker=2,
         environments=horovod_environments,
-        few=("inputs.run_eagerly", "unbuilt.gan"),
+        few=("inputs.run_eagerly", "unbuilt.gan", "metric_states.in_a_train_step"),
         exempt={**_INSIDE_OF_WORKERS, **_OF_STAGES, **_OF_WHOLE_WEIGHTS},
     ),
     Row(

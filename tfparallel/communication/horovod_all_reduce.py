@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
-from tfparallel.communication.horovod_collectives import all_gather, all_reduce_sum
+from tfparallel.communication.horovod_collectives import all_gather, all_reduce_sum, keep
 from tfparallel.communication.horovod_start import ProcessSet
 
 
@@ -29,7 +29,11 @@ class HorovodAllReduce(BucketedAllReduce):
         self._process_set, self._predivide, self._adasum = process_set, predivide, adasum
 
     def _sum_bucket(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
+        sums = all_reduce_sum(tensors, self._process_set, self._predivide, self._adasum)
+        keep(sums)
+        return sums
 
     def _gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        return all_gather(rows, self._process_set)
+        gathered = all_gather(rows, self._process_set)
+        keep([gathered])
+        return gathered

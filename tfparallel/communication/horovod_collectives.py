@@ -24,7 +24,9 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "broadcast",
+    "keep",
     "reduce_scatter",
+    "runs_anyway",
 ]
 
 _SUMMED_AS = {
@@ -140,6 +142,19 @@ def runs_anyway(tensor: tf.Tensor) -> tf.Tensor:
     rank that is known to have no rows, they are taken out, and the other ranks wait.
     """
     return _unknown(tensor)
+
+
+def keep(tensors: Sequence[tf.Tensor]) -> None:
+    """Has the collectives that give `tensors` run, also if nobody on this rank reads them."""
+    if not tf.executing_eagerly():
+        with tf.control_dependencies([runs_anyway(each) for each in tensors]):
+            _num_kept().assign_add(1)
+
+
+@functools.cache
+def _num_kept() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return ResourceVariable(0, trainable=False, dtype=tf.int64)
 
 
 @functools.cache

@@ -271,6 +271,25 @@ def loop_that_reduces_an_argument(run: Run):
     return {"values": np.stack([value.numpy() for value in values[:1]])}
 
 
+@case()
+def loop_of_a_sum_that_one_replica_reads(run: Run):
+    """The others ask for it, too, and nothing else that reads it tells TensorFlow to keep it."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+
+    def first(x):
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("MEAN", tf.reduce_sum(x))
+        is_first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        return total if is_first else tf.zeros_like(total)
+
+    @tf.function
+    def step(x):
+        first_one = strategy.reduce("SUM", strategy.run(first, args=(x,)), axis=None)
+        return first_one + strategy.reduce("SUM", strategy.run(first, args=(x + 1,)), axis=None)
+
+    return {"twice": step(tf.range(5.0)).numpy()}
+
+
 @case(core=True)
 def loop_of_a_compiled_replica_step(run: Run):
     """What goes to `strategy.run` is a `tf.function`: replicas meet inside of it."""
