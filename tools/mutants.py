@@ -100,13 +100,13 @@ def _of_file(file: str) -> list[dict]:
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
-    source = (ROOT / "tfparallel" / file).read_text()
+    nodes = list(ast_nodes(get_ast((ROOT / "tfparallel" / file).read_text())))
     mutants = []
     for name in operator_names():
         if any(word in name for word in NOT_DRAWN):
             continue
         operator, occurrence = get_operator(name)(), 0
-        for node in ast_nodes(get_ast(source)):
+        for node in nodes:
             for start, _ in operator.mutation_positions(node):
                 place = {"file": file, "start": list(start)}
                 mutants.append({**place, "operator": name, "occurrence": occurrence})
