@@ -159,6 +159,16 @@ def test_a_traced_sum_of_copies_is_not_saved(make, tmp_path):
     assert tf.saved_model.load(tmp_path).signatures["serving_default"]()["output_0"] == 2.0
 
 
+def test_what_a_metric_is_assigned_outside_of_replicas_is_its_sum():
+    with tfparallel.MirroredStrategy(CPUS).scope():
+        metric = keras.metrics.Sum()
+    metric.total.assign(3.0)
+    assert float(metric.result()) == 3.0
+    assert sorted(float(copy) for copy in metric.total.value.values) == [0.0] * (len(CPUS) - 1) + [
+        3
+    ]
+
+
 def test_a_replica_of_one_row_counts_in_the_statistics():
     with tfparallel.MirroredStrategy(CPUS).scope():
         model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(momentum=0.0)])
