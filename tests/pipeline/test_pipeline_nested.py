@@ -18,7 +18,7 @@ from tests.helpers import (
     train,
 )
 from tfparallel import PipelineStrategy
-from tfparallel.pipeline.parts import find_parts
+from tfparallel.pipeline.parts import Member, find_parts
 
 pytestmark = pytest.mark.turns
 
@@ -316,6 +316,11 @@ def test_a_part_of_a_nested_model_follows_those_inputs_that_it_takes(is_masked, 
     partition[0] = [each for each in partition[0] if is_masked or "*" not in each]
     strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
     assert stage_of(strategy, built(strategy, build))["pair/own"] == of_own
+
+
+def test_calls_of_a_graph_are_told_apart_and_others_are_not():
+    assert Member(operation=None).within((1,)) == (1,)
+    assert Member(operation=None, call=2).within((1,)) == (1, 2)
 
 
 def test_nested_models_constructed_for_a_stage():
