@@ -37,37 +37,41 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-FILES = [
-    "replicas/base.py",
-    "replicas/extended.py",
-    "replicas/local.py",
-    "replicas/batch.py",
-    "parameter_server/embedding_hooks.py",
-    "data_parallel/horovod.py",
-    "replicas/keras_step.py",
-    "replicas/model_hooks.py",
-    "data_parallel/multi_worker.py",
-    "replicas/optimizer_hooks.py",
-    "pipeline/batch_on_hosts.py",
-    "replicas/replica_step.py",
-    "replicas/seed_hooks.py",
-    "tpu/spmd_step.py",
-    "replicas/variables.py",
-    "replicas/across_workers.py",
-    "pipeline/gradient_sums.py",
-    "communication/bucketed_all_reduce.py",
-    "communication/bucketing.py",
-    "communication/horovod_collectives.py",
-    "communication/horovod_start.py",
-    "communication/horovod_reductions.py",
-    "communication/joining.py",
-    "communication/neighbours.py",
-    "communication/ring.py",
-    "communication/ring_all_reduce.py",
-    "communication/ring_opening.py",
-    "communication/sender.py",
+FILES = [  # by their rooms
+    f"{room}/{name}.py"
+    for room, names in {
+        "replicas": """
+            base batch extended local local_copies keras_step model_hooks optimizer_hooks
+            weighed_gradients weighted_losses replica_step variables seed_hooks row_seeds
+            step_gradients step_losses step_outputs own_step clipping graph_collectives
+            one_place all_rows coupled_losses assigned_weights sums_of_processes sums_on_devices
+            placed_batch central layer_losses added_losses row_arguments metric_states
+            batch_norm_hooks one_piece local_replicas batches_ahead
+        """,
+        "data_parallel": "mirrored",
+        "central_storage": "extended",
+        "pipeline": """
+            gradient_sums divided batch_on_hosts extended executor stage_calls staged_graph
+            placed stage_variables stages parts masks deferred_batch_norm stage_functions passes
+            row_seeds_of_stages staged_losses
+        """,
+        "sharded": """
+            backward copies creation extended flat_shards in_one_process part_of_copy
+            part_updates shard_view sharded_variables unit_gathers units update
+        """,
+        "hybrid": """
+            groups_as_stages split_stage_variable shards meets_in_copies accumulated_norms
+            gathered_weights sharded_groups kept_wholes
+        """,
+        "tensor_parallel": """
+            split_variable gradients gradient_in_parts group exchanges computing_groups
+            optimizer_parts rows blocks cuts halos holds_parts logits extended layer_calls
+            drawn_pieces clipping_parts numbers_of_update
+        """,
+    }.items()
+    for name in names.split()
 ]
-ROWS = ["mirrored_2", "pipeline_2", "multi_worker_2x1", "horovod_2"]
+ROWS = ["mirrored_2", "sharded_3", "pipeline_2", "tensor_2x2", "multi_worker_2x1", "horovod_2"]
 ONE_DEVICE = "reference"
 # `X | None` of an annotation is not worth a mutant; the others want names to be given.
 NOT_DRAWN = ("BitOr", "VariableReplacer", "VariableInserter", "ExceptionReplacer")
@@ -100,13 +104,13 @@ def _of_file(file: str) -> list[dict]:
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
-    source = (ROOT / "tfparallel" / file).read_text()
+    nodes = list(ast_nodes(get_ast((ROOT / "tfparallel" / file).read_text())))
     mutants = []
     for name in operator_names():
         if any(word in name for word in NOT_DRAWN):
             continue
         operator, occurrence = get_operator(name)(), 0
-        for node in ast_nodes(get_ast(source)):
+        for node in nodes:
             for start, _ in operator.mutation_positions(node):
                 place = {"file": file, "start": list(start)}
                 mutants.append({**place, "operator": name, "occurrence": occurrence})

@@ -1,5 +1,7 @@
 """Weights in pieces that are kept whole in a step: `Sharding("gradients")`, `("optimizer")`."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from keras import layers
 from tests.helpers import assert_same_training, tiny_data, train
 from tests.hybrid.meshes import hybrid
 from tests.hybrid.test_shards import stored
+from tfparallel.hybrid.kept_wholes import KeptStageVariable
+from tfparallel.tensor_parallel.rows import Rows
 
 pytestmark = pytest.mark.turns
 
@@ -39,6 +43,11 @@ def test_each_device_of_a_group_keeps_its_part():
     first = training.model.trainable_weights[0]
     assert whole(first) == [[(0, (6, 4)), (1, (6, 4))], [(2, (6, 4)), (3, (6, 4))]]
     assert_same_training(train(None), training)
+
+
+def test_what_is_kept_is_of_the_copy_whose_pieces_its_replica_shares():
+    kept = SimpleNamespace(_number_kept=lambda part: (3, 1), shards=2, stored=Rows(0, (2,) * 4))
+    assert KeptStageVariable.place_of(kept, None) == (1, 4 + 1)  # replicas 2 and 3 share copy 1
 
 
 class TwoRounds(keras.Model):

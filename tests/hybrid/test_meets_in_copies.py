@@ -36,6 +36,20 @@ def test_parts_meet_on_gpus_where_one_group_of_nccl_has_them_all(otherwise, expe
     assert MeetsInCopies._can_meet_on_gpus.fget(extended) is expected
 
 
+def test_parts_that_meet_on_gpus_meet_on_the_one_of_each_worker():
+    extended = SimpleNamespace(_meets_on_gpus=True, _devices=["GPU:0"])
+    assert MeetsInCopies._meeting_device.fget(extended) == "GPU:0"
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(1, [1.0, 2.0]), (2, [2.0, 4.0])])
+def test_sums_of_a_copy_meet_those_of_the_others(copies, expected):
+    own = SimpleNamespace(reduce_scatter=lambda rows: rows[:2])
+    others = SimpleNamespace(all_reduce=lambda rows: copies * rows)
+    extended = SimpleNamespace(_in_copy=own, _across=others if copies > 1 else None)
+    summed = MeetsInCopies._host_reduce_scatter(extended, tf.constant([1.0, 2.0, 3.0, 4.0]))
+    assert summed.numpy().tolist() == expected
+
+
 PLACES = "on GPUs", "on hosts"
 
 

@@ -92,6 +92,14 @@ def test_an_axis_of_data_holds_the_pieces_where_there_is_none_of_shards():
     assert_same_training(train(None), training)
 
 
+@pytest.mark.parametrize(("shape", "piece"), [((1, 8), (1, 4)), ((2, 3), (1, 3))], ids=str)
+def test_a_weight_is_cut_along_its_first_dim_with_an_index_for_each_piece(shape, piece):
+    with sharded(shard=2, model=1).scope():
+        layer = layers.Dense(shape[1])
+        layer.build((None, shape[0]))
+    assert [each for _, each in stored(layer.kernel)[0]] == [piece, piece]
+
+
 def test_small_weights_are_whole():
     training = train(sharded(min_size=20, shard=2, pipeline=2))
     kernel, bias, *_ = training.model.trainable_weights

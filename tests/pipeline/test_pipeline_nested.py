@@ -18,7 +18,7 @@ from tests.helpers import (
     train,
 )
 from tfparallel import PipelineStrategy
-from tfparallel.pipeline.parts import find_parts
+from tfparallel.pipeline.parts import Member, find_parts
 
 pytestmark = pytest.mark.turns
 
@@ -296,6 +296,31 @@ def test_parts_follow_what_they_take_out_of_nested_models():
         "head": 2,
     }
     assert_same_training(train(None, build), candidate)
+
+
+@pytest.mark.parametrize(("is_masked", "of_own"), [(False, 0), (True, 1)])
+def test_a_part_of_a_nested_model_follows_those_inputs_that_it_takes(is_masked, of_own):
+    """Beside masks, which the inputs are is not looked at: it follows all of them."""
+
+    def build():
+        x = keras.Input((6,))
+        first = layers.Dense(4, name="first")(x)
+        second = layers.Dense(4, name="second")(first)
+        inputs = keras.Input((4,)), keras.Input((4,))
+        joined = layers.Add(name="add")([layers.Dense(4, name="own")(inputs[0]), inputs[1]])
+        masks = [keras.ops.any(first > 0, -1), None] if is_masked else None
+        y = keras.Model(inputs, joined, name="pair")([first, second], mask=masks)
+        return keras.Model(x, layers.Dense(3, name="head")(y))
+
+    partition = [["first", "gr*", "any*", "pair/own"], ["second", "pair/add", "head"]]
+    partition[0] = [each for each in partition[0] if is_masked or "*" not in each]
+    strategy = PipelineStrategy(CPUS[:2], 2, partition=partition)
+    assert stage_of(strategy, built(strategy, build))["pair/own"] == of_own
+
+
+def test_calls_of_a_graph_are_told_apart_and_others_are_not():
+    assert Member(operation=None).within((1,)) == (1,)
+    assert Member(operation=None, call=2).within((1,)) == (1, 2)
 
 
 def test_nested_models_constructed_for_a_stage():

@@ -1,10 +1,11 @@
 """The divisors of losses that are no mean over rows."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.replicas.coupled_losses import _both, sum_of_weights
+from tfparallel.replicas.coupled_losses import _both, _of_rows, sum_of_weights
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,11 @@ def test_two_masks_leave_what_both_leave():
     assert _both(None, None) is None
     assert _both(a, None) is a and _both(None, b) is b
     np.testing.assert_array_equal(_both(a, b), [True, False, False])
+
+
+@pytest.mark.parametrize(("reduction", "shape"), [("sum_over_batch_size", ()), ("none", (0,))])
+def test_a_mean_of_no_rows_is_a_number_and_values_of_no_rows_are_none(reduction, shape):
+    """Eagerly, Keras reduces neither."""
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    value = _of_rows(loss, tf.zeros([0]), None, None, None)
+    assert value.shape == shape

@@ -1,5 +1,7 @@
 """What every strategy of replicas decides alike, asked one by one."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import tfparallel
 from tests.helpers import train
 from tfparallel.internals import CollectiveAllReduce
 from tfparallel.internals.keras_layers import behind
+from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.variables import CentralVariable, ReplicatedVariable, is_statistics
 
 CPUS = ["CPU:0", "CPU:1"]
@@ -159,6 +162,16 @@ def test_a_traced_sum_of_copies_is_not_saved(make, tmp_path):
     assert tf.saved_model.load(tmp_path).signatures["serving_default"]()["output_0"] == 2.0
 
 
+def test_what_a_metric_is_assigned_outside_of_replicas_is_its_sum():
+    with tfparallel.MirroredStrategy(CPUS).scope():
+        metric = keras.metrics.Sum()
+    metric.total.assign(3.0)
+    assert float(metric.result()) == 3.0
+    assert sorted(float(copy) for copy in metric.total.value.values) == [0.0] * (len(CPUS) - 1) + [
+        3
+    ]
+
+
 def test_a_replica_of_one_row_counts_in_the_statistics():
     with tfparallel.MirroredStrategy(CPUS).scope():
         model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(momentum=0.0)])
@@ -200,3 +213,17 @@ def test_sparse_gradients_meet_by_copies_where_collectives_add_up_the_rest(reduc
     np.testing.assert_array_equal(dense, np.full([2, 3], 2 / scale))
     kinds = {op.type for op in reduced.get_concrete_function().graph.get_operations()}
     assert "CollectiveReduceV2" in kinds and "CollectiveGatherV2" not in kinds
+
+
+@pytest.mark.parametrize(("reduce_op", "expected"), [("SUM", 8.0), ("MEAN", 4.0)])
+def test_a_worker_of_one_replica_reduces_what_that_has(reduce_op, expected):
+    workers = SimpleNamespace(
+        _workers=True,
+        _num_workers=2,
+        _local_results=lambda value: (value,),
+        _sum_gradients_across_workers=lambda own, source: [2 * each for each in own],
+        _like=lambda total, each: total,
+    )
+    reduce_op = getattr(tf.distribute.ReduceOp, reduce_op)
+    (total,) = LocalExtended._reduce_over_workers(workers, reduce_op, [tf.constant(4.0)])
+    assert float(total) == expected

@@ -6,7 +6,7 @@ import pytest
 import tfparallel
 from tests.conformance.cases.custom_training import StopsAfterThreeSteps
 from tests.helpers import assert_same_training, tiny_data, train
-from tfparallel.replicas.optimizer_hooks import GradientSource
+from tfparallel.replicas.optimizer_hooks import GradientSource, build_optimizer
 
 
 def trained(strategy):
@@ -45,3 +45,11 @@ def test_what_an_optimizer_trains_is_more_than_what_has_gradients():
     assert GradientSource(optimizer, [second]).all_variables() == [second]
     optimizer.build([first, second])
     assert GradientSource(optimizer, [second]).all_variables() == [first, second]
+
+
+def test_slots_are_made_once_the_weights_are_known():
+    optimizer = keras.optimizers.Adam()
+    build_optimizer(optimizer, None)
+    assert not optimizer.built
+    build_optimizer(optimizer, [keras.Variable(1.0)])
+    assert optimizer.built

@@ -98,6 +98,15 @@ def test_a_sparse_gradient_reaches_the_optimizer_as_rows_of_its_shard():
     assert (tf.IndexedSlices, (27,)) in seen, seen  # a third of [20, 4], rounded up
 
 
+@pytest.mark.parametrize(
+    ("shard", "expected"), [("parameters", True), ("gradients", True), ("optimizer", False)]
+)
+def test_gradients_meet_early_but_where_slots_alone_are_shared(shard, expected):
+    strategy = tfparallel.ShardedStrategy(["CPU:0", "CPU:1"], shard=shard)
+    with strategy.scope():
+        assert strategy.extended.reduces_early(keras.optimizers.SGD(), []) is expected
+
+
 @pytest.mark.parametrize("shard", ["parameters", "gradients"])
 @pytest.mark.parametrize("with_loss_scale", [False, True])
 def test_constraints_see_the_whole(shard, with_loss_scale):

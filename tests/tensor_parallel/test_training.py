@@ -53,6 +53,14 @@ def _assert_same(strategy, **options):
     )
 
 
+def test_each_replica_computes_with_a_group_of_its_own_and_no_replica_with_the_first():
+    strategy, groups = _strategy({}, replicas=2), []
+    strategy.run(lambda: groups.append(strategy.extended.own_group()))
+    assert groups == strategy.extended._groups
+    assert len(groups) == 2
+    assert strategy.extended.own_group() == groups[0]
+
+
 def _adamw():
     return keras.optimizers.AdamW(0.01, global_clipnorm=0.1)
 
