@@ -37,8 +37,6 @@ class PlacedInStages(LocalExtended):
             turn.
     """
 
-    _has_whole_copies = True  # each pipeline has one of every weight, on one device
-
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,
@@ -113,7 +111,7 @@ class PlacedInStages(LocalExtended):
 
         No more is sent than sums of gradients would be, and an update is traced once.
         """
-        return len(self._pipelines) > 1 and self._has_whole_copies
+        return len(self._pipelines) > 1
 
     def is_first_of_pipeline(self) -> bool:
         """Whether the calling replica is its pipeline's first microbatch, or updates for all."""
@@ -152,8 +150,8 @@ class PlacedInStages(LocalExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
         leader.move_to(leader.places())
-        if leader._firsts is not None:
-            variable.share_copies((0,) * len(leader._firsts))
+        if self._is_updated_once:
+            variable.share_copies((0,) * len(self._pipelines))
         return variable
 
     def _home(self, kwargs: Mapping[str, object]) -> str:
