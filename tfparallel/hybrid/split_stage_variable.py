@@ -152,8 +152,10 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
         pieces = []
         for part, gradient in zip(self.own_parts(), gradients, strict=True):
             # Gradients of microbatches are added up on devices, also where pieces are on hosts.
-            with tf.device(gradient.device if self.is_on_host else part.device):
-                pieces.append(tf.identity(tf.convert_to_tensor(gradient)))
+            device = gradient.device if self.is_on_host else part.device
+            with tf.device(device):
+                dense = tf.convert_to_tensor(gradient)
+                pieces.append(dense if dense.device == device else tf.identity(dense))
         return joined(pieces, self.rows.dim, self.rows.blocks)
 
 

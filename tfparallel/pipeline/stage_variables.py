@@ -161,7 +161,7 @@ def tell(source: tf.Variable, others: Sequence[tf.Variable]) -> None:
     if not others:
         return
     with tf.device(source.device):
-        value = source.read_value()
+        value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
     for other in others:
         with tf.device(other.device):
             other.assign(value)

@@ -1,0 +1,34 @@
+"""Of pipelines beside one another the first updates for all, whatever other axes divide."""
+
+import functools
+
+import pytest
+
+from tests.hybrid.updates_once import CELLS
+from tests.multi_process.pool import WorkerPool, cluster_environments
+
+pytestmark = pytest.mark.turns
+
+EVERY = 40  # of which cell one is asked by default
+
+
+@pytest.fixture(scope="module")
+def of_eight():
+    """A process of eight logical CPUs."""
+    environments = functools.partial(cluster_environments, 1)
+    pool = WorkerPool(["-m", "tests.hybrid.worker_of_mesh", "8"], environments)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(c, marks=[] if i % EVERY == 0 else pytest.mark.long)
+        for i, c in enumerate(CELLS)
+    ],
+    ids="; ".join,
+)
+def test_all_copies_are_trained_as_by_one_device_and_one_has_slots(of_eight, cell):
+    of_eight.ask({"updated_once": cell}, timeout_s=570)
