@@ -11,7 +11,7 @@ from tests.pipeline.test_operations_of_a_step import dense, num_operations
 
 pytestmark = pytest.mark.turns
 
-EVERY = 40  # of which cell one is asked by default
+EVERY = 30  # of which cell one is asked by default
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def of_eight():
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(c, marks=[] if i % EVERY == 0 else pytest.mark.long)
+        pytest.param(c, marks=[] if i % EVERY == EVERY - 1 else pytest.mark.long)
         for i, c in enumerate(CELLS)
     ],
     ids="; ".join,
