@@ -113,10 +113,11 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
 
         def together(totals: list) -> list:
             sums = iter(totals)
-            return [
-                next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
-                for own, v in zip(parts, variables, strict=True)
-            ]
+            with tf.device(self._devices[0]):
+                return [
+                    next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
+                    for own, v in zip(parts, variables, strict=True)
+                ]
 
         return super()._reduce_gradients(flat, stored, together)
 

@@ -79,21 +79,19 @@ def joined_as(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
 
 def parts_of(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     """The parts of `tensor`: those that it was made of, or slices."""
-    tensor, is_recorded = tf.convert_to_tensor(tensor), record.could_possibly_record()
+    tensor = tf.convert_to_tensor(tensor)
     with record.stop_recording():
-        parts = _parts(tensor, rows, is_recorded)
+        parts = _parts(tensor, rows)
     record.record_operation(
         "Part", parts, [tensor], lambda *gradients: [joined_as(gradients, rows)]
     )
     return parts
 
 
-def _parts(tensor: tf.Tensor, rows: Rows, is_recorded: bool) -> list[tf.Tensor]:
+def _parts(tensor: tf.Tensor, rows: Rows) -> list[tf.Tensor]:
     known = known_parts(tensor)
     if known is None or known[0] != rows:
         return cut_apart(tensor, rows)
-    if not is_recorded:
-        return list(known[1])
     parts = []
     for part in known[1]:
         with tf.device(part.device):
