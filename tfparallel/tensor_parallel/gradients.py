@@ -34,7 +34,7 @@ def in_parts(
         gradient = tf.ensure_shape(gradient, variable.shape)
     rows, known = variable.stored if stored else variable.rows, known_parts(gradient)
     if known is not None and known[0] == rows:
-        return known[1]
+        return list(known[1])
     with record.stop_recording():
         return parts_of(gradient, rows)
 
