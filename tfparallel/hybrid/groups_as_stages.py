@@ -132,8 +132,8 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
     def _replica_ctx_update(
         self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
     ) -> object:
-        if not self.is_first_of_pipeline():
-            return None  # the first microbatch computes the same update, for all
+        if not self.is_first_replica():
+            return None  # the first one computes the same update, for all
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
         if isinstance(var, SplitStageVariable):
             var.tell_copies()

@@ -330,7 +330,7 @@ class PipelineExtended(DividedModels):
         self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
     ) -> object:
         """The first microbatch updates for all; what others would compute for it is left out."""
-        if self._executors is not None and not self.is_first_of_pipeline():
+        if self._executors is not None and not self.is_first_replica():
             return None
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:

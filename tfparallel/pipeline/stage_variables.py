@@ -61,8 +61,8 @@ class StageVariable(CentralVariable):
         return number_of_first_copy(self)
 
     def _is_assigned_here(self) -> bool:
-        """Whether the calling replica assigns for all of its pipeline."""
-        return strategy_behind(self).extended.is_first_of_pipeline()
+        """Whether the calling replica assigns, for all."""
+        return strategy_behind(self).extended.is_first_replica()
 
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         if self._needs_aggregation():
