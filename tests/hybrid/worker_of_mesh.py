@@ -17,7 +17,7 @@ from tests.helpers import (
     tiny_data,
     train,
 )
-from tests.hybrid import matrix, matrix_of_features
+from tests.hybrid import matrix, matrix_of_features, updates_once
 from tests.hybrid.architectures import MODELS
 from tests.hybrid.matrix_over_processes import MODELS as WIDE
 from tests.hybrid.matrix_over_processes import check
@@ -41,9 +41,12 @@ def answer(
     features: list | None = None,
     drawn: dict[str, int] | None = None,
     backups: str | None = None,
+    updated_once: list | None = None,
     **request,
 ) -> dict:
     """What a process replies: of a training, one that goes wrong, of a matrix, or a drawn step."""
+    if updated_once is not None:
+        return {"same": updates_once.check(*updated_once)}
     if drawn is not None:
         return _drawn(drawn)
     if backups is not None:

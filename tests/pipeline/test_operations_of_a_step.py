@@ -25,14 +25,14 @@ def build():
     return model
 
 
-def num_operations(strategy, build=build, optimizer="sgd"):
+def num_operations(strategy, build=build, optimizer="sgd", rows=6):
     """Of the first step of `fit`."""
     with strategy.scope():
         model = build()
         model.compile(optimizer, "mse", jit_compile=False)
-    x, y = np.zeros((6, 4, 4, 3), "float32"), np.zeros((6, 3), "float32")
+    x, y = np.zeros((rows, 4, 4, 3), "float32"), np.zeros((rows, 3), "float32")
     with noted_operations() as operations:
-        model.fit(x, y, batch_size=6, verbose=0)
+        model.fit(x, y, batch_size=rows, verbose=0)
     return len(operations)
 
 

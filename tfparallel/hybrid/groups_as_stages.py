@@ -42,7 +42,6 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
     """
 
     _sees_what_a_step_assigns = False
-    _has_whole_copies = False
 
     @property
     def _split_class(self) -> type[SplitStageVariable]:  # type: ignore[override]
@@ -78,7 +77,7 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
         return tuple(self._group_of)
 
     def _devices_of_parts(self, rows: Rows, shards: int) -> tuple[str, ...]:
-        copies = len(self._pipelines) // shards
+        copies = 1 if self._creation.is_slot else len(self._pipelines) // shards
         return (self._creation.device,) * (len(rows.sizes) * shards * copies)
 
     def _new_functions(self) -> StageFunctions:
@@ -94,10 +93,15 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _reduce_gradients(self, gradients: list, homes: Homes | None = None) -> list:
+    def _reduce_gradients(
+        self,
+        gradients: list,
+        homes: Homes | None = None,
+        finish: Callable[[list], list] | None = None,
+    ) -> list:
         """As a pipeline's, of gradients in parts each part where it is, or is stored."""
         if self._executors is None or self._compresses:
-            return super()._reduce_gradients(gradients, homes)
+            return super()._reduce_gradients(gradients, homes, finish)
         variables = self._variables_of(gradients)
         pairs = zip(gradients, variables, strict=True)
         parts = [in_parts(g, v, stored=True) for g, v in pairs]
@@ -106,11 +110,16 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
         stored: list = []
         for own, variable in zip(parts, variables, strict=True):
             stored += [None] if own is None else variable.homes()
-        sums = iter(super()._reduce_gradients(flat, stored))
-        return [
-            next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
-            for own, v in zip(parts, variables, strict=True)
-        ]
+
+        def together(totals: list) -> list:
+            sums = iter(totals)
+            with tf.device(self._devices[0]):
+                return [
+                    next(sums) if own is None else as_whole([next(sums) for _ in own], v.stored)
+                    for own, v in zip(parts, variables, strict=True)
+                ]
+
+        return super()._reduce_gradients(flat, stored, together)
 
     def _sum_gradients_across_workers(self, gradients: list, source: GradientSource | None) -> list:
         """Parts are of no variable that workers know."""
@@ -123,6 +132,9 @@ class PipelinesOfGroupsExtended(KeepsWholes, HoldsShards, PipelineExtended):
     def _replica_ctx_update(
         self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
     ) -> object:
-        if not self.is_first_of_pipeline():
-            return None  # the first microbatch computes the same update, for all
-        return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if not self.is_first_replica():
+            return None  # the first one computes the same update, for all
+        result = super()._replica_ctx_update(var, fn, args, kwargs, group)
+        if isinstance(var, SplitStageVariable):
+            var.tell_copies()
+        return result

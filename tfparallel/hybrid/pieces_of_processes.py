@@ -161,6 +161,11 @@ class GroupSlot(SlotInPieces, SharedSplitVariable):
 class StageWeight(WeightInPieces, SplitStageVariable):
     """That of pipelines, whose first microbatch updates it."""
 
+    def tell_copies(self) -> None:
+        """As the base's, but of an update of pieces, behind which all copies get the parts."""
+        if not self.is_in_pieces_here():
+            super().tell_copies()
+
 
 class StageSlot(SlotInPieces, SplitStageVariable):
     """That of pipelines."""

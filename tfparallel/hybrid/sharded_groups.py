@@ -6,10 +6,12 @@ shard 1      device 2    device 3      replica 1
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.hybrid.accumulated_norms import with_known_norm
 from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
 from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.hybrid.shards import HoldsShards
@@ -132,9 +134,11 @@ class ShardedGroupsExtended(KeepsWholes, HoldsShards, TensorParallelExtended):
     def _apply_reduced(
         self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
     ) -> object:
+        optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         self._thread.is_updating = True
         try:
-            return super()._apply_reduced(apply, gradients, variables)
+            with with_known_norm(optimizer, gradients, variables):
+                return super()._apply_reduced(apply, gradients, variables)
         finally:
             self._thread.is_updating = False
 

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.hybrid.accumulated_norms import clipping_by_known_norm, with_known_norm
+from tfparallel.hybrid.accumulated_norms import clipping_by_known_norm
 from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.internals import BaseOptimizer, layer_of_late_variable, owner_of_new_variable
 from tfparallel.internals.keras_layers import behind, trained_by
@@ -94,7 +94,7 @@ class HoldsShards(HoldsParts):
     ) -> object:
         optimizer: Any = apply.__self__  # type: ignore[attr-defined]
         trained = variables or trained_by(optimizer)
-        with with_known_norm(optimizer, gradients, variables), self._on_hosts(optimizer, trained):
+        with self._on_hosts(optimizer, trained):
             return super()._apply_reduced(apply, gradients, variables)
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.internals import distribute_lib, values_util
 from tfparallel.internals.distribute import become_part_of
-from tfparallel.pipeline.stage_variables import InPartsOnStage, leave, moved
+from tfparallel.pipeline.stage_variables import InPartsOnStage, leave, moved, tell
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.device_names import hosts_of
 from tfparallel.tensor_parallel.known_parts import joined
@@ -21,8 +21,11 @@ from tfparallel.tensor_parallel.rows import Rows
 class SplitStageVariable(StoredInPieces, InPartsOnStage):
     """As `StoredInPieces` reads and assigns, where a replica is a microbatch of a pipeline.
 
-    The first microbatch of each pipeline assigns for all of it.
+    The first microbatch of all assigns the first copy, and each part tells those of other copies.
+    Slots of optimizers have one copy.
     """
+
+    _is_copied_once_a_device = False  # copies have no device in common
 
     @property
     def num_parts(self) -> int:  # type: ignore[override]
@@ -33,6 +36,10 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
     def _primary(self) -> tf.Variable:
         return self._values[self._copy() or 0]
 
+    def _copy(self) -> int | None:
+        copy = super()._copy()
+        return copy if copy is None else min(copy, len(self.parts) - 1)
+
     def _replica(self) -> int | None:
         """The pipeline that the caller computes in; None outside of this strategy's replicas."""
         updated = distribute_lib.get_update_replica_id()
@@ -42,21 +49,35 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
         return self.distribute_strategy.extended.pipeline_of(replica)
 
     def _to_parts(self, name: str, value: tf.Tensor | tf.IndexedSlices | tf.Variable) -> object:
-        if not self.is_own_context() or self._current() is not None:
+        if self._current() is not None:
             return super()._to_parts(name, value)
         changes = self.distribute_strategy.extended._changes
-        if changes is not None and changes.is_in_layer:
+        if self.is_own_context() and changes is not None and changes.is_in_layer:
             raise ValueError(
                 "A layer on a stage of several devices may assign variables that are whole. "
                 f"Received: an assignment to a part of '{self._own_name()}', by its layer. Leave "
                 "that out of the layout."
             )
-        return super()._to_parts(name, value)
+        result = super()._to_parts(name, value)
+        if self._copy() is not None and self.is_assigned_here():
+            self.tell_copies()
+        return result
 
     def is_assigned_here(self) -> bool:
         """Whether the caller is the first microbatch of the first pipeline that has the copy."""
         is_replica = distribute_lib.get_update_replica_id() is None and self.is_own_context()
         return super().is_assigned_here() and (not is_replica or self._is_assigned_here())
+
+    def updated_copies(self) -> list[tuple]:
+        """The first, which tells the others."""
+        return self.parts[:1]
+
+    def tell_copies(self) -> None:
+        """Gives other copies each part's value, from its device to that of the part there."""
+        copy = self._copy() or 0
+        others = [*self.parts[:copy], *self.parts[copy + 1 :]]
+        for i, part in enumerate(self.own_parts() if others else ()):
+            tell(part, [other[i] for other in others])
 
     # ---- places ----------------------------------------------------------------------------------
 
@@ -72,11 +93,9 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
             for shard in range(self.shards)
         ]
 
-    def homes(self) -> list[Sequence[str]]:
-        """Of each piece, where each pipeline has it, or one that shares a copy with it does."""
-        pieces = range(len(self.stored.sizes))
-        pipelines = range(len(self.parts) * self.shards)
-        return [[self.parts[p // self.shards][k].device for p in pipelines] for k in pieces]
+    def homes(self) -> list[str]:
+        """Of each piece the device where it is updated."""
+        return [piece.device for piece in self.parts[0]]
 
     def _move_to(self, places: Sequence[Sequence[str]]) -> None:
         for index in range(len(self.parts)):
@@ -133,8 +152,10 @@ class SplitStageVariable(StoredInPieces, InPartsOnStage):
         pieces = []
         for part, gradient in zip(self.own_parts(), gradients, strict=True):
             # Gradients of microbatches are added up on devices, also where pieces are on hosts.
-            with tf.device(gradient.device if self.is_on_host else part.device):
-                pieces.append(tf.identity(tf.convert_to_tensor(gradient)))
+            device = gradient.device if self.is_on_host else part.device
+            with tf.device(device):
+                dense = tf.convert_to_tensor(gradient)
+                pieces.append(dense if dense.device == device else tf.identity(dense))
         return joined(pieces, self.rows.dim, self.rows.blocks)
 
 

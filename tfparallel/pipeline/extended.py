@@ -37,7 +37,7 @@ from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.state_changes import StateChanges, current_inputs
 from tfparallel.segments.memory_policy import MemoryPolicy
 
-Homes = Sequence[Sequence[str] | None]
+Homes = Sequence[str | None]
 
 
 class PipelineExtended(DividedModels):
@@ -276,20 +276,27 @@ class PipelineExtended(DividedModels):
 
     # ---- how gradients meet ----------------------------------------------------------------------
 
-    def _reduce_gradients(self, gradients: list, homes: Homes | None = None) -> list:
+    def _reduce_gradients(
+        self,
+        gradients: list,
+        homes: Homes | None = None,
+        finish: Callable[[list], list] | None = None,
+    ) -> list:
         """The sum of each gradient over microbatches, pipelines and workers.
 
         Args:
             gradients: of this microbatch.
-            homes: of each gradient, the device of each pipeline where its variable is; None for
-                where the pipeline's own sum is, as without `homes`.
+            homes: of each gradient, the device where its variable is updated; None for where the
+                first pipeline's own sum is, as without `homes`.
+            finish: what all microbatches are given instead, of these sums.
         """
         context = distribute_lib.get_replica_context()
         step, executors = current_replica_step(), self._executors
         if step is not None:
             context.merge_call(lambda _: self._assign_changes())
         if step is None or executors is None:
-            return super()._reduce_gradients(gradients)
+            sums = super()._reduce_gradients(gradients)
+            return sums if finish is None else finish(sums)
         source = gradient_source()
 
         def merge(
@@ -299,7 +306,8 @@ class PipelineExtended(DividedModels):
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             functions: Functions = {}
             sums = [sum_gradients(*each, functions) for each in executors.by_pipeline(parts)]
-            return self._sum_over_pipelines(sums, source, homes)
+            totals = self._sum_over_pipelines(sums, source, homes)
+            return totals if finish is None else finish(totals)
 
         executors.end_round(values_util.get_current_replica_id_as_int())
         return context.merge_call(merge, args=(gradients, step.rows))
@@ -307,30 +315,12 @@ class PipelineExtended(DividedModels):
     def _sum_over_pipelines(
         self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
     ) -> list:
-        """Of each pipeline's sums over its microbatches, a copy where each that updates has it."""
-        by_pipeline = list(zip(*sums, strict=True))
-        devices = [
-            [tensor_of(each).device for each in own] if home is None else home
-            for own, home in zip(by_pipeline, homes or [None] * len(by_pipeline), strict=True)
-        ]
+        """Of each pipeline's sums over its microbatches, where the first pipeline updates."""
         totals = []
-        for own, (first, *_) in zip(by_pipeline, devices, strict=True):
-            with tf.device(first):
+        for own, home in zip(zip(*sums, strict=True), homes or [None] * len(sums[0]), strict=True):
+            with tf.device(home or tensor_of(own[0]).device):
                 totals.append(add_tensors(own))
-        totals = self._sum_gradients_across_workers(totals, source)
-        if len(sums) == 1:
-            return totals
-        results = []
-        for total, places in zip(totals, devices, strict=True):
-            copies = []
-            for device in places[:1] if self._is_updated_once else places:
-                with tf.device(device):
-                    copies.append(tf.nest.map_structure(tf.identity, total, expand_composites=True))
-            own_copies = [
-                copies[self.pipeline_of(i) % len(copies)] for i in range(len(self._devices))
-            ]
-            results.append(distribute_utils.regroup(tuple(own_copies), always_wrap=True))
-        return results
+        return self._sum_gradients_across_workers(totals, source)
 
     def _assign_changes(self) -> None:
         if self._changes is not None:
@@ -340,7 +330,7 @@ class PipelineExtended(DividedModels):
         self, apply: Callable, gradients: list, variables: Sequence[keras.Variable] | None
     ) -> object:
         """The first microbatch updates for all; what others would compute for it is left out."""
-        if self._executors is not None and not self.is_first_of_pipeline():
+        if self._executors is not None and not self.is_first_replica():
             return None
         applying = contextlib.nullcontext() if self._changes is None else self._changes.applying()
         with applying:

@@ -37,8 +37,6 @@ class PlacedInStages(LocalExtended):
             turn.
     """
 
-    _has_whole_copies = True  # each pipeline has one of every weight, on one device
-
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,
@@ -113,14 +111,11 @@ class PlacedInStages(LocalExtended):
 
         No more is sent than sums of gradients would be, and an update is traced once.
         """
-        return len(self._pipelines) > 1 and self._has_whole_copies
+        return len(self._pipelines) > 1
 
-    def is_first_of_pipeline(self) -> bool:
-        """Whether the calling replica is its pipeline's first microbatch, or updates for all."""
-        replica = values_util.get_current_replica_id_as_int()
-        if self._is_updated_once:
-            return replica == 0
-        return replica % self._schedule.num_microbatches == 0
+    def is_first_replica(self) -> bool:
+        """Whether the calling replica is the first microbatch of all, which updates for all."""
+        return values_util.get_current_replica_id_as_int() == 0
 
     def _device_of_stage(self, stage: int) -> str:
         return self._stage_devices[self._schedule.device_of[stage]]
@@ -152,8 +147,8 @@ class PlacedInStages(LocalExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         leader._followers += (variable,)
         leader.move_to(leader.places())
-        if leader._firsts is not None:
-            variable.share_copies((0,) * len(leader._firsts))
+        if self._is_updated_once:
+            variable.share_copies((0,) * len(self._pipelines))
         return variable
 
     def _home(self, kwargs: Mapping[str, object]) -> str:
@@ -200,8 +195,8 @@ class PlacedInStages(LocalExtended):
     def _replica_ctx_update(
         self, var: tf.Variable, fn: Callable, args: tuple, kwargs: dict, group: bool
     ) -> object:
-        if not self.is_first_of_pipeline():
-            return None  # the first microbatch computes the same update, for all
+        if not self.is_first_replica():
+            return None  # the first one computes the same update, for all
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
         if isinstance(var, StageVariable):
             var.tell_copies()

@@ -1,7 +1,7 @@
 """Variables of pipelines: a copy for each, on the device of its stage once that is known.
 
 One pipeline is the common case. Where a process has several, which divide the rows of a batch, the
-first microbatch of each assigns its pipeline's copy.
+first of them assigns, and tells the others' copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +61,8 @@ class StageVariable(CentralVariable):
         return number_of_first_copy(self)
 
     def _is_assigned_here(self) -> bool:
-        """Whether the calling replica assigns for all of its pipeline."""
-        return strategy_behind(self).extended.is_first_of_pipeline()
+        """Whether the calling replica assigns, for all."""
+        return strategy_behind(self).extended.is_first_replica()
 
     def _update_replica(self, update_fn: Callable, value: object, **kwargs: object) -> tf.Variable:
         if self._needs_aggregation():
@@ -85,14 +85,9 @@ class StageVariable(CentralVariable):
 
     def tell_copies(self) -> None:
         """Where one pipeline assigns for all: gives other devices' copies its value."""
-        others = {id(copy): copy for copy in self._values if copy is not self._primary}
-        if not self.is_shared or not others:
-            return
-        with tf.device(self._primary.device):
-            value = self._primary.read_value()
-        for copy in others.values():
-            with tf.device(copy.device):
-                copy.assign(value)
+        if self.is_shared:
+            others = {id(copy): copy for copy in self._values if copy is not self._primary}
+            tell(self._primary, list(others.values()))
 
     def copy_in(self, pipeline: int, like: object) -> tf.Variable:
         """What pipeline number `pipeline` has in the place of `like`, another pipeline's."""
@@ -114,10 +109,8 @@ class StageVariable(CentralVariable):
         """
         before = self.places()
         self._move_to(places)
-        if self.is_shared:  # all take the slots of the first
-            places = [places[0]] * len(places)
-        for variable in self._followers:
-            variable._move_to(places)
+        for variable in self._followers:  # all take the slots of the first
+            variable._move_to([places[0]] * len(places) if variable.is_shared else places)
         return self.places() != before
 
     def share_copies(self, firsts: tuple[int, ...]) -> None:
@@ -161,6 +154,17 @@ class InPartsOnStage(StageVariable):
     def gradient_of_whole(self, gradients: Sequence) -> object:
         """The gradient of the whole, of those of its parts: dense, sparse, or None for none."""
         raise NotImplementedError
+
+
+def tell(source: tf.Variable, others: Sequence[tf.Variable]) -> None:
+    """Gives other variables the value of one, from its device to theirs."""
+    if not others:
+        return
+    with tf.device(source.device):
+        value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
+    for other in others:
+        with tf.device(other.device):
+            other.assign(value)
 
 
 def is_on(variable: tf.Variable, device: str) -> bool:

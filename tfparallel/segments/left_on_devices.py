@@ -97,7 +97,8 @@ class LeftOnDevices:
         places = zip(self._at.items(), handles, written, strict=True)
         for ((device, dtype), at), handle, flow in places:
             with tf.device((moves or {}).get(device, device)):
-                for index, i in enumerate(at):
+                indices = tf.unstack(tf.range(len(at)))  # two operations, and not one for each
+                for index, i in zip(indices, at, strict=True):
                     tensors[i] = tf.raw_ops.TensorArrayReadV3(
                         handle=handle, index=index, flow_in=flow, dtype=dtype
                     )

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfparallel.internals import distribute_lib, distribute_utils, record
 from tfparallel.replicas.replica_step import current_replica_step
-from tfparallel.tensor_parallel.known_parts import joined_as, parts_of
+from tfparallel.tensor_parallel.known_parts import joined_as, known_parts, parts_of
 from tfparallel.tensor_parallel.rows import Rows
 from tfparallel.tensor_parallel.split_variable import SplitVariable
 
@@ -32,8 +32,11 @@ def in_parts(
         )
     if not gradient.shape.is_fully_defined():
         gradient = tf.ensure_shape(gradient, variable.shape)
+    rows, known = variable.stored if stored else variable.rows, known_parts(gradient)
+    if known is not None and known[0] == rows:
+        return list(known[1])
     with record.stop_recording():
-        return parts_of(gradient, variable.stored if stored else variable.rows)
+        return parts_of(gradient, rows)
 
 
 def sum_parts(

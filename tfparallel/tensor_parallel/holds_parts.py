@@ -284,7 +284,7 @@ class HoldsParts(ReplicatedExtended):
         if not isinstance(var, SplitVariable):
             return super()._update(var, fn, args, kwargs, group)
         updates = []
-        for i, (first, *_) in enumerate(var.parts):
+        for i, (first, *_) in enumerate(var.updated_copies()):
             with tf.device(first.device), distribute_lib.UpdateContext(i):
                 own = [_of_replica(i, arg) for arg in args]
                 named = {name: _of_replica(i, arg) for name, arg in kwargs.items()}

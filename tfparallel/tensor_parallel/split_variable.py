@@ -178,6 +178,10 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
         """What is stored of each copy."""
         return self.parts
 
+    def updated_copies(self) -> list[tuple]:
+        """Those that an update outside of replicas computes."""
+        return self.parts
+
     def read_parts(self) -> list[tf.Tensor]:
         """The value of each part, where it is computed with, unknown to gradient tapes."""
         pieces = self.read_stored()
