@@ -5,8 +5,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.communication.bucketed_all_reduce import BucketedAllReduce
-from tfparallel.communication.horovod_collectives import all_gather, all_reduce_sum, keep
+from tfparallel.communication.horovod_collectives import all_gather, all_reduce_sum
 from tfparallel.communication.horovod_start import ProcessSet
+from tfparallel.communication.kept_collectives import keep
 
 
 class HorovodAllReduce(BucketedAllReduce):

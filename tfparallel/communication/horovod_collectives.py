@@ -5,7 +5,6 @@ where nothing is summed, as bytes.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.communication.horovod_start import ProcessSet, hvd
+from tfparallel.communication.kept_collectives import runs_anyway, unknown
 from tfparallel.internals import ResourceVariable
 from tfparallel.internals.keras_integers import has_gpu
 
@@ -24,9 +24,7 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "broadcast",
-    "keep",
     "reduce_scatter",
-    "runs_anyway",
 ]
 
 _SUMMED_AS = {
@@ -55,7 +53,7 @@ def all_reduce_sum(
         adasum: combine by Adasum instead of the sum.
     """
     dtype = tensors[0].dtype
-    sent = [_unknown(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
+    sent = [unknown(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
     op = hvd.Adasum if adasum else hvd.Sum
     options: dict[str, Any] = {"op": op, "process_set": process_set}
     if predivide != 1.0 and not adasum:
@@ -72,14 +70,14 @@ def all_reduce_sum(
 
 def all_gather(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
-    sent, shape = _unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
+    sent, shape = unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
     gathered = hvd.allgather(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
 def all_gather_each(parts: Sequence[tf.Tensor], process_set: ProcessSet) -> list[tf.Tensor]:
     """Of each `[length]`, as long on every rank, all ranks' one after the other, together."""
-    sent = [_unknown(_as_bytes(part)) for part in parts]
+    sent = [unknown(_as_bytes(part)) for part in parts]
     gathered = hvd.grouped_allgather(sent, process_set=process_set, **_named())
     lengths = [part.shape[0] * process_set.size() for part in parts]
     return [
@@ -99,7 +97,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet, is_by_nccl: bool = 
     if process_set.size() > 2 and not (is_by_nccl or hvd.mpi_enabled()):
         own = tf.reduce_sum(tf.cast(all_to_all(rows, process_set), summed_as), 0)
     else:
-        sent = _unknown(tf.cast(rows, summed_as))
+        sent = unknown(tf.cast(rows, summed_as))
         own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
     own = tf.reshape(tf.cast(own, rows.dtype), tf.shape(rows)[1:])
     return tf.ensure_shape(own, rows.shape[1:])
@@ -107,7 +105,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet, is_by_nccl: bool = 
 
 def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """`[ranks, ...]`: row j goes to rank j, row i came from rank i."""
-    sent = _unknown(_as_bytes(rows))
+    sent = unknown(_as_bytes(rows))
     received = hvd.alltoall(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
 
@@ -115,52 +113,9 @@ def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
 def broadcast(tensor: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
-    sent = _unknown(_as_bytes(tensor))
+    sent = unknown(_as_bytes(tensor))
     received = hvd.broadcast(sent, root_rank=root, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(received, tensor.dtype), tensor.shape)
-
-
-def _unknown(tensor: tf.Tensor) -> tf.Tensor:
-    """The same tensor, not copied, that TensorFlow cannot know while it optimises a graph.
-
-    It would run a collective of constants by itself then, once, and use that sum in every step. A
-    rank's gradients are constants where it has no rows.
-    """
-    if tf.executing_eagerly():
-        return tensor
-    # `value` is where the variable is, as `pred`: on the host. `read_value` is where `tensor` is.
-    # And it comes behind nothing, or the host would wait for all that a GPU was given before.
-    with tf.control_dependencies(None):
-        known = _true().value()
-    return tf.raw_ops.Switch(data=tensor, pred=known).output_true
-
-
-def runs_anyway(tensor: tf.Tensor) -> tf.Tensor:
-    """The same tensor, not copied; the collective that gives it runs, also if nobody reads it.
-
-    Horovod's operations are none that TensorFlow keeps for what they do: unread, as by layers of a
-    rank that is known to have no rows, they are taken out, and the other ranks wait.
-    """
-    return _unknown(tensor)
-
-
-def keep(tensors: Sequence[tf.Tensor]) -> None:
-    """Has the collectives that give `tensors` run, also if nobody on this rank reads them."""
-    if not tf.executing_eagerly():
-        with tf.control_dependencies([runs_anyway(each) for each in tensors]):
-            _num_kept().assign_add(1)
-
-
-@functools.cache
-def _num_kept() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(0, trainable=False, dtype=tf.int64)
-
-
-@functools.cache
-def _true() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(True, trainable=False)  # not replicated in a strategy's scope
 
 
 def _named() -> dict[str, object]:

@@ -13,12 +13,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.communication.horovod_all_reduce import HorovodAllReduce
-from tfparallel.communication.horovod_collectives import (
-    HorovodCollectives,
-    broadcast,
-    runs_anyway,
-)
+from tfparallel.communication.horovod_collectives import HorovodCollectives, broadcast
 from tfparallel.communication.horovod_start import ProcessSet, hvd
+from tfparallel.communication.kept_collectives import runs_anyway
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfparallel.communication.collectives import LeftOutIfUnread
 from tfparallel.communication.compression.compressor import Compressor
+from tfparallel.communication.kept_collectives import keep
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
@@ -142,7 +143,9 @@ class _CollectivesInStep:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_reduce`."""
         what = f"sum {tensor.dtype.name} over replicas"
-        return self._ranks.meet(self._between.sum_of, tf.convert_to_tensor(tensor), what)
+        total = self._ranks.meet(self._between.sum_of, tf.convert_to_tensor(tensor), what)
+        keep([total])
+        return total
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.reduce_scatter`; twice what would have to be sent."""
