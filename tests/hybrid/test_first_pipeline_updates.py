@@ -1,26 +1,14 @@
 """Of pipelines beside one another the first updates for all, whatever other axes divide."""
 
-import functools
-
 import pytest
 
 from tests.hybrid.meshes import hybrid
 from tests.hybrid.updates_once import CELLS
-from tests.multi_process.pool import WorkerPool, cluster_environments
 from tests.pipeline.test_operations_of_a_step import dense, num_operations
 
 pytestmark = pytest.mark.turns
 
 EVERY = 30  # of which cell one is asked by default
-
-
-@pytest.fixture(scope="module")
-def of_eight():
-    """A process of eight logical CPUs."""
-    environments = functools.partial(cluster_environments, 1)
-    pool = WorkerPool(["-m", "tests.hybrid.worker_of_mesh", "8"], environments)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.timeout(600)

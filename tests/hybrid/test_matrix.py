@@ -3,7 +3,6 @@
 Three cells by default, all with `--everything`.
 """
 
-import functools
 import itertools
 
 import numpy as np
@@ -21,7 +20,6 @@ from tests.hybrid.matrix import (
     check,
     reference,
 )
-from tests.multi_process.pool import WorkerPool, cluster_environments
 
 pytestmark = pytest.mark.turns
 
@@ -57,15 +55,6 @@ def test_so_does_one_whose_weights_are_kept_whole(cell):
 @pytest.mark.parametrize("cell", CELLS_OF_SEVERAL, ids="; ".join)
 def test_so_does_one_whose_stages_have_several_devices(cell):
     check(cell)
-
-
-@pytest.fixture(scope="module")
-def of_eight():
-    """A process of eight logical CPUs."""
-    environments = functools.partial(cluster_environments, 1)
-    pool = WorkerPool(["-m", "tests.hybrid.worker_of_mesh", "8"], environments)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.long

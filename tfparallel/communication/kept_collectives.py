@@ -36,17 +36,19 @@ def runs_anyway(tensor: tf.Tensor) -> tf.Tensor:
     return unknown(tensor)
 
 
-def keep(tensors: Sequence[tf.Tensor]) -> None:
-    """Has the collectives that give `tensors` run, also if nobody on this rank reads them."""
+def keep(tensors: Sequence[tf.Tensor], count: ResourceVariable) -> None:
+    """Has the collectives that give `tensors` run, also if nobody on this rank reads them.
+
+    Args:
+        tensors: what they give.
+        count: what counts them, where the tensors are, so that no host waits for a GPU.
+    """
     if not tf.executing_eagerly():
-        with tf.control_dependencies([runs_anyway(each) for each in tensors]):
-            _num_kept().assign_add(1)
-
-
-@functools.cache
-def _num_kept() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(0, trainable=False, dtype=tf.int64)
+        with (
+            tf.device(count.device),
+            tf.control_dependencies([runs_anyway(each) for each in tensors]),
+        ):
+            count.assign_add(1)
 
 
 @functools.cache

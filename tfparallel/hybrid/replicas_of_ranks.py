@@ -20,7 +20,7 @@ from tfparallel.communication.kept_collectives import keep
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.hybrid.groups_of_workers import WorkerGroup
-from tfparallel.internals import BaseOptimizer, TrainerCall
+from tfparallel.internals import BaseOptimizer, ResourceVariable, TrainerCall
 from tfparallel.replicas.across_workers import assert_equal_shapes, shape_beside
 from tfparallel.replicas.axis_of_processes import AxisOfProcesses, Gradient
 from tfparallel.replicas.optimizer_hooks import GradientSource
@@ -53,7 +53,7 @@ class ReplicasOfRanks(SumsOfProcesses):
         self._num_workers = len(alike.ranks)
         self._id_in_cluster = alike.ranks.index(job._id_in_cluster)
         self._collectives = _CollectivesInStep(
-            ranks, collectives, self._num_workers, self._id_in_cluster
+            ranks, collectives, self._num_workers, self._id_in_cluster, self._host_device
         )
 
     # ---- as all processes do ---------------------------------------------------------------------
@@ -134,18 +134,20 @@ class _CollectivesInStep:
         between: those of all replicas that have the same part.
         size: how many these are.
         index: which of them this is.
+        device: of this process, where tensors are sent.
     """
 
-    def __init__(self, ranks: ModelRanks, between: LeftOutIfUnread, size: int, index: int):
+    def __init__(
+        self, ranks: ModelRanks, between: LeftOutIfUnread, size: int, index: int, device: str
+    ):
         self._ranks, self._between = ranks, between
         self.size, self.index = size, index
+        with tf.init_scope(), tf.device(device):
+            self._num_kept = ResourceVariable(0, dtype=tf.int64)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_reduce`."""
-        what = f"sum {tensor.dtype.name} over replicas"
-        total = self._ranks.meet(self._between.sum_of, tf.convert_to_tensor(tensor), what)
-        keep([total])
-        return total
+        return self._meet(self._between.sum_of, tensor, f"sum {tensor.dtype.name} over replicas")
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.reduce_scatter`; twice what would have to be sent."""
@@ -153,8 +155,13 @@ class _CollectivesInStep:
 
     def all_gather(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.all_gather`."""
-        what = f"gather {rows.dtype.name} of replicas"
-        return self._ranks.meet(self._between.gather_rows, tf.convert_to_tensor(rows), what)
+        return self._meet(self._between.gather_rows, rows, f"gather {rows.dtype.name} of replicas")
+
+    def _meet(self, collective: Callable, tensor: tf.Tensor, what: str) -> tf.Tensor:
+        """Also where one replica alone reads what comes of it, as the first one for metrics."""
+        result = self._ranks.meet(collective, tf.convert_to_tensor(tensor), what)
+        keep([result], self._num_kept)
+        return result
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """As `Collectives.all_gather_each`."""
