@@ -37,7 +37,11 @@ def with_integers(x):
     return [tf.argmax(x, 1), x**3 @ WEIGHT]
 
 
-COMPUTATIONS = [dense, embedding, loop, branches, with_integers]
+def of_logits(x):
+    return [tf.nn.sigmoid_cross_entropy_with_logits(tf.nn.sigmoid(x @ SQUARE[:2]), x @ SQUARE[:2])]
+
+
+COMPUTATIONS = [dense, embedding, loop, branches, with_integers, of_logits]
 RECOMPUTES = {"kept": lambda op: False, "recomputed": lambda op: True}
 
 
@@ -155,6 +159,21 @@ def test_integers_are_computed_again_and_not_kept():
     integers = [x for x in function.kept if x.dtype == tf.int32]
     assert {x.op.type for x in integers} <= {"Placeholder"}
     assert any(x.dtype.is_floating for x in function.kept)
+
+
+@pytest.mark.parametrize("rows", [4, None])
+def test_what_is_compared_is_compared_again(rows):
+    """A loss of logits keeps nothing but floats; Dropout which of its random numbers are large."""
+
+    def kept_by(computation):
+        specs = tf.TensorSpec([rows, 2]), tf.TensorSpec([rows, 2])
+        concrete = tf.function(computation).get_concrete_function(*specs)
+        function = StageFunction("stage", concrete, [True] * len(concrete.inputs))
+        return [x.dtype for x in function.kept]
+
+    of_logits = kept_by(lambda x, y: [tf.nn.sigmoid_cross_entropy_with_logits(y, x)])
+    assert of_logits and set(of_logits) == {tf.float32}
+    assert tf.bool in kept_by(lambda x, y: [tf.nn.dropout(x * y, 0.5)])
 
 
 def test_a_loop_keeps_nothing_for_a_gradient_that_nobody_wants():

@@ -7,6 +7,9 @@ import tensorflow as tf
 from tfparallel.internals.graphs import is_stateful
 from tfparallel.segments.graph_copy import depended_on
 
+_COMPARISONS = {"Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual"}
+_OF_COMPARED = {*_COMPARISONS, "Const", "ZerosLike", "OnesLike"}
+
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
     """Whether a tensor may have a gradient."""
@@ -32,7 +35,21 @@ def kept_for(
         new = [x for x in operation.inputs if id(x) not in seen]
         seen.update(map(id, new))
         visited += new
-    return _without_integers(kept)
+    return _without_integers(_without_comparisons(kept))
+
+
+def _without_comparisons(kept: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    """What is kept less what comes of comparing the rest with one another, or with constants.
+
+    A loss of logits asks which are positive. Of another type, it would be a copy of its own.
+    """
+    rest = {key: x for key, x in kept.items() if x.op.type not in _COMPARISONS}
+    for key, tensor in kept.items():
+        if key not in rest:
+            operations = depended_on([tensor], lambda x: id(x) in rest)
+            if not all(op.type in _OF_COMPARED for op in operations):
+                rest[key] = tensor
+    return rest
 
 
 def _without_integers(kept: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
