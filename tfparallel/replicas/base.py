@@ -49,6 +49,7 @@ from tfparallel.replicas.model_hooks import build_from_step, build_without_readi
 from tfparallel.replicas.placed_batch import of_the_only_replica
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_seeds import drawn_by_row
+from tfparallel.replicas.sizes_on_hosts import sizes_on_hosts
 from tfparallel.replicas.variables import (
     mark_statistics,
 )
@@ -135,7 +136,8 @@ class KerasStrategy(DescribedStrategy):
         draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
         own_layers, kept = never_without_rows(model, extended), extended._kept_in_step_of(model)
         integers = integers_stay(extended.worker_devices, extended._seed_device is not None)
-        with told, own_layers, integers, draws, extended._step_of(model), kept:
+        sizes = sizes_on_hosts(extended.worker_devices)
+        with told, own_layers, integers, sizes, draws, extended._step_of(model), kept:
             if num_replicas(self) == 1:
                 return super().run(fn, of_the_only_replica(args), kwargs, options)
             if is_step:
