@@ -20,17 +20,17 @@ _ON_GPUS = {"DynamicStitch", "GatherV2", "Prod"}  # of int32, where they are not
 
 @contextlib.contextmanager
 def sizes_on_hosts(devices: Sequence[str]) -> Iterator[None]:
-    """What is traced within it computes sizes from sizes on the host of each of `devices`."""
+    """What is traced within it computes sizes on the host, if one of `devices` is a GPU."""
     yield
     if tf.executing_eagerly() or not keras_integers.has_gpu(devices):
         return
-    hosts = dict(zip(devices, hosts_of(devices), strict=True))
     known: set[tf.Operation] = set()  # sizes, and constants
     for operation in tf.compat.v1.get_default_graph().get_operations():
         if operation.type in _SIZES or _is_made_of(known, operation):
             known.add(operation)
-            if operation.type in _ON_GPUS and operation.device in hosts:
-                place(operation, hosts[operation.device])
+            device = operation.device
+            if operation.type in _ON_GPUS and device and keras_integers.has_gpu([device]):
+                place(operation, hosts_of([device])[0])
 
 
 def _is_made_of(known: Container[tf.Operation], operation: tf.Operation) -> bool:
