@@ -5,11 +5,11 @@
     python benchmarks/many_ranks.py --ranks 4 8 --sizes 4 64 1024 --rounds 3 --json out.json
 
 Contestants stay up and take turns within every round; what is printed are medians over rounds of
-the median call of the slowest rank, and ratios of the same rounds. "ring", "doubling" and "hosts"
-(the ranks of a host first) are ours, told which way; "chosen" and "gather" are ours as it comes,
-the gather of as many bytes in all. Ranks are processes on loopback, or with `--mbit` half of them
-on each of two hosts, network namespaces with a link of so many megabits a second in each direction
-(needs root, `ip`, `tc` and `taskset`).
+the median call of the slowest rank, and ratios of the same rounds. "ring", "doubling", "halving"
+and "hosts" (the ranks of a host first) are ours, told which way; "chosen" and "gather" are ours as
+it comes, the gather of as many bytes in all. Ranks are processes on loopback, or with `--mbit` half
+of them on each of two hosts, network namespaces with a link of so many megabits a second in each
+direction (needs root, `ip`, `tc` and `taskset`).
 
 The bound of one all-reduce of n bytes by N ranks, whatever the algorithm, is
 `ceil(log2 N) * latency + 2 (N - 1) / N * n * byte_s` (Thakur et al., IJHPCA 2005), with hosts
@@ -40,7 +40,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 PROGRAM = "many_ranks_contestant.py"
-OURS = ("ring", "doubling", "hosts", "chosen", "gather ring", "gather")
+OURS = ("ring", "doubling", "halving", "hosts", "chosen", "gather ring", "gather")
 GLOO = {"reduce": "Gloo", "gather": "Gloo gather"}
 LONGEST_DOUBLING_BYTES = 4 << 20  # beyond, it only takes time to see that it is slower
 

@@ -88,9 +88,9 @@ class Rank:
         ring = connect_ring(*place, self._exchange, 120.0, hosts_first=True)
         self._chosen = ring.small_bytes
 
-        def told(collective, small_bytes):
+        def told(collective, small_bytes, halved_bytes):
             def call(array):
-                ring.small_bytes = small_bytes
+                ring.small_bytes, ring.halved_bytes = small_bytes, halved_bytes
                 return collective(array)
 
             return call
@@ -98,13 +98,15 @@ class Rank:
         def gather(array):
             return ring.all_gather_each([array])[0]
 
+        chosen = ring.small_bytes, ring.halved_bytes
         self._ways = {
-            "ring": told(functools.partial(Ring.all_reduce, ring), -1),
-            "hosts": told(ring.all_reduce, -1),
-            "doubling": told(ring.all_reduce, 1 << 40),
-            "chosen": told(ring.all_reduce, ring.small_bytes),
-            "gather ring": told(gather, -1),
-            "gather": told(gather, ring.small_bytes),
+            "ring": told(functools.partial(Ring.all_reduce, ring), -1, -1),
+            "hosts": told(ring.all_reduce, -1, -1),
+            "doubling": told(ring.all_reduce, 1 << 40, -1),
+            "halving": told(functools.partial(Ring.all_reduce, ring), -1, 1 << 40),
+            "chosen": told(ring.all_reduce, *chosen),
+            "gather ring": told(gather, -1, -1),
+            "gather": told(gather, *chosen),
         }
 
     def _open_gloo(self) -> None:

@@ -2,8 +2,18 @@
 
 import pytest
 
-from tfparallel.communication.alpha_beta import MOST_SMALL_BYTES, LinkCosts, most_small_bytes
-from tfparallel.communication.doubling import Exchange, all_reduce_exchanges, num_steps
+from tfparallel.communication.alpha_beta import (
+    MOST_SMALL_BYTES,
+    LinkCosts,
+    most_halved_bytes,
+    most_small_bytes,
+)
+from tfparallel.communication.doubling import (
+    Exchange,
+    all_reduce_exchanges,
+    halving_exchanges,
+    num_steps,
+)
 
 
 @pytest.mark.parametrize("num_workers", [*range(1, 18), 1000])
@@ -29,6 +39,52 @@ def is_matched(rank: int, left: list[list[Exchange]]) -> bool:
     partner, sends, receives, _ = left[rank][0]
     theirs = left[partner][0] if left[partner] else None
     return theirs is not None and theirs[:3] == (rank, receives, sends)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 1000])
+@pytest.mark.parametrize("num_workers", [*range(1, 18), 100])
+def test_halves_of_every_rank_end_as_the_whole(num_workers, size):
+    """Played in steps: of each number, in the order in which it was added up."""
+    left = [halving_exchanges(rank, num_workers, size) for rank in range(num_workers)]
+    sums = [[rank] * size for rank in range(num_workers)]
+    num_sent = [0] * num_workers
+    while any(left):
+        ready = [rank for rank, each in enumerate(left) if each and are_matched(rank, left)]
+        assert ready, "ranks wait for one another"
+        sent = {rank: sums[rank][left[rank][0].sent or slice(0)] for rank in ready}
+        for rank in ready:
+            partner, given, received, adds = left[rank].pop(0)
+            num_sent[rank] += len(sent[rank])
+            theirs, own = sent[partner], sums[rank]
+            if adds:
+                pairs = zip(own[received], theirs, strict=True)
+                theirs = [tuple([x, y][:: -1 if partner < rank else 1]) for x, y in pairs]
+            if received is not None:
+                own[received] = theirs
+    assert all(each == sums[0] for each in sums)
+    assert all(flat(number) == list(range(num_workers)) for number in sums[0])
+    if num_workers in (2, 4, 8, 16) and size == 1000:
+        around = 2 * (num_workers - 1) * size // num_workers
+        assert num_sent == pytest.approx([around] * num_workers, abs=num_workers)
+
+
+def are_matched(rank: int, left: list[list]) -> bool:
+    partner, sent, received, _ = left[rank][0]
+    theirs = left[partner][0] if left[partner] else None
+    return theirs is not None and theirs[:3] == (rank, received, sent)
+
+
+@pytest.mark.parametrize("num_workers", [3, 4, 5, 8, 12, 16, 100, 128, 1000])
+@pytest.mark.parametrize("costs", [LinkCosts(1e-4, 8e-8), LinkCosts(5e-5, 8e-10)])
+def test_halves_are_faster_where_they_are_taken(num_workers, costs):
+    """On 100 Mbit/s, and on 10 Gbit/s, where what is added takes as long as a quarter of a byte."""
+    size = most_halved_bytes(num_workers)
+    power = 1 << (num_workers.bit_length() - 1)
+    exchanges = [halving_exchanges(rank, num_workers, 1 << 20) for rank in range(num_workers)]
+    messages = max(map(len, exchanges))
+    share = 2 * (power - 1) / power + (2 if power < num_workers else 0)
+    seconds = messages * costs.latency_s + share * size * costs.byte_s + size * 0.25 * 8e-10
+    assert size < 1 << 14 or seconds <= 1.001 * costs.ring_s(size, num_workers)
 
 
 def flat(tree) -> list[int]:

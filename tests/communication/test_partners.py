@@ -5,18 +5,23 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from tests.communication.rings import connect_all, on_all
+from tests.communication.rings import connect_all, hosts_of, on_all
 from tfparallel.communication import alpha_beta
-from tfparallel.communication.neighbours import CollectiveMismatchError, PeerLostError
+from tfparallel.communication.neighbours import (
+    GREETING_BYTES,
+    CollectiveMismatchError,
+    PeerLostError,
+)
 from tfparallel.communication.ring_opening import connect_ring
 
 SIZES = [(), (0,), (1,), (3, 2), (7,), (4096,)]
 DTYPES = ["float32", "float16", "float64", "int64", "int32", "uint8"]
 
 
+@pytest.mark.parametrize("way", ["small_bytes", "halved_bytes"])
 @pytest.mark.parametrize("num_workers", range(2, 10))
-def test_every_worker_gets_the_sum_and_the_same_bits(num_workers):
-    rings = connect_all(num_workers, small_bytes=1 << 20)
+def test_every_worker_gets_the_sum_and_the_same_bits(num_workers, way):
+    rings = all_among_partners(num_workers, way)
     rng = np.random.default_rng(num_workers)
     around = sum(ring._neighbours._sender.bytes_sent for ring in rings)
     for shape in SIZES:
@@ -56,13 +61,42 @@ def test_small_gathers_go_among_partners(num_workers):
     assert on_all(num_workers, lambda rank: rings[rank].all_gather_each([])) == [[]] * num_workers
 
 
+def all_among_partners(num_workers, way):
+    rings = connect_all(num_workers, small_bytes=0)
+    for ring in rings:
+        setattr(ring, way, 1 << 30)
+    return rings
+
+
+@pytest.mark.parametrize("way", ["small_bytes", "halved_bytes"])
 @pytest.mark.parametrize("num_workers", [2, 5])
-def test_arrays_larger_than_all_buffers_meet(num_workers):
+def test_arrays_larger_than_all_buffers_meet(num_workers, way):
     """Both of a pair send at the same time; neither waits until all of its own is read."""
-    rings = connect_all(num_workers, small_bytes=1 << 30)
+    rings = all_among_partners(num_workers, way)
     array = np.arange(3_000_001, dtype="float32")
     for total in on_all(num_workers, lambda rank: rings[rank].all_reduce(array)):
         np.testing.assert_array_equal(total, num_workers * array)
+
+
+@pytest.mark.parametrize("hosts", [[], hosts_of(4, 1), sorted(hosts_of(2, 2)), hosts_of(3, 1) * 2])
+def test_halves_take_messages_and_bytes_that_are_known(hosts):
+    """2 log2 N messages, of as many bytes as around the ring, and no message around it.
+
+    Where hosts share a link it is spared: each host's ranks would send their halves over it.
+    """
+    num_workers = len(hosts) or 4
+    rings = connect_all(num_workers, small_bytes=1024, hosts=hosts)
+    array = np.ones(4096, "float32")
+    around = [ring._neighbours._sender.bytes_sent for ring in rings]
+    sent = [ring.bytes_sent for ring in rings]
+    for total in on_all(num_workers, lambda rank: rings[rank].all_reduce(array)):
+        np.testing.assert_array_equal(total, num_workers * array)
+    sent = [ring.bytes_sent - before for ring, before in zip(rings, sent, strict=True)]
+    if len(hosts) == 4 == len(set(hosts)) or not hosts:
+        assert sent == [4 * GREETING_BYTES + 2 * 3 * array.nbytes // 4] * num_workers
+        assert around == [ring._neighbours._sender.bytes_sent for ring in rings]
+    for ring in rings:
+        ring.close()
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8])

@@ -3,13 +3,15 @@
 A message of n bytes takes `latency + n * byte_s` (the alpha-beta model). N ranks sum n bytes in
 
     ring        2 (N - 1) + 1 messages, one after another, which carry 2 (N - 1) / N * n bytes
+    halving     about 2 log2 N messages, which carry as many; where N is no power of two, 2 n more
     doubling    num_steps(N) messages of n bytes
 
-so that doubling is faster up to the size at which both are equal. NCCL compares its algorithms in
-this way, with tables of latencies and bandwidths (src/graph/tuning.cc); MPICH and Open MPI have
-fixed sizes (2,048 and 10,000 bytes); Gloo sums everything around a ring. Two ranks measure both
-costs when they start; they have the same bits either way. With more of them the order of addition
-is another, and has to be the same in each start of a job: their size is fixed.
+so that doubling is faster up to the size at which both are equal, and halving between the two. NCCL
+compares its algorithms in this way, with tables of latencies and bandwidths (src/graph/tuning.cc);
+MPICH and Open MPI have fixed sizes (2,048 and 10,000 bytes); Gloo sums everything around a ring.
+Two ranks measure both costs when they start; they have the same bits either way. With more of them
+the order of addition is another, and has to be the same in each start of a job: their sizes are
+fixed.
 
 Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994; Thakur,
 Rabenseifner and Gropp, IJHPCA 2005.
@@ -27,6 +29,10 @@ from tfparallel.communication.doubling import num_steps
 SMALL_BYTES = 1 << 14
 # Beyond it the ring is faster on every link: it adds a part while the next one is on its way.
 MOST_SMALL_BYTES = 1 << 18
+_BYTES_OF_A_MESSAGE = 1250  # 0.1 ms at 100 Mbit/s; on faster links it is more
+# Halves are copied and added when they are there, segments of a ring while the next one comes: 30
+# us, about as long as a message.
+_ADDED_BYTES = 1 << 16
 _SIZES_BYTES = 1 << 10, 1 << 16  # that are timed
 _MOST_TIMES, _BUDGET_S = 8, 0.1  # for each of them: one more than what begins within the budget
 
@@ -59,6 +65,15 @@ def most_small_bytes(costs: LinkCosts, num_workers: int) -> int:
     if bytes_more * costs.byte_s * MOST_SMALL_BYTES <= messages * costs.latency_s:
         return MOST_SMALL_BYTES
     return int(messages * costs.latency_s / (bytes_more * costs.byte_s))
+
+
+def most_halved_bytes(num_workers: int) -> int:
+    """Up to how many bytes halving is not slower than the ring, on links of ranks of their own."""
+    power = 1 << (num_workers.bit_length() - 1)
+    spared = 2 * num_workers - 1 - 2 * (power.bit_length() - 1)
+    if num_workers == power:
+        return spared * _ADDED_BYTES
+    return (spared - 2) * _BYTES_OF_A_MESSAGE // 2
 
 
 def measured_costs(

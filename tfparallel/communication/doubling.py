@@ -14,8 +14,18 @@ gives its array to the odd one before, and is handed the sum after.
 
 A pair always adds the lower rank's sum first, so that both, and with them all, have the same bits.
 
+What is too large to be sent whole so often is halved: each of a pair sums one half, with its next
+partner a half of that, and so on; then all are handed back in the same pairs, the last one first.
+
+    bytes 0..7   rank   0      1      2      3
+    halving             0..3   4..7   0..3   4..7     pairs 0-1, 2-3
+                        0..1   4..5   2..3   6..7     pairs 0-2, 1-3
+    and back            0..3   4..7   0..3   4..7     pairs 0-2, 1-3
+                        all    all    all    all      pairs 0-1, 2-3
+
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 2005; MPICH, src/mpi/coll/allreduce/allreduce_intra_recursive_doubling.c.
+MPICH", IJHPCA 2005; MPICH, src/mpi/coll/allreduce/allreduce_intra_recursive_doubling.c and
+allreduce_intra_reduce_scatter_allgather.c.
 """
 
 from typing import NamedTuple
@@ -50,6 +60,43 @@ def all_reduce_exchanges(rank: int, num_workers: int) -> list[Exchange]:
         )
         return [before, *exchanges, after]
     return exchanges
+
+
+class PartExchange(NamedTuple):
+    """What one rank does in one step with parts of what it has.
+
+    Attributes:
+        partner: with which rank.
+        sent: the part that it sends, if any.
+        received: the part that it receives, if any.
+        adds: whether it adds that to its own; else it takes it instead.
+    """
+
+    partner: int
+    sent: slice | None
+    received: slice | None
+    adds: bool
+
+
+def halving_exchanges(rank: int, num_workers: int, size: int) -> list[PartExchange]:
+    """What `rank` does, in order, in an all-reduce of `size` numbers by halves."""
+    whole = own = slice(0, size)
+    before: list[PartExchange] = []
+    back: list[PartExchange] = []
+    folds: list[PartExchange] = []
+    for partner, sends, receives, adds in all_reduce_exchanges(rank, num_workers):
+        if not (sends and receives):
+            fold = PartExchange(
+                partner, whole if sends else None, whole if receives else None, adds
+            )
+            (folds if back or folds else before).append(fold)
+            continue
+        middle = (own.start + own.stop) // 2
+        halves = slice(own.start, middle), slice(middle, own.stop)
+        own, others = halves if rank < partner else halves[::-1]
+        before.append(PartExchange(partner, others, own, True))
+        back.append(PartExchange(partner, own, others, False))
+    return [*before, *reversed(back), *folds]
 
 
 def num_steps(num_workers: int) -> int:

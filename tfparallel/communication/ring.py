@@ -11,8 +11,8 @@ round twice: once being summed, once being handed out. Each worker sends and rec
 A chunk is sent on in segments while the rest of it is still coming in.
 
 So many messages one after another take long, of however few bytes: what is small is summed among
-partners (`doubling.py`), up to a size that follows from what messages and bytes cost
-(`alpha_beta.py`).
+partners, whole or in halves (`doubling.py`), up to sizes that follow from what messages and bytes
+cost (`alpha_beta.py`).
 
 TensorFlow's own collectives on CPUs do the same over gRPC, at a quarter of the speed
 (docs/performance.md): every hop is serialised into messages and copied several times.
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tfparallel.communication.alpha_beta import measured_costs, most_small_bytes
-from tfparallel.communication.doubling import all_reduce_exchanges
+from tfparallel.communication.doubling import all_reduce_exchanges, halving_exchanges
 from tfparallel.communication.link_journal import LinkJournal
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.communication.neighbours import GREETING_BYTES, Neighbours
@@ -51,6 +51,7 @@ class Ring:
     Args:
         neighbours: this worker's connections to the next and the previous one, and to partners.
         small_bytes: up to so many are summed among partners; the same on all workers.
+        halved_bytes: up to so many are summed in halves among partners, likewise.
 
     Attributes:
         across: of this worker and those of the same rank in other rings, if each ring has a part of
@@ -58,8 +59,8 @@ class Ring:
             it is handed out.
     """
 
-    def __init__(self, neighbours: Neighbours, small_bytes: int = -1):
-        self._neighbours = neighbours
+    def __init__(self, neighbours: Neighbours, small_bytes: int = -1, halved_bytes: int = -1):
+        self._neighbours, self.halved_bytes = neighbours, halved_bytes
         self._rank, self._num_workers = neighbours.rank, neighbours.num_workers
         self.small_bytes = small_bytes
         self.across: Ring | None = None
@@ -115,6 +116,8 @@ class Ring:
         flat = np.ascontiguousarray(array).reshape(-1)
         if flat.nbytes <= self.small_bytes:
             return self._sum_among_partners(flat).reshape(array.shape)
+        if flat.nbytes <= self.halved_bytes:
+            return self._sum_in_halves(flat).reshape(array.shape)
         total = aligned_empty(flat.shape, flat.dtype)
         with self._lock, self._neighbours.closed_on_error():
             send = self._neighbours.put
@@ -145,11 +148,8 @@ class Ring:
         return total.reshape(array.shape)
 
     def _sum_among_partners(self, flat: np.ndarray, kind: str = "reduce") -> np.ndarray:
-        mine = aligned_empty((_ALIGNMENT + flat.nbytes,), np.dtype(np.uint8))
-        total = mine[_ALIGNMENT:].view(flat.dtype)
-        message = mine[_ALIGNMENT - GREETING_BYTES :]
-        received = np.empty_like(message)
-        addend = received[GREETING_BYTES:].view(flat.dtype)
+        message, total = _message(flat)
+        received, addend = _message(flat)
         total[:] = flat
         with self._lock, self._neighbours.closed_on_error():
             greeting = self._neighbours.greet_partners(kind, flat.nbytes, flat.dtype)
@@ -161,12 +161,35 @@ class Ring:
                     received if receives else None,
                     is_first=not i,
                 )
-                if adds:  # the lower rank's first: also of two NaNs all get the same one
-                    pair = (addend, total) if partner < self._rank else (total, addend)
-                    np.add(*pair, out=total)
+                if adds:
+                    self._add(partner, addend, total)
                 elif receives:
                     total[:] = addend
         return total
+
+    def _sum_in_halves(self, flat: np.ndarray) -> np.ndarray:
+        total = aligned_empty(flat.shape, flat.dtype)
+        total[:] = flat
+        with self._lock, self._neighbours.closed_on_error():
+            greeting = self._neighbours.greet_partners("reduce", flat.nbytes, flat.dtype)
+            exchanges = halving_exchanges(self._rank, self._num_workers, flat.size)
+            for i, (partner, sent, received, adds) in enumerate(exchanges):
+                message = answer = None
+                if sent is not None:
+                    message, part = _message(total[sent])
+                    message[:GREETING_BYTES], part[:] = greeting, total[sent]
+                if received is not None:
+                    answer, incoming = _message(total[received])
+                self._neighbours.exchange(partner, message, answer, is_first=not i)
+                if adds:
+                    self._add(partner, incoming, total[received])
+                elif received is not None:
+                    total[received] = incoming
+        return total
+
+    def _add(self, partner: int, theirs: np.ndarray, own: np.ndarray) -> None:
+        """The lower rank's first: also of two NaNs all get the same one."""
+        np.add(*((theirs, own) if partner < self._rank else (own, theirs)), out=own)
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
         """This worker's row of the sum of all workers' arrays, `[num_workers, ...]`.
@@ -291,6 +314,12 @@ class Ring:
 
     def _scratch_for(self, like: np.ndarray) -> np.ndarray:
         return np.frombuffer(self._scratch, like.dtype, like.size)
+
+
+def _message(like: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Room for a greeting and an array of this shape and type: all in bytes, and the array."""
+    memory = aligned_empty((_ALIGNMENT + like.nbytes,), np.dtype(np.uint8))
+    return memory[_ALIGNMENT - GREETING_BYTES :], memory[_ALIGNMENT:].view(like.dtype)
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tfparallel.communication.alpha_beta import SMALL_BYTES
+from tfparallel.communication.alpha_beta import SMALL_BYTES, most_halved_bytes
 from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
 from tfparallel.communication.ring import Ring
@@ -69,7 +69,10 @@ def connect_ring(
     neighbours = Neighbours(
         rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections, names=names
     )
-    ring = Ring(neighbours, SMALL_BYTES if small_bytes is None else small_bytes)
+    small, halved = SMALL_BYTES if small_bytes is None else small_bytes, NOTHING
+    if exchanges and len(set(hosts)) in (1, num_workers):  # halves of a host's ranks share no link
+        halved = most_halved_bytes(num_workers)
+    ring = Ring(neighbours, small, halved)
     if small_bytes is None and num_workers == 2:
         ring.measure()
     groups = equal_groups(hosts) if hosts_first else []
@@ -77,8 +80,8 @@ def connect_ring(
         return ring
     of_host, of_place = _parts_of(rank, groups)
     common = rank, host, exchange, (timeout_s, liveness), tasks, answer_s
-    within = _ring_of(of_host, "within hosts", *common)
-    across = _ring_of(of_place, "across hosts", *common)
+    within = _ring_of(of_host, NOTHING, "within hosts", *common)
+    across = _ring_of(of_place, SMALL_BYTES, "across hosts", *common)
     return RingOfHosts(neighbours, ring.small_bytes, within, across, groups)
 
 
@@ -122,6 +125,7 @@ def _parts_of(rank: int, groups: list[list[int]]) -> tuple[list[int], list[int]]
 
 def _ring_of(
     ranks: list[int],
+    small_bytes: int,
     what: str,
     rank: int,
     host: str,
@@ -138,7 +142,7 @@ def _ring_of(
 
     place = ranks.index(rank), len(ranks), host, exchange_among
     names_of_tasks = [tasks[each] for each in ranks] if tasks else ()
-    return connect_ring(*place, *limits, names_of_tasks, NOTHING, answer_s, names=ranks)
+    return connect_ring(*place, *limits, names_of_tasks, small_bytes, answer_s, names=ranks)
 
 
 @contextlib.contextmanager
