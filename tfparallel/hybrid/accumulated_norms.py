@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfparallel.internals import BaseOptimizer, distribute_lib
 from tfparallel.internals.keras_layers import accumulated_gradient, behind, trained_by
 from tfparallel.replicas.axis_of_processes import Gradient
-from tfparallel.replicas.clipping import sum_of_squares, widest
+from tfparallel.replicas.clipping import sum_of_numbers, sum_of_squares, widest
 from tfparallel.replicas.optimizer_hooks import build_optimizer
 from tfparallel.sharded.shard_view import GlobalNumbers, current_numbers, shard_view
 from tfparallel.sharded.update import is_clipped, scale_before_clipping
@@ -78,7 +78,7 @@ def _accumulated_squares(
             unscaled = piece / tf.cast(scale, piece.dtype)
             total = unscaled + stored.read_value()
             squares.append(sum_of_squares(total / inner.gradient_accumulation_steps))
-    return tf.add_n(squares)
+    return sum_of_numbers(squares)
 
 
 def clipping_by_known_norm(

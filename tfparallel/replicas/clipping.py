@@ -27,6 +27,14 @@ def widest(numbers: Iterable[tf.Tensor]) -> tf.DType:
     return tf.float64 if any(number.dtype == tf.float64 for number in numbers) else tf.float32
 
 
+def sum_of_numbers(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Their sum, in the same bits wherever it is computed, as replicas have to agree on a norm.
+
+    `AddN` begins with whichever number it may overwrite, in each replica and step another one.
+    """
+    return tf.reduce_sum(tf.stack(numbers))
+
+
 def clipped_by_norm(
     optimizer: BaseOptimizer,
     gradients: Sequence,
@@ -44,7 +52,7 @@ def clipped_by_norm(
         scales = [limit / tf.maximum(tf.sqrt(square), limit) for square in squares]
         return [scaled(gradient, scale) for gradient, scale in zip(gradients, scales, strict=True)]
     dtype, limit = widest(squares), optimizer.global_clipnorm
-    norm = tf.sqrt(tf.add_n([tf.cast(square, dtype) for square in squares]))
+    norm = tf.sqrt(sum_of_numbers([tf.cast(square, dtype) for square in squares]))
     # As Keras's: gradients of which one is not finite become NaN, and sparse ones become dense.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     return [scaled(dense_of(gradient), scale) for gradient in gradients]

@@ -20,6 +20,7 @@ from tfparallel.replicas.clipping import (
     clipped_by_norm,
     clips_by_norm,
     scaled_gradient,
+    sum_of_numbers,
     sum_of_squares,
     widest,
 )
@@ -95,7 +96,7 @@ def squares_in_parts(gradient: Gradient | GradientInParts) -> tf.Tensor:
     for part in numbers:
         with tf.device(part.device):
             squares.append(sum_of_squares(part))
-    return tf.add_n(squares)
+    return sum_of_numbers(squares)
 
 
 def _scaled_in_parts(
