@@ -28,8 +28,21 @@ class GraphCollectives:
         return int(tf.get_static_value(tf.convert_to_tensor(number)))
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """As `Collectives.all_reduce`."""
-        return _met(tensor, lambda parts, i: _added_up(parts))
+        """As `Collectives.all_reduce`; the first device adds up, so that all get the same bits.
+
+        `AddN` begins with whichever part it may overwrite, on each device another one.
+        """
+
+        def merge(strategy: tf.distribute.Strategy, value: object) -> PerReplica:
+            first, *others = _devices_of(strategy)
+            with tf.device(first):
+                totals = [_added_up(strategy.experimental_local_results(value))]
+            for device in others:
+                with tf.device(device):
+                    totals.append(tf.identity(totals[0]))
+            return PerReplica(totals)
+
+        return distribute_lib.get_replica_context().merge_call(merge, args=(tensor,))
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """As `Collectives.reduce_scatter`: each device adds up its own row alone."""
