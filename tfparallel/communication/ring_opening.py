@@ -70,7 +70,7 @@ def connect_ring(
         rank, num_workers, *ends, timeout_s, liveness, tasks, partners=connections, names=names
     )
     small, halved = SMALL_BYTES if small_bytes is None else small_bytes, NOTHING
-    if exchanges and len(set(hosts)) in (1, num_workers):  # halves of a host's ranks share no link
+    if exchanges and len(set(hosts)) in (1, num_workers):  # else ranks would share a link
         halved = most_halved_bytes(num_workers)
     ring = Ring(neighbours, small, halved)
     if small_bytes is None and num_workers == 2:
