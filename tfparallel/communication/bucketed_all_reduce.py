@@ -13,6 +13,7 @@ from tfparallel.internals import (
     ReduceOp,
     distribute_utils,
 )
+from tfparallel.internals.ordered_sums import sum_in_order
 
 
 class BucketedAllReduce(CollectiveAllReduce):
@@ -73,7 +74,7 @@ class BucketedAllReduce(CollectiveAllReduce):
 
     def _reduce_dense(self, per_replica_values: list, options: object) -> list[tf.Tensor]:
         """Sums over replicas, bucket by bucket."""
-        local = [tf.add_n(list(value.values)) for value in per_replica_values]
+        local = [sum_in_order(value.values) for value in per_replica_values]
         buckets = plan_buckets(
             [_size_bytes(tensor) for tensor in local],
             [tensor.dtype for tensor in local],

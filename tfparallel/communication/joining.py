@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfparallel.internals.ordered_sums import sum_in_order
+
 
 def join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """All values of tensors of one dtype, one after the other, `[size]`."""
@@ -36,7 +38,7 @@ def add_tensors(parts: Sequence) -> tf.Tensor | tf.IndexedSlices:
     if len(parts) == 1:
         return parts[0]
     if not any(isinstance(part, tf.IndexedSlices) for part in parts):
-        return tf.add_n(list(parts))
+        return sum_in_order(parts)
     values = tf.concat([part.values for part in parts], 0)
     indices = tf.concat([part.indices for part in parts], 0)
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)

@@ -16,6 +16,7 @@ from tfparallel.hybrid.kept_wholes import KeepsWholes, KeptWhole
 from tfparallel.hybrid.pieces_on_hosts import StoredInPieces
 from tfparallel.hybrid.shards import HoldsShards
 from tfparallel.internals import distribute_lib, distribute_utils
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.sharded.options import Sharding
 from tfparallel.tensor_parallel.extended import TensorParallelExtended
@@ -155,5 +156,5 @@ def _sums_of_pieces(variable: SplitVariable, part: int, gradients: tuple) -> lis
     sums = []
     for j, own in enumerate(zip(*split, strict=True)):
         with tf.device(variable.parts[0][start + j].device):
-            sums.append(tf.add_n(list(own)))
+            sums.append(sum_in_order(own))
     return sums

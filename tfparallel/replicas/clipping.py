@@ -30,7 +30,8 @@ def widest(numbers: Iterable[tf.Tensor]) -> tf.DType:
 def sum_of_numbers(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
     """Their sum, in the same bits wherever it is computed, as replicas have to agree on a norm.
 
-    `AddN` begins with whichever number it may overwrite, in each replica and step another one.
+    `AddN` begins with whichever number it may overwrite, in each replica and step another one. For
+    arrays there is `internals.ordered_sums`, which stacks none, with an operation for each.
     """
     return tf.reduce_sum(tf.stack(numbers))
 

@@ -25,6 +25,7 @@ from tfparallel.internals import (
     distribute_lib,
     distribute_utils,
 )
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.across_workers import WorkersExtended
 from tfparallel.replicas.batch import Batch
 from tfparallel.replicas.local_rounds import LocalRounds, scaled
@@ -118,7 +119,7 @@ class CompressedGradients(WorkersExtended):
         """Gradients of the mean loss over the rows of this worker, from weighted ones."""
 
         def merge(_: tf.distribute.Strategy, weight: object, *gradients: object) -> list:
-            own = tf.add_n(list(self._local_results(weight)))
+            own = sum_in_order(self._local_results(weight))
             self._step_to_count = source.optimizer, own
             inverse = tf.math.divide_no_nan(tf.ones_like(own), own)
             local = [add_tensors(self._local_results(gradient)) for gradient in gradients]
@@ -179,7 +180,11 @@ class CompressedGradients(WorkersExtended):
     ) -> list[tf.Tensor]:
         if self._local_sgd is None:
             return super()._mean_statistics(firsts, shares, batch)
-        own, ended, self._has_round_ended = tf.add_n(batch.weights), self._has_round_ended, False
+        own, ended, self._has_round_ended = (
+            sum_in_order(batch.weights),
+            self._has_round_ended,
+            False,
+        )
         return tf.cond(
             tf.less(batch.total, self._num_replicas_in_sync),  # a worker without rows has no mean
             lambda: self._sum_list_across_workers(shares),

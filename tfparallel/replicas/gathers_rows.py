@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.internals import PerReplica, distribute_lib
 from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.batch import concat_rows
 from tfparallel.replicas.variables import SummedWhenRead, prefetched_metrics, sums_of_copies
 
@@ -38,7 +39,7 @@ class GathersRows(tf.distribute.StrategyExtended):
             with tf.device(self._host_device):
                 by_worker = self._local_results(counts)[0]
                 by_worker = tf.reshape(by_worker, [self._num_workers, len(parts)])
-                own = self._scattered_sum(tf.add_n(parts), tf.reduce_sum(by_worker, 1))
+                own = self._scattered_sum(sum_in_order(parts), tf.reduce_sum(by_worker, 1))
                 own_counts = by_worker[self._id_in_cluster]
                 split_up = tf.split(own, own_counts, num=len(parts))
             return split_up[0] if len(parts) == 1 else PerReplica(split_up)

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfparallel.internals import PerReplica, distribute_lib
 from tfparallel.internals.distribute import num_replicas
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.batch import concat_rows
 
 
@@ -102,4 +103,4 @@ def _devices_of(strategy: tf.distribute.Strategy) -> Sequence[str]:
 def _added_up(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     if parts[0].dtype == tf.bool:
         return tf.reduce_any(tf.stack(parts), 0)
-    return tf.add_n(list(parts))
+    return sum_in_order(parts)

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import is_stock_step, is_train_step, values_util
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
@@ -115,7 +116,7 @@ def _mean(variables: Sequence, batch: Batch) -> tf.Tensor:
             counted = tf.where(tf.greater(rows, 0), joined, tf.zeros_like(joined))
             weighted.append(counted * tf.cast(weight, joined.dtype))
     with tf.device(variables[0].values[0].device):
-        return tf.add_n(weighted)
+        return sum_in_order(weighted)
 
 
 def _assign_parts(variables: Sequence, joined: tf.Tensor) -> None:

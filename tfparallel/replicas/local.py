@@ -17,6 +17,7 @@ from tfparallel.internals import (
     distribute_utils,
 )
 from tfparallel.internals.distribute import gather
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.device_names import is_in_parts
 from tfparallel.replicas.extended import ReplicatedExtended
 from tfparallel.replicas.graph_collectives import GraphCollectives
@@ -60,7 +61,7 @@ class LocalExtended(ReplicatedExtended):
             for number, device in enumerate(self._devices):
                 with tf.device(device):
                     start, count = tf.reduce_sum(by_replica[:number]), by_replica[number]
-                    owns.append(tf.add_n([part[start : start + count] for part in parts]))
+                    owns.append(sum_in_order([part[start : start + count] for part in parts]))
             return PerReplica(owns)
 
         return distribute_lib.get_replica_context().merge_call(merge, args=(rows, counts))

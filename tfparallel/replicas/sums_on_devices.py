@@ -6,6 +6,7 @@ from typing import TypeGuard
 import tensorflow as tf
 
 from tfparallel.internals import DistributedValues, Mirrored, distribute_utils
+from tfparallel.internals.ordered_sums import sum_in_order
 
 
 def sums_on_devices(
@@ -18,7 +19,7 @@ def sums_on_devices(
     """
     first, *others = devices
     with tf.device(first):
-        copies = [[tf.add_n(value.values) for value in values]]
+        copies = [[sum_in_order(value.values) for value in values]]
     for device in others:
         with tf.device(device):
             copies.append([tf.identity(total) for total in copies[0]])

@@ -14,6 +14,7 @@ from tfparallel.internals import (
     values_util,
 )
 from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.device_names import hosts_of
 from tfparallel.replicas.optimizer_hooks import gradient_source
@@ -218,7 +219,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             return [self._on_all_copies(each) for each in self._over_workers(shards)]
         results: list = [None] * len(gradients)
         with tf.device(self._meeting_device):
-            sums = [tf.add_n(parts) for parts in gradients]
+            sums = [sum_in_order(parts) for parts in gradients]
             sizes = [total.shape[0] * total.dtype.size for total in sums]
             for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):
                 rows = [tf.reshape(sums[k], [self._num_sharing, -1]) for k in bucket]
@@ -249,7 +250,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
         sums = []
         for j, device in enumerate(self._devices[: self._devices_of_copy]):
             with tf.device(device):
-                sums.append(tf.add_n([own[j] for own in pieces]))
+                sums.append(sum_in_order([own[j] for own in pieces]))
         return sums
 
     def _on_all_copies(self, shards: list[tf.Tensor]) -> list[tf.Tensor]:

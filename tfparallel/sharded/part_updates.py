@@ -15,6 +15,7 @@ from tfparallel.internals import (
     values_util,
 )
 from tfparallel.internals.keras_layers import apply_without_replicas, trained_by
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.elementwise import is_elementwise
 from tfparallel.replicas.local_copies import first_copy
 from tfparallel.replicas.optimizer_hooks import build_optimizer
@@ -80,7 +81,7 @@ class PartUpdates(SharesCopies):
 
         def merge(_: tf.distribute.Strategy, *tensors: tf.distribute.DistributedValues) -> list:
             parts = [self._local_results(tensor) for tensor in tensors]
-            return [tf.add_n(each[: self._devices_of_copy]) for each in parts]
+            return [sum_in_order(each[: self._devices_of_copy]) for each in parts]
 
         flat = tf.nest.flatten(value)
         total = distribute_lib.get_replica_context().merge_call(merge, args=flat)
