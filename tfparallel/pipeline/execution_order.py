@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -16,13 +16,13 @@ from tfparallel.pipeline.plans.schedule import Schedule
 
 
 def put_in_order(
-    graph: tf.Graph, schedule: Schedule, passes: Passes, devices: Sequence[str]
+    graph: tf.Graph, schedule: Schedule, pipelines: Sequence[tuple[Passes, Sequence[str]]]
 ) -> Schedule:
     """Makes each device's calls follow one another as the schedule says.
 
     Args:
         graph: of the step.
-        devices: of each stage.
+        pipelines: of each its passes, and the devices of its stages.
 
     Returns:
         The schedule; or, where something of the step depends on several microbatches, that with
@@ -31,22 +31,25 @@ def put_in_order(
     Raises:
         ValueError: if the step cannot be done in that order either.
     """
-    unordered = [
-        op
-        for op, action in passes.action_of.items()
-        if action.kind != "forward" or all(x.dtype != tf.resource for x in op.inputs)
-    ]
-    run_independently(graph, [*unordered, *itertools.chain(*passes.sums.values())])
+    each = [passes for passes, _ in pipelines]
+    for passes in each:
+        unordered = [
+            op
+            for op, action in passes.action_of.items()
+            if action.kind != "forward" or all(x.dtype != tf.resource for x in op.inputs)
+        ]
+        run_independently(graph, [*unordered, *itertools.chain(*passes.sums.values())])
     place_shapes(graph)
-    edges = [*_edges(schedule, passes)]
+    edges = _edges_of_all(_edges, schedule, each)
     if has_cycle(graph, edges):
         schedule = schedule.all_forward_first()
-        edges = [*_edges(schedule, passes)]
+        edges = _edges_of_all(_edges, schedule, each)
         if has_cycle(graph, edges):
-            edges = [*_call_by_call(schedule, passes)]
+            edges = _edges_of_all(_call_by_call, schedule, each)
     for before, after in edges:
         run_after(after, before)
-    hide_from_clustering(graph, passes, devices)
+    for passes, devices in pipelines:
+        hide_from_clustering(graph, passes, devices)
     if has_cycle(graph):
         raise ValueError(
             "A step of a pipeline makes the same calls for every microbatch, in the same order. "
@@ -55,6 +58,13 @@ def put_in_order(
             "strategy that does not cut the model."
         )
     return schedule
+
+
+def _edges_of_all(
+    edges: Callable, schedule: Schedule, each: Iterable[Passes]
+) -> list[tuple[tf.Operation, tf.Operation]]:
+    """What one of the functions below gives, of all pipelines."""
+    return [edge for passes in each for edge in edges(schedule, passes)]
 
 
 def _edges(schedule: Schedule, passes: Passes) -> Iterator[tuple[tf.Operation, tf.Operation]]:

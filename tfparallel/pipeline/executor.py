@@ -247,9 +247,10 @@ class Executor:
         self._passes.fetches[in_pass] += waiting
         return [*fetched, *stash[function.num_activations :]]
 
-    def order(self, graph: tf.Graph) -> Schedule:
-        """As `put_in_order`, when the step has been traced."""
-        return put_in_order(graph, self._schedule, self._passes, self._devices)
+    def order(self, graph: tf.Graph, others: Iterable["Executor"] = ()) -> Schedule:
+        """As `put_in_order`, when the step has been traced, with `others` of the same step."""
+        pipelines = [(each._passes, each._devices) for each in (self, *others)]
+        return put_in_order(graph, self._schedule, pipelines)
 
     def add_clock(self, graph: tf.Graph, hosts: Sequence[str]) -> dict[Action, tf.Tensor]:
         """After `order`: when each pass of the first round starts and ends, as `clock.add_clock`.

@@ -72,8 +72,9 @@ class Executors:
             yield executor, list(gradients), list(rows)
 
     def order(self, graph: tf.Graph) -> Schedule:
-        """As `Executor.order`, for all pipelines; the schedule is that of the first."""
-        return [executor.order(graph) for executor in self._each][0]
+        """As `Executor.order`, for all pipelines together."""
+        first, *others = self._each
+        return first.order(graph, others)
 
     def add_clock(self, graph: tf.Graph, hosts: Sequence[Sequence[str]]) -> dict[Action, tf.Tensor]:
         """As `Executor.add_clock`, of the microbatches of all pipelines.

@@ -169,7 +169,8 @@ def tell(source: tf.Variable, others: Sequence[tf.Variable]) -> None:
 
 def is_on(variable: tf.Variable, device: str) -> bool:
     """Whether a variable of TensorFlow is on `device`."""
-    return device_util.canonicalize(variable.device) == device_util.canonicalize(device)
+    own = variable.device
+    return own == device or device_util.canonicalize(own) == device_util.canonicalize(device)
 
 
 def moved(old: tf.Variable, device: str) -> tf.Variable:
