@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfparallel.communication.carried_dtypes import summed_by
 from tfparallel.communication.horovod_start import ProcessSet, hvd
-from tfparallel.communication.kept_collectives import runs_anyway, unknown
+from tfparallel.communication.kept_collectives import hidden
 from tfparallel.internals import ResourceVariable
 from tfparallel.internals.keras_integers import has_gpu
 
@@ -53,7 +53,7 @@ def all_reduce_sum(
         adasum: combine by Adasum instead of the sum.
     """
     dtype = tensors[0].dtype
-    sent = [unknown(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
+    sent = [hidden(tf.cast(tensor, _SUMMED_AS.get(dtype, dtype))) for tensor in tensors]
     op = hvd.Adasum if adasum else hvd.Sum
     options: dict[str, Any] = {"op": op, "process_set": process_set}
     if predivide != 1.0 and not adasum:
@@ -70,14 +70,14 @@ def all_reduce_sum(
 
 def all_gather(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """The rows, `[rows, ...]`, of all ranks in their order; only their number may differ."""
-    sent, shape = unknown(_as_bytes(rows)), [None, *rows.shape[1:]]
+    sent, shape = hidden(_as_bytes(rows)), [None, *rows.shape[1:]]
     gathered = hvd.allgather(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(gathered, rows.dtype), shape)
 
 
 def all_gather_each(parts: Sequence[tf.Tensor], process_set: ProcessSet) -> list[tf.Tensor]:
     """Of each `[length]`, as long on every rank, all ranks' one after the other, together."""
-    sent = [unknown(_as_bytes(part)) for part in parts]
+    sent = [hidden(_as_bytes(part)) for part in parts]
     gathered = hvd.grouped_allgather(sent, process_set=process_set, **_named())
     lengths = [part.shape[0] * process_set.size() for part in parts]
     return [
@@ -97,7 +97,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet, is_by_nccl: bool = 
     if process_set.size() > 2 and not (is_by_nccl or hvd.mpi_enabled()):
         own = tf.reduce_sum(tf.cast(all_to_all(rows, process_set), summed_as), 0)
     else:
-        sent = unknown(tf.cast(rows, summed_as))
+        sent = hidden(tf.cast(rows, summed_as))
         own = hvd.reducescatter(sent, op=hvd.Sum, process_set=process_set, **_named())
     own = tf.reshape(tf.cast(own, rows.dtype), tf.shape(rows)[1:])
     return tf.ensure_shape(own, rows.shape[1:])
@@ -105,7 +105,7 @@ def reduce_scatter(rows: tf.Tensor, process_set: ProcessSet, is_by_nccl: bool = 
 
 def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
     """`[ranks, ...]`: row j goes to rank j, row i came from rank i."""
-    sent = unknown(_as_bytes(rows))
+    sent = hidden(_as_bytes(rows))
     received = hvd.alltoall(sent, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(received, rows.dtype), rows.shape)
 
@@ -113,7 +113,7 @@ def all_to_all(rows: tf.Tensor, process_set: object) -> tf.Tensor:
 def broadcast(tensor: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """The tensor of the first rank of `process_set`, on every rank."""
     root = process_set.ranks[0] if process_set.ranks else 0
-    sent = unknown(_as_bytes(tensor))
+    sent = hidden(_as_bytes(tensor))
     received = hvd.broadcast(sent, root_rank=root, process_set=process_set, **_named())
     return tf.ensure_shape(_from_bytes(received, tensor.dtype), tensor.shape)
 
@@ -239,7 +239,7 @@ class HorovodCollectives:
             begun = self.order.assign_add(1.0)
         with tf.device(self._device), tf.control_dependencies([begun]):
             yield collectives
-            done = [runs_anyway(each) for each in collectives]
+            done = [hidden(each) for each in collectives]
         with tf.device(self.order.device), tf.control_dependencies(done):
             self.order.assign_add(1.0)
 

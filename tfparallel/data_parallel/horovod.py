@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfparallel.communication.horovod_all_reduce import HorovodAllReduce
 from tfparallel.communication.horovod_collectives import HorovodCollectives, broadcast
 from tfparallel.communication.horovod_start import ProcessSet, hvd
-from tfparallel.communication.kept_collectives import runs_anyway
+from tfparallel.communication.kept_collectives import hidden
 from tfparallel.communication.link_times import LinkTimes
 from tfparallel.coordination.agreement import Agreement
 from tfparallel.coordination.lost_ranks import names_lost_ranks
@@ -235,7 +235,7 @@ class HorovodExtended(CompressedGradients, CollectiveAllReduceExtended):
         with tf.device(self._begun.device), tf.control_dependencies(_tensors_of(gradients)):
             self._begun.assign_add(1)
         sums = add_up(gradients)
-        done = [runs_anyway(each) for each in _tensors_of(sums)]
+        done = [hidden(each) for each in _tensors_of(sums)]
         with tf.device(self._ended.device), tf.control_dependencies(done):
             self._ended.assign_add(1)
         return sums
