@@ -6,9 +6,9 @@ its registry), which say whether there is one for a GPU, and which of its argume
 in the host's memory. A tensor that is wanted in another memory is a copy, one for each memory
 however many operations there want it, as TensorFlow sends it.
 
-The graph is read as it is traced, but for what no result needs: TensorFlow prunes that. What it
-folds before it runs, constants and what is computed of them and of known shapes (`folding.py`), is
-in every memory that wants it.
+The graph is read as it is traced. What TensorFlow folds before it runs, constants and what is
+computed of them and of known shapes (`folding.py`), is in every memory that wants it. Of a graph
+that functions of a `RemoteCall` are made of, each has a part: only what its results need.
 """
 
 import collections
@@ -22,7 +22,6 @@ from pathlib import Path
 import tensorflow as tf
 
 from tests.gpu.folding import Folded
-from tfparallel.internals import FuncGraph
 
 _KERNELS = Path(__file__).with_name("kernels_2.21.json.gz")
 _FUNCTIONAL = {
@@ -103,12 +102,14 @@ def audit(
     return result
 
 
-def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool = False) -> None:
+def _audit_graph(
+    graph, default: str, given: dict, result: Audit, is_step: bool = False, is_part: bool = False
+) -> None:
     devices = _places(graph, default, given, result)
     on_host = {each for each in graph.get_operations() if is_step and each not in given}
     memory, folded, sent = functools.partial(_memory, devices, on_host), Folded(), set()
-    runs = _run(graph)
-    for operation in runs:
+    operations = _needed(graph) if is_part else graph.get_operations()
+    for operation in operations:
         _look_at_operation(operation, devices[operation], result)
         if folded.is_constant(operation):
             continue
@@ -124,16 +125,15 @@ def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool 
                 sent.add((tensor.ref(), target))
                 edge = f"{tensor.op.type} -> {operation.type} ({tensor.dtype.name})"
                 result.copies[_direction(source, target)][edge] += 1
-    for operation, called, inputs in _calls(graph, runs):
+    for operation, called, inputs in _calls(graph, operations):
         pairs = zip(inputs, called.graph.inputs, strict=False)
         handles = {b.op: devices[a.op] for a, b in pairs if a.dtype == tf.resource}
-        _audit_graph(called.graph, devices[operation], handles, result)
+        is_of_part = is_part or operation.type == "RemoteCall"
+        _audit_graph(called.graph, devices[operation], handles, result, is_part=is_of_part)
 
 
-def _run(graph) -> list[tf.Operation]:
-    """The operations that TensorFlow runs: those with effects, and what they and results need."""
-    if not isinstance(graph, FuncGraph):
-        return graph.get_operations()
+def _needed(graph) -> list[tf.Operation]:
+    """The operations that results need, and those with effects: TensorFlow prunes others."""
     todo = [*(x.op for x in graph.outputs), *graph.control_outputs]
     todo += [each for each in graph.get_operations() if each.op_def.is_stateful]
     found = set(todo)
