@@ -13,7 +13,6 @@ and for what multiplies them, GPUs have operations that read and write the host'
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -61,8 +60,9 @@ def _replaced(operation: tf.Operation) -> set[tf.Operation]:
 
 def _stitched(operation: tf.Operation) -> tf.Tensor | None:
     count = operation.get_attr("N")
-    indices, data = [_value(x) for x in operation.inputs[:count]], operation.inputs[count:]
-    if any(x is None for x in indices) or not all(map(_is_list, data)):
+    values, data = [_value(x) for x in operation.inputs[:count]], operation.inputs[count:]
+    indices = [x for x in values if x is not None]
+    if len(indices) < count or not all(map(_is_list, data)):
         return None
     merged: dict[int, tf.Tensor] = {}
     for positions, numbers in zip(indices, data, strict=True):
@@ -101,7 +101,7 @@ def _elements(tensor: tf.Tensor) -> list[tf.Tensor]:
     return tf.unstack(tensor) if tensor.shape.rank else [tensor]
 
 
-def _value(tensor: tf.Tensor) -> Any:
+def _value(tensor: tf.Tensor) -> np.ndarray | None:
     """What integers are known to be; None of others. TensorFlow knows no sums, as of axes."""
     value, operation = tf.get_static_value(tensor), tensor.op
     if value is None and operation.type in _ARITHMETIC:
