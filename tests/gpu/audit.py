@@ -8,7 +8,7 @@ however many operations there want it, as TensorFlow sends it.
 
 The graph is read as it is traced. What TensorFlow folds before it runs, constants and what is
 computed of them and of known shapes (`folding.py`), is in every memory that wants it. Of a graph
-that functions of a `RemoteCall` are made of, each has a part: only what its results need.
+that several functions are made of, as a stage's, each has a part: only what its results need.
 """
 
 import collections
@@ -128,7 +128,7 @@ def _audit_graph(
     for operation, called, inputs in _calls(graph, operations):
         pairs = zip(inputs, called.graph.inputs, strict=False)
         handles = {b.op: devices[a.op] for a, b in pairs if a.dtype == tf.resource}
-        is_of_part = is_part or operation.type == "RemoteCall"
+        is_of_part = is_part or hasattr(called, "ends")  # by `function_of_graph`
         _audit_graph(called.graph, devices[operation], handles, result, is_part=is_of_part)
 
 
