@@ -7,14 +7,15 @@ in the host's memory. A tensor that is wanted in another memory is a copy, one f
 however many operations there want it, as TensorFlow sends it.
 
 The graph is read as it is traced. What TensorFlow folds before it runs, constants and what is
-computed of them and of known shapes (`folding.py`), is in every memory that wants it.
+computed of them and of known shapes (`folding.py`), is in every memory that wants it. Of a graph
+that several functions are made of, as a stage's, each has a part: only what its results need.
 """
 
 import collections
 import functools
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,11 +102,14 @@ def audit(
     return result
 
 
-def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool = False) -> None:
+def _audit_graph(
+    graph, default: str, given: dict, result: Audit, is_step: bool = False, is_part: bool = False
+) -> None:
     devices = _places(graph, default, given, result)
     on_host = {each for each in graph.get_operations() if is_step and each not in given}
     memory, folded, sent = functools.partial(_memory, devices, on_host), Folded(), set()
-    for operation in graph.get_operations():
+    operations = _needed(graph) if is_part else graph.get_operations()
+    for operation in operations:
         _look_at_operation(operation, devices[operation], result)
         if folded.is_constant(operation):
             continue
@@ -121,10 +125,24 @@ def _audit_graph(graph, default: str, given: dict, result: Audit, is_step: bool 
                 sent.add((tensor.ref(), target))
                 edge = f"{tensor.op.type} -> {operation.type} ({tensor.dtype.name})"
                 result.copies[_direction(source, target)][edge] += 1
-    for operation, called, inputs in _calls(graph):
+    for operation, called, inputs in _calls(graph, operations):
         pairs = zip(inputs, called.graph.inputs, strict=False)
         handles = {b.op: devices[a.op] for a, b in pairs if a.dtype == tf.resource}
-        _audit_graph(called.graph, devices[operation], handles, result)
+        is_of_part = is_part or hasattr(called, "ends")  # by `function_of_graph`
+        _audit_graph(called.graph, devices[operation], handles, result, is_part=is_of_part)
+
+
+def _needed(graph) -> list[tf.Operation]:
+    """The operations that results need, and those with effects: TensorFlow prunes others."""
+    todo = [*(x.op for x in graph.outputs), *graph.control_outputs]
+    todo += [each for each in graph.get_operations() if each.op_def.is_stateful]
+    found = set(todo)
+    while todo:
+        operation = todo.pop()
+        before = {*(x.op for x in operation.inputs), *operation.control_inputs} - found
+        found |= before
+        todo += before
+    return [each for each in graph.get_operations() if each in found]
 
 
 def _places(graph, default: str, given: dict, result: Audit) -> dict:
@@ -209,10 +227,10 @@ def _is_met(operation, constraints: dict[str, list[str]]) -> bool:
     return True
 
 
-def _calls(graph) -> Iterator[tuple]:
+def _calls(graph, operations: Sequence) -> Iterator[tuple]:
     """Each operation that calls a function, the function, and what it is given."""
     functions = {function.name: function for function in graph._functions.values()}
-    for operation in graph.get_operations():
+    for operation in operations:
         if operation.type not in _FUNCTIONAL | {"RemoteCall"}:
             continue
         has_first = operation.type in _BRANCHES or operation.type == "RemoteCall"

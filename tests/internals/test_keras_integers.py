@@ -38,6 +38,15 @@ def test_rows_of_a_table_are_those_of_keras(axis):
         np.testing.assert_array_equal(keras.ops.take(table, indices, axis), expected)
 
 
+@pytest.mark.parametrize("other", [0, 2, [2, 0], [1.5, 2.0]])
+def test_masks_of_tokens_are_those_of_keras(other):
+    tokens = tf.constant([[2, 0], [0, 1]])
+    expected = keras.ops.not_equal(tokens, other)
+    with integers_stay(["GPU:0"], seeds_on_host=False):
+        received = keras.ops.not_equal(tokens, other)
+    np.testing.assert_array_equal(received, expected)
+
+
 def test_indices_of_a_sparse_gradient_are_int64():
     """Those of int32 would be reshaped on the host, in the backward pass."""
     table = tf.Variable(tf.ones([4, 3]))

@@ -5,6 +5,7 @@ shapes. Keras uses them for numbers as well, which then go to the host in the mi
 the host waits for the GPU to send them:
 
     argmax     every accuracy: looks for -0.0 by comparing as many sign bits as there are scores
+    not_equal  every mask of an Embedding: compares tokens
     take       every Embedding: adds the table's length to numbers of rows that are negative
     seeds      every Dropout: TensorFlow wants them as int32 on the host
 
@@ -30,7 +31,7 @@ from tfparallel.internals.hooks import shadowed, wrapped
 
 @contextlib.contextmanager
 def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]:
-    """Within it, neither `argmax` nor `take` of Keras sends integers from a GPU to the host.
+    """Within it, what Keras computes with integers sends none from a GPU to the host.
 
     Args:
         devices: that compute.
@@ -42,6 +43,7 @@ def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]
         return
     functions: list[tuple[Any, str, Callable]] = [
         (keras_numpy, "signbit", _sign_bits),
+        (keras_numpy, "not_equal", _not_equal),
         (keras_numpy, "take", _take),
     ]
     if seeds_on_host:
@@ -76,6 +78,12 @@ def _sign_bits(original: Callable, x: object) -> tf.Tensor:
         return original(x)
     bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
     return tf.cast(tf.bitwise.bitwise_and(bits, tf.constant(tf.int32.min)), tf.bool)
+
+
+def _not_equal(original: Callable, x1: object, x2: object) -> tf.Tensor:
+    if isinstance(x1, tf.Tensor) and x1.dtype == tf.int32 and x1.shape.rank != 0:
+        x1 = tf.cast(x1, tf.int64)
+    return original(x1, x2)
 
 
 def _take(original: Callable, x: object, indices: object, axis: int | None = None) -> tf.Tensor:

@@ -23,7 +23,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.backend.common.variables": ("get_autocast_scope",),
     "keras.src.backend.tensorflow.core": ("Variable",),
     "keras.src.backend.tensorflow.distribution_lib": ("list_devices",),
-    "keras.src.backend.tensorflow.numpy": ("signbit", "take"),
+    "keras.src.backend.tensorflow.numpy": ("not_equal", "signbit", "take"),
     "keras.src.backend.tensorflow.random": ("_cast_seed",),
     _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),
     "keras.src.distribution.distribution_lib": ("GLOBAL_ATTRIBUTE_NAME", "global_state"),
@@ -109,8 +109,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "Graph",
         "get_default_graph",
         "gradient_registry",
+        "tensor_id",
         "uid",
     ),
+    "tensorflow.python.ops.control_flow_util": ("GraphOrParentsInXlaContext",),
     "tensorflow.python.ops.control_flow_v2_func_graphs": ("CondBranchFuncGraph",),
     "tensorflow.python.ops.gradients_util": (
         "POSSIBLE_GRADIENT_TYPES_FIRST_ORDER",
@@ -118,6 +120,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
     "tensorflow.python.ops.resource_variable_ops": ("ResourceVariable", "variable_accessed"),
+    "tensorflow.python.ops.while_v2": ("_grad_fn", "_is_loop_invariant"),
     "tensorflow.python.pywrap_tfe": ("TFE_Py_TapeSetPossibleGradientTypes",),
     "tensorflow.tsl.profiler.protobuf.xplane_pb2": ("XSpace",),
     "tensorflow.python.training.saving.saveable_object": ("SaveSpec", "SaveableObject"),
@@ -346,6 +349,10 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.ops.resource_variable_ops.BaseResourceVariable": (
         "_handle_data",
         "_unique_id",
+    ),
+    "tensorflow.python.ops.while_v2._WhileBodyGradFuncGraph": (
+        "_capture_helper",
+        "_indirect_captures",
     ),
 }
 

@@ -35,6 +35,7 @@ from tfparallel.internals import (
 from tfparallel.internals.distribute import num_replicas
 from tfparallel.internals.keras_epochs import let_iterators_go_beside
 from tfparallel.internals.keras_integers import integers_stay
+from tfparallel.internals.loop_numbers import loops_keep_numbers_on_hosts
 from tfparallel.logical_devices import open_logical_cpus
 from tfparallel.replicas import checks, first_words
 from tfparallel.replicas.all_rows import all_rows
@@ -137,7 +138,8 @@ class KerasStrategy(DescribedStrategy):
         own_layers, kept = never_without_rows(model, extended), extended._kept_in_step_of(model)
         integers = integers_stay(extended.worker_devices, extended._seed_device is not None)
         sizes = sizes_on_hosts(extended.worker_devices)
-        with told, own_layers, integers, sizes, draws, extended._step_of(model), kept:
+        loops = loops_keep_numbers_on_hosts(extended.worker_devices)
+        with told, own_layers, integers, sizes, loops, draws, extended._step_of(model), kept:
             if num_replicas(self) == 1:
                 return super().run(fn, of_the_only_replica(args), kwargs, options)
             if is_step:

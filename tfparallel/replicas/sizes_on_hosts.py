@@ -14,7 +14,7 @@ from tfparallel.internals import keras_integers
 from tfparallel.internals.graphs import is_stateful, place
 from tfparallel.replicas.device_names import hosts_of
 
-_SIZES = {"Shape", "ShapeN", "Size"}
+SIZES = {"Shape", "ShapeN", "Size"}
 _ON_GPUS = {"DynamicStitch", "GatherV2", "Prod"}  # of int32, where they are not told otherwise
 
 
@@ -26,14 +26,14 @@ def sizes_on_hosts(devices: Sequence[str]) -> Iterator[None]:
         return
     known: set[tf.Operation] = set()  # sizes, and constants
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        if operation.type in _SIZES or _is_made_of(known, operation):
+        if operation.type in SIZES or is_made_of(known, operation):
             known.add(operation)
             device = operation.device
             if operation.type in _ON_GPUS and device and keras_integers.has_gpu([device]):
                 place(operation, hosts_of([device])[0])
 
 
-def _is_made_of(known: Container[tf.Operation], operation: tf.Operation) -> bool:
+def is_made_of(known: Container[tf.Operation], operation: tf.Operation) -> bool:
     """Whether it makes nothing but integers, and takes nothing but results of `known`."""
     if operation.type == "Placeholder" or is_stateful(operation):
         return False

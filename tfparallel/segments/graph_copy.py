@@ -24,6 +24,7 @@ from tfparallel.internals.graphs import (
     functions_of,
     only_wait_for,
 )
+from tfparallel.segments.sizes_in_functions import keep_sizes_in_host_memory
 from tfparallel.segments.threads import has_one_thread
 
 Places = Callable[[str], Mapping[str, str]]
@@ -124,6 +125,8 @@ class GraphFunction:
         ends: Sequence[tf.Operation] | None = None,
     ):
         self._has_narrow = any(x.dtype == tf.int32 for x in (*inputs, *outputs))
+        every = [x for operation in graph.get_operations() for x in operation.outputs]
+        keep_sizes_in_host_memory(depended_on(every, lambda _: False))
         operations = graph.get_operations()
         if ends is not None:
             graph.control_outputs.extend(ends)

@@ -2,6 +2,7 @@
 
 A stage of a large model keeps a thousand tensors. Packed into one list for each dtype they are a
 handful of edges of the step's graph, which every pass of TensorFlow over that graph has to visit.
+Numbers that the host needs, as how often a loop has turned, are in shapes of what is packed.
 """
 
 import collections
@@ -9,6 +10,8 @@ import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tfparallel.internals.numbers_in_shapes import from_shape, in_shape, is_of_host
 
 _NOT_PACKED = (tf.variant, tf.resource)
 
@@ -21,7 +24,10 @@ class Stash:
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor]):
+        self._of_host = {i: x.shape for i, x in enumerate(tensors) if is_of_host(x)}
         self._types = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        for i in self._of_host:
+            self._types[i] = tf.int64, tf.TensorShape(None)
         self._at: dict[tf.DType, list[int]] = collections.defaultdict(list)
         for i, (dtype, _) in enumerate(self._types):
             self._at[dtype].append(i)
@@ -38,6 +44,7 @@ class Stash:
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """A few variant tensors that hold `tensors`."""
         packed = []
+        tensors = [in_shape(x) if i in self._of_host else x for i, x in enumerate(tensors)]
         for dtype, at in self._at.items():
             if dtype in _NOT_PACKED:
                 packed += [tensors[i] for i in at]
@@ -70,4 +77,6 @@ class Stash:
                     element_dtype=dtype,
                 )
                 tensors[i].set_shape(shape)
+        for i, shape in self._of_host.items():
+            tensors[i] = from_shape(tensors[i], shape)
         return tensors

@@ -1,0 +1,44 @@
+"""What is kept between two passes comes back as it was; numbers of the host stay there."""
+
+import tensorflow as tf
+
+from tests.gpu.audit import audit
+from tfparallel.segments.stash import Stash
+
+DEVICE = "/job:localhost/replica:0/task:0/device:CPU:1"
+
+
+def count(x):
+    """How often something was halved, its shape, a number below 0, and integers of a GPU."""
+    turns, halves = tf.while_loop(
+        lambda _, y: tf.reduce_sum(y) > 1.0, lambda i, y: (i + 1, y / 2.0), [tf.constant(0), x]
+    )
+    with tf.device(DEVICE):
+        return [turns - 9, tf.shape(x), tf.argmax(x, 1, tf.int32), halves]
+
+
+def kept_and_used(x):
+    with tf.device(DEVICE):
+        tensors = count(x)
+        stash = Stash(tensors)
+        number, shape, largest, halves = stash.unpack(stash.pack(tensors))
+        largest = tf.cast(largest, tf.int64)
+        return tf.fill([number + 9, *tf.unstack(shape)], 1.0), largest, halves, number, shape
+
+
+def test_what_is_kept_comes_back():
+    x = tf.constant([[1.0, 5.0, 2.0], [7.0, 3.0, 4.0]])
+    concrete = tf.function(kept_and_used, autograph=False).get_concrete_function(
+        tf.TensorSpec([None, 3])
+    )
+    _, largest, halves, number, shape = concrete(x)
+    for own, expected in zip([number, shape, largest, halves], count(x), strict=True):
+        tf.debugging.assert_equal(own, tf.cast(expected, own.dtype))
+
+
+def test_the_host_is_sent_no_numbers_that_it_had():
+    concrete = tf.function(kept_and_used, autograph=False).get_concrete_function(
+        tf.TensorSpec([None, 3])
+    )
+    sent = audit(concrete.graph).copies["to_host"]
+    assert not [edge for edge in sent if edge.startswith("TensorListGetItem")], sent
