@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind
+from tfparallel.internals.ordered_sums import sum_in_order
 
 
 class DeferredBatchNorm:
@@ -115,7 +116,7 @@ def _assign_once(
 
     def average(tensors: Sequence) -> tf.Tensor:
         own = zip(tensors, weights, has_rows, strict=True)
-        local = tf.add_n([weight * tf.where(ok, x, 0) for x, weight, ok in own])
+        local = sum_in_order([weight * tf.where(ok, x, 0) for x, weight, ok in own])
         return sum_over_workers([local])[0]
 
     old = new = mean.read_value(), variance.read_value()

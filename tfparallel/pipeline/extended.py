@@ -11,6 +11,7 @@ from tfparallel.communication.joining import add_tensors, tensor_of
 from tfparallel.internals import distribute_lib, distribute_utils, values_util
 from tfparallel.internals.distribute import container_of
 from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.pipeline.batch_on_hosts import batch_on_hosts
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.divided import DividedModels
@@ -149,7 +150,7 @@ class PipelineExtended(DividedModels):
             return
         count = self._schedule.num_microbatches
         weights = [
-            tf.add_n([shares[m][1] for m in range(i, i + count)])
+            sum_in_order([shares[m][1] for m in range(i, i + count)])
             for i in range(0, len(self._devices), count)
         ]
         variables = list(self._averages.values())
@@ -348,4 +349,4 @@ def _weighted_sum(values: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> 
     """Of values with a weight above zero: without rows they may be NaN."""
     weights = [tf.cast(weight, value.dtype) for value, weight in zip(values, weights, strict=True)]
     pairs = zip(values, weights, strict=True)
-    return tf.add_n([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])
+    return sum_in_order([weight * tf.where(weight > 0, value, 0) for value, weight in pairs])

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfparallel.internals import SaveSpec, device_util, distribute_lib, values_util
 from tfparallel.internals.distribute import become_copy_of, number_of_first_copy, strategy_behind
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.assigned_once import CentralLayerVariable
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.seed_hooks import seed_of_stream
@@ -267,7 +268,7 @@ class SequentialVariable(SummedWhenRead, StageVariable):
 
     def _total(self) -> tf.Tensor:
         values_util.mark_as_unsaveable()  # as for a `MetricVariable`
-        own = tf.add_n([tf.identity(copy.read_value()) for copy in self.values])
+        own = sum_in_order([tf.identity(copy.read_value()) for copy in self.values])
         return strategy_behind(self).extended._sum_across_workers(own)
 
     def of_copy(self, value: object, index: int) -> object:

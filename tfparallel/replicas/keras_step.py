@@ -140,7 +140,7 @@ def _reduce_output(
     if len(local) == 1:  # one tensor that all replicas have returned
         local = local * len(batch.weights)
     pairs = zip(local, batch.weights, strict=True)
-    mean = tf.add_n([x * tf.cast(weight, x.dtype) for x, weight in pairs])
+    mean = sum_in_order([x * tf.cast(weight, x.dtype) for x, weight in pairs])
     return strategy.extended._sum_across_workers(mean)
 
 

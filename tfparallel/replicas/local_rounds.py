@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfparallel.communication.local_sgd import LocalSGD, outer_step
 from tfparallel.internals import BaseOptimizer, ResourceVariable
 from tfparallel.internals.keras_layers import behind, trained_by
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.local_copies import copies_here, first_copy
 
 
@@ -156,7 +157,7 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tens
 def _mean_of_copies(variable: tf.Variable) -> tf.Tensor:
     """Copies of weights are alike; statistics are of each replica's rows within a step."""
     copies = [_wide(copy) for copy in copies_here(variable)]
-    return copies[0] if len(copies) == 1 else tf.add_n(copies) / len(copies)
+    return copies[0] if len(copies) == 1 else sum_in_order(copies) / len(copies)
 
 
 def _wide(tensor: tf.Tensor) -> tf.Tensor:

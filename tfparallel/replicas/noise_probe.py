@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.internals import ResourceVariable, distribute_lib
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.measure.noise_scale import Estimate
 from tfparallel.replicas.replica_step import ReplicaStep
 
@@ -69,7 +70,7 @@ def replica_number() -> int:
 def _squared_norm(gradients: Sequence[object]) -> tf.Tensor:
     halves = [tf.nn.l2_loss(_wide(tf.convert_to_tensor(each))) for each in gradients]
     wide = [2 * tf.cast(half, tf.float64) for half in halves]
-    return tf.add_n(wide) if wide else tf.constant(0.0, tf.float64)
+    return sum_in_order(wide) if wide else tf.constant(0.0, tf.float64)
 
 
 def _wide(gradient: tf.Tensor) -> tf.Tensor:

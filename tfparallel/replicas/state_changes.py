@@ -39,6 +39,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.dependence import reaches
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import is_trial
@@ -344,7 +345,7 @@ class StateChanges:
             rows, weight = self._shares[microbatch]
             present = tf.where(tf.greater(rows, 0), value, 0)  # a mean of no rows is NaN
             weighted.append(present * tf.cast(weight, value.dtype))
-        return self._sum_over_workers([tf.add_n(weighted)])[0]
+        return self._sum_over_workers([sum_in_order(weighted)])[0]
 
     def _name(self, variable: tf.Variable) -> str:
         for layer in layers_of(self._model):

@@ -58,6 +58,7 @@ from tfparallel.replicas.own_step import RefusedStepError, StepOfOwnRows
 from tfparallel.replicas.remat_scopes import without_remat_of_keras
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.row_seeds import drawn_by_row
+from tfparallel.replicas.rows_apart import check_rows_apart, rows_never_meet
 from tfparallel.replicas.step_gradients import check_gradients
 from tfparallel.replicas.step_losses import check_losses, is_declared
 from tfparallel.replicas.step_outputs import numbers_of_metrics_noted, tell_of_outputs
@@ -94,7 +95,7 @@ def build(model: keras.Model, method: str, data_batch: object) -> None:
         return
     try:
         if is_stock:
-            _check_own_backward(model, step, data_batch)
+            _check_own_layers(model, step, data_batch)
         else:
             _trace(model, step, data_batch)
     except RefusedStepError:
@@ -123,7 +124,7 @@ def check_own_step(model: keras.Model, method: str, data_batch: object) -> None:
     if num_replicas(strategy_of(model)) == 1 or name in known:
         return
     if is_stock_step(step):
-        _check_own_backward(model, step, data_batch, is_cut=False)
+        _check_own_layers(model, step, data_batch, is_cut=False)
         known[name] = optimizers_of(model)
         return
     traced = _traced_for_any_rows(model, step, data_batch)
@@ -191,19 +192,28 @@ def _trace(model: keras.Model, step: MethodType, data_batch: object) -> None:
         _check_tried(model, step, data_batch, of_any_rows())
 
 
-def _check_own_backward(
+def _check_own_layers(
     model: keras.Model, step: MethodType, data_batch: object, is_cut: bool = True
 ) -> None:
-    """Has Keras's own step tried where layers say how a gradient is computed.
+    """Has Keras's own step tried where layers couple rows, or say how a gradient is computed.
 
-    Which those are is seen in a replica's part of the batch, if it `is_cut` here, or all of it.
+    That is seen in a call of the model for any rows; or, if it can be called for those of this
+    batch only, in a replica's part of it, if it `is_cut` here, or all of it.
     """
     strategy = strategy_of(model)  # None in a training without one that takes backups
     if strategy is None or num_replicas(strategy) == 1:
         return
-    if not _is_tried(model, step) or is_code_of_keras(model):
+    is_of_keras = is_code_of_keras(model)
+    if not _is_tried(model, step) or (is_of_keras and rows_never_meet(model)):
         return
-    forward = _traced_once(model, functools.partial(_called, model), data_batch, is_cut)
+    called = functools.partial(_called, model)
+    try:
+        forward = _traced_once(model, called, _of_any_rows(data_batch), is_cut=False)
+    except Exception:
+        forward = None if is_of_keras else _traced_once(model, called, data_batch, is_cut)
+    else:
+        if forward is not None:
+            check_rows_apart(model, forward)
     if forward is not None and has_own_gradients(forward.graph, is_stopped=False):
         check_layer_gradients(model, _traced_for_any_rows(model, step, data_batch, True))
 

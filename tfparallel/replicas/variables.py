@@ -45,6 +45,7 @@ from tfparallel.internals import (
 from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.keras_layers import behind, layers_of, own_state
 from tfparallel.internals.keras_state import variable_under_creation
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 
@@ -222,7 +223,7 @@ class MetricVariable(SummedWhenRead, ReadsAsNumber, SyncOnReadVariable):
         # A SavedModel has the sum in one variable, which would stand for each copy.
         values_util.mark_as_unsaveable()
         with tf.device(self._primary.device):  # and not on the host, which would wait for a GPU
-            return tf.add_n([copy.read_value() for copy in self.values])
+            return sum_in_order([copy.read_value() for copy in self.values])
 
 
 def is_left_to_first_replica(extended: tf.distribute.StrategyExtended) -> bool:
@@ -266,7 +267,7 @@ def prefetched_metrics(values: Mapping[int, tf.Tensor]) -> Iterator[None]:
 
 def sums_of_copies(
     variables: Sequence["ReplicatedVariable"],
-    add_up: Callable[[list[tf.Tensor]], tf.Tensor] = tf.add_n,
+    add_up: Callable[[list[tf.Tensor]], tf.Tensor] = sum_in_order,
 ) -> list[tf.Tensor]:
     """Of each variable the sum of its copies, on the device of the first.
 

@@ -6,6 +6,7 @@ gradients stay rows, and meet in the optimizer.
 
 import tensorflow as tf
 
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.sharded.unit_gathers import UnitGathers
 
@@ -48,7 +49,7 @@ class BackwardReduction:
     ) -> tf.Tensor | tf.IndexedSlices:
         """Of replica `i`'s rows alone, what a tape has got for as `gradient`, of all reads."""
         whole = self._unreduced.get((id(variable), i))
-        return gradient if whole is None else tf.add_n(whole)
+        return gradient if whole is None else sum_in_order(whole)
 
 
 def is_part(gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.tensor_parallel.known_parts import cut_apart, joined, put_together
 from tfparallel.tensor_parallel.ranks import ranks_of_caller
 from tfparallel.tensor_parallel.rows import Rows
@@ -47,7 +48,7 @@ def _summed_pieces(
     sums = []
     for device, own in zip(devices, zip(*pieces, strict=True), strict=True):
         with tf.device(device):
-            sums.append(tf.add_n(list(own)))
+            sums.append(sum_in_order(own))
     return sums
 
 
@@ -86,7 +87,7 @@ def copy_on_each(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
             return [sum_of(gradients, devices)]  # with a gradient, for a gradient of gradients
         own = [_added_on(device, g) for device, g in zip(devices, gradients, strict=True)]
         with tf.device(devices[0]):
-            return [tf.add_n(own)]
+            return [sum_in_order(own)]
 
     record.record_operation("CopyOnEach", copies, [tensor], backward)
     return copies
@@ -97,7 +98,7 @@ def sum_of(terms: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
     ranks = ranks_of_caller()
     if ranks is None:
         with tf.device(devices[0]):
-            return tf.add_n(list(terms))
+            return sum_in_order(terms)
     with record.stop_recording():
         total = ranks.all_reduce(terms[ranks.index])
     record.record_operation(
@@ -118,4 +119,4 @@ def _added_on(device: str, total: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly() or total.op.type != "AddN":
         return total
     with tf.device(device):
-        return tf.add_n([_added_on(device, term) for term in total.op.inputs])
+        return sum_in_order([_added_on(device, term) for term in total.op.inputs])

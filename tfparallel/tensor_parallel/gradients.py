@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfparallel.internals import distribute_lib, distribute_utils, record
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.tensor_parallel.known_parts import joined_as, known_parts, parts_of
 from tfparallel.tensor_parallel.rows import Rows
@@ -76,7 +77,7 @@ def sum_parts(
 def _sum_on(device: str, value: object) -> tf.Tensor:
     """The sum of `value` over replicas."""
     with tf.device(device):
-        return tf.add_n(list(getattr(value, "values", [value])))
+        return sum_in_order(getattr(value, "values", [value]))
 
 
 def _copies(groups: Sequence[Sequence[str]], part: int, total: tf.Tensor) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.tensor_parallel.rows import Rows
 
 
@@ -65,7 +66,7 @@ def _of_part(
     if not pieces:  # a stride leaves it out
         shape = tf.tensor_scatter_nd_update(tf.shape(gradients[0]), [[rows.dim]], [size])
         return tf.zeros(shape, gradients[0].dtype)
-    return tf.add_n(pieces)
+    return sum_in_order(pieces)
 
 
 def _slice(tensor: tf.Tensor, dim: int, start: int, end: int) -> tf.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.internals import record
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.tensor_parallel.known_parts import cut_apart
 from tfparallel.tensor_parallel.rows import Rows
 
@@ -86,7 +87,7 @@ class Recurrence:
         if len(self.drops) > 1:
             kernels = tf.split(kernel, len(self.drops), 1)
             gates = zip(self.drops, tf.split(gradient, len(self.drops), -1), kernels, strict=True)
-            return tf.add_n([drop * tf.matmul(g, k, transpose_b=True) for drop, g, k in gates])
+            return sum_in_order([drop * tf.matmul(g, k, transpose_b=True) for drop, g, k in gates])
         of_h = tf.matmul(gradient, kernel, transpose_b=True)
         return of_h * self.drops[0] if self.drops else of_h
 
@@ -172,7 +173,7 @@ class Recurrence:
                 own.append(of_states)
             for i, device in enumerate(self.devices):
                 with tf.device(device):
-                    own[i][0] = tf.add_n([own[i][0], *(each[i] for each in of_wholes)])
+                    own[i][0] = sum_in_order([own[i][0], *(each[i] for each in of_wholes)])
                     own[i] = [_as(x, old) for x, old in zip(own[i], gradients[i], strict=True)]
             return t - 1, own, written
 

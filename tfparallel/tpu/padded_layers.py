@@ -36,7 +36,9 @@ from tfparallel.tpu.padded_step import PaddedStep, padded_step
 
 _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _MIXING = tuple(
-    getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name)
+    getattr(keras.layers, name)
+    for name in ("MixUp", "CutMix", "Equalization")
+    if hasattr(keras.layers, name)
 )
 _WAY_OUT = (
     "Leave a smaller last batch out (tf.data's batch(drop_remainder=True)), with batches of a "

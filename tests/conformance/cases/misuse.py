@@ -1,5 +1,7 @@
 """A mistake is answered at once by a ValueError that says what to do."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import pytest
@@ -165,7 +167,18 @@ def gradients_that_are_clipped_by_hand_are_refused(run: Run):
     _refuses_step_of(run, ClipsByHand, "clipped or normalised by hand")
 
 
-def _refuses_step_of(run: Run, kind: type[keras.Model], message: str) -> None:
+@claim()
+def rows_that_meet_are_refused(run: Run):
+    """Each replica would subtract the mean of its own rows."""
+
+    def centred(inputs, outputs):
+        (scores,) = outputs
+        return keras.Model(inputs, scores - keras.ops.mean(scores, axis=0, keepdims=True))
+
+    _refuses_step_of(run, centred, "computed of that row alone")
+
+
+def _refuses_step_of(run: Run, kind: Callable[..., keras.Model], message: str) -> None:
     """Where several replicas have rows."""
     if run.row.num_replicas == 1:
         return

@@ -20,6 +20,7 @@ from tfparallel.communication.compression.transport import (
     Rounds,
     Sum,
 )
+from tfparallel.internals.ordered_sums import sum_in_order
 
 
 class Compressor(abc.ABC):
@@ -118,7 +119,7 @@ class Compressor(abc.ABC):
             for i, payload in enumerate(payloads):
                 of_rank = [next(parts) for _ in payload]
                 terms[i].append(self.decompress(of_rank, contexts[i]))
-        return [tf.add_n(each) for each in terms]
+        return [sum_in_order(each) for each in terms]
 
 
 def with_residual(tensor: tf.Tensor, state: Mapping[str, tf.Variable]) -> tf.Tensor:

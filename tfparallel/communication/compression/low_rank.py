@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfparallel.communication.compression.orthogonal import orthonormal_rows_of_each
 from tfparallel.communication.compression.power_sgd import warm_start
 from tfparallel.communication.joining import join, split
+from tfparallel.internals.ordered_sums import sum_in_order
 
 NUM_PROJECTIONS = 8
 
@@ -100,11 +101,11 @@ class LowRank:
         if not self._probed:
             return tf.zeros([]), tf.zeros([0])
         exact = [p[self._rank :] for p in self._received(received)]
-        energy = tf.add_n([tf.reduce_sum(e**2) for e in exact])
+        energy = sum_in_order([tf.reduce_sum(e**2) for e in exact])
         factors = list(zip(self._projections(), totals, bases, strict=True))
         errors = []
         for r in self._probed:
             sent = [tf.matmul(tf.matmul(w, q[:r], transpose_b=True), p[:r]) for w, q, p in factors]
             left_out = [tf.reduce_sum((e - s) ** 2) for e, s in zip(exact, sent, strict=True)]
-            errors.append(tf.sqrt(tf.math.divide_no_nan(tf.add_n(left_out), energy)))
+            errors.append(tf.sqrt(tf.math.divide_no_nan(sum_in_order(left_out), energy)))
         return energy, tf.stack(errors)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras import layers
 
 from tfparallel.internals.keras_layers import moments_of
+from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import is_plain_tensor, layer_rule
 from tfparallel.tensor_parallel.rows import Rows
@@ -191,12 +192,12 @@ def _joined_moments_of_rows(group: Group, own: Sequence[tf.Tensor], rows: Rows) 
     with tf.device(group.devices[0]):
         shares = [size / sum(rows.sizes) for size in rows.sizes]
         means, variances = zip(*(tf.unstack(each) for each in group.met(own)), strict=True)
-        mean = tf.add_n([share * m for share, m in zip(shares, means, strict=True)])
+        mean = sum_in_order([share * m for share, m in zip(shares, means, strict=True)])
         spreads = [
             share * (v + tf.math.squared_difference(m, mean))
             for share, m, v in zip(shares, means, variances, strict=True)
         ]
-        return tf.stack([mean, tf.add_n(spreads)])
+        return tf.stack([mean, sum_in_order(spreads)])
 
 
 def _axes(layer: keras.Layer, rank: int) -> list[int]:
@@ -224,11 +225,11 @@ def _joined_moments(group: Group, own: Sequence[tf.Tensor], rows: Rows) -> tf.Te
     total = sum(rows.sizes)
     with tf.device(group.devices[0]):
         means, squares = zip(*(tf.unstack(each) for each in group.met(own)), strict=True)
-        mean = tf.add_n([n * m for n, m in zip(rows.sizes, means, strict=True)]) / total
+        mean = sum_in_order([n * m for n, m in zip(rows.sizes, means, strict=True)]) / total
         between = [
             n * tf.math.squared_difference(m, mean) for n, m in zip(rows.sizes, means, strict=True)
         ]
-        return tf.stack([mean, tf.add_n([*squares, *between]) / total])
+        return tf.stack([mean, sum_in_order([*squares, *between]) / total])
 
 
 def _shaped(weight: tf.Tensor, x: tf.Tensor, dim: int) -> tf.Tensor:
