@@ -437,6 +437,7 @@ STRATEGIES = [
         num_workers=4,
         devices_per_worker=1,
         few=(
+            "batch_norm.synchronized_after_an_activity_regularizer",  # in parts
             "coupled_losses.sums_that_a_model_adds",  # tried on weights in parts
             "custom_training.loop",
             "inputs.last_batch_of_one_row",

@@ -158,9 +158,13 @@ class _CollectivesInStep:
         return self._meet(self._between.gather_rows, rows, f"gather {rows.dtype.name} of replicas")
 
     def _meet(self, collective: Callable, tensor: tf.Tensor, what: str) -> tf.Tensor:
-        """Also where one replica alone reads what comes of it, as the first one for metrics."""
+        """Also where one replica alone reads what comes of it, as the first one for metrics.
+
+        Not of parts that other ranks store: those who do meet.
+        """
         result = self._ranks.meet(collective, tf.convert_to_tensor(tensor), what)
-        keep([result], self._num_kept)
+        if not self._ranks.is_of_stand_ins(result):
+            keep([result], self._num_kept)
         return result
 
     def all_gather_each(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -131,6 +131,11 @@ class ModelRanks:
         step.calls.append(_Call(result.op, what))
         return result
 
+    def is_of_stand_ins(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor of the step is computed of what another rank stores: nobody reads it."""
+        step = None if tf.executing_eagerly() else self._step
+        return step is not None and tensor.op in step.computed_of_stand_ins(tensor.graph)
+
     def stand_in(self, shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Tensor:
         """For a part of the variable `name` that another rank stores."""
         stand_in = tf.zeros(shape, dtype)
@@ -196,6 +201,7 @@ class _TracedStep:
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: list[_Call] = []
         self.stand_ins: dict[tf.Operation, str] = {}
+        self._of_stand_ins: dict[tf.Graph, tuple[int, set[tf.Operation]]] = {}
         self.number = self._order.assign_add(1.0, read_value=True)
 
     def exchanges_here(self) -> bool:
@@ -222,6 +228,23 @@ class _TracedStep:
                 "that out, or let one process control the others (cluster_resolver=...)."
             )
         return None
+
+    def computed_of_stand_ins(self, graph: tf.Graph) -> set[tf.Operation]:
+        """The operations so far of the step, or of a branch of it, that read stand-ins."""
+        count, found = self._of_stand_ins.get(graph, (0, set()))
+        captured = [] if graph is self.graph else graph.captures
+        outside = {x.op: taken for taken, x in captured if tf.is_symbolic_tensor(taken)}
+        operations = graph.get_operations()
+        for operation in operations[count:]:
+            taken = outside.get(operation)
+            if (
+                operation in self.stand_ins
+                or any(tensor.op in found for tensor in _read_by(operation))
+                or (taken is not None and taken.op in self.computed_of_stand_ins(taken.graph))
+            ):
+                found.add(operation)
+        self._of_stand_ins[graph] = len(operations), found
+        return found
 
     def _branch(self, graph: tf.Graph) -> tf.Graph | None:
         """The branch of the step itself that `graph`, another one, is or is in; None for none."""
