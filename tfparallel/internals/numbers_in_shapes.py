@@ -20,6 +20,8 @@ _ON_HOST = {  # whose int32 are in the host's memory on GPUs
 
 def is_of_host(tensor: tf.Tensor) -> bool:
     """Whether, within a function, it is a few int32 that are on the host if GPUs compute."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
     count = tensor.shape.num_elements()
     is_short = tensor.shape.rank in (0, 1) and count is not None and count <= _LARGEST_COUNT
     return is_short and tensor.dtype == tf.int32 and tensor.op.type in _ON_HOST
