@@ -545,15 +545,17 @@ def own_metric():
     return {**tiny_compile_options(), "metrics": [OwnMetric(name="own")]}
 
 
+ROWS_MEET = {
+    "a row's result depends on the other rows": {"build": then_dense(Centring)},
+    "depends on the other rows of its batch": {"build": then_dense(CentringInTraining)},
+    "result depends on the other rows": {"build": centred},
+}
 REFUSED = {
     "OwnStep.train_step is not Keras's own": {
         "build": then_dense(lambda: keras.layers.Activation("tanh"), OwnStep)
     },
     r"Metric 'own' \(OwnMetric\)": {"compile_options": own_metric},
     "function of all rows": {"compile_options": lambda: {"loss": "dice"}, "data": one_hot},
-    "a row's result depends on the other rows": {"build": then_dense(Centring)},
-    "depends on the other rows of its batch": {"build": then_dense(CentringInTraining)},
-    "result depends on the other rows": {"build": centred},
     "adds a loss of all rows": {"build": then_dense(Adding)},
     "keeps a state, which may depend": {"build": then_dense(Counting)},
     "activity_regularizer, Largest, that is not": {
@@ -563,21 +565,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_would_count_padding_is_refused(message):
-    options = {"rows": 10, "batch_size": 4, **REFUSED[message]}
+@pytest.mark.parametrize(
+    ("message", "cores"), [*((m, 1) for m in ROWS_MEET), *((m, 2) for m in REFUSED)]
+)
+def test_what_would_count_padding_is_refused(message, cores):
+    options = {"rows": 10, "batch_size": 4, **{**ROWS_MEET, **REFUSED}[message]}
     with pytest.raises(ValueError, match=message) as refused:
-        train(CpuStrategy(2), **options)
+        train(CpuStrategy(cores), **options)
     assert "drop_remainder=True" in str(refused.value)
 
 
+@pytest.mark.parametrize("options", ROWS_MEET.values())
+def test_rows_that_meet_are_refused_on_several_cores(options):
+    with pytest.raises(ValueError, match="must be computed of that row alone"):
+        train(CpuStrategy(2), rows=8, batch_size=4, **options)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("message", [m for m in REFUSED if "none" not in m])
-def test_what_is_refused_trains_on_whole_batches(message):
+@pytest.mark.parametrize(
+    ("message", "cores"),
+    [*((m, 1) for m in ROWS_MEET), *((m, 2) for m in REFUSED if "none" not in m)],
+)
+def test_what_is_refused_trains_on_whole_batches(message, cores):
     """The way out that the refusal names."""
-    options = {"data": tiny_data, **REFUSED[message]}
+    options = {"data": tiny_data, **{**ROWS_MEET, **REFUSED}[message]}
     data = tf.data.Dataset.from_tensor_slices(options.pop("data")(10))
-    train(CpuStrategy(2), data=None, x=data.batch(4, drop_remainder=True), **options)
+    train(CpuStrategy(cores), data=None, x=data.batch(4, drop_remainder=True), **options)
 
 
 def test_batches_of_an_unknown_size_ask_for_it():
