@@ -11,8 +11,8 @@ So such a layer is called with one row of zeros where there is none, and what co
 
     x  --pad by 0 rows, or by 1-->  layer  --slice [:rows]-->  y
 
-What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer. So is
-Keras's CTC loss called, which TensorFlow computes of no rows on no device.
+What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer. So
+is Keras's CTC loss called, which TensorFlow computes of no rows on no device.
 
 Operations of a user's own, such as `tf.nn.conv2d`, are no layer's call and end as above.
 """
