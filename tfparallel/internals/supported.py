@@ -23,7 +23,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keras.src.backend.common.variables": ("get_autocast_scope",),
     "keras.src.backend.tensorflow.core": ("Variable",),
     "keras.src.backend.tensorflow.distribution_lib": ("list_devices",),
-    "keras.src.backend.tensorflow.nn": ("ctc_loss",),
     "keras.src.backend.tensorflow.numpy": ("not_equal", "signbit", "take"),
     "keras.src.backend.tensorflow.random": ("_cast_seed",),
     _KERAS_TRAINER: ("TensorFlowTrainer", "TFEpochIterator"),

@@ -11,8 +11,7 @@ So such a layer is called with one row of zeros where there is none, and what co
 
     x  --pad by 0 rows, or by 1-->  layer  --slice [:rows]-->  y
 
-What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer. So
-is Keras's CTC loss called, which TensorFlow computes of no rows on no device.
+What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer.
 
 Operations of a user's own, such as `tf.nn.conv2d`, are no layer's call and end as above.
 """
@@ -25,7 +24,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
-from tfparallel.internals.keras_ctc import ctc_loss_by
 from tfparallel.internals.keras_layers import layers_of
 from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.replicas.local_replicas import LocalReplicas
@@ -59,13 +57,11 @@ def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[
 def layers_never_without_rows(
     layers: Iterable[keras.Layer], extended: LocalReplicas
 ) -> Iterator[None]:
-    """As `never_without_rows`, of these layers, and of Keras's CTC loss."""
-    if extended._num_replicas_in_sync == 1:
-        yield
-        return
+    """As `never_without_rows`, of these layers."""
     is_on_cpus = any("cpu" in device.lower() for device in extended.worker_devices)
-    with ctc_loss_by(_ctc_loss), contextlib.ExitStack() as hooks:
-        for layer in layers if is_on_cpus else ():
+    is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1
+    with contextlib.ExitStack() as hooks:
+        for layer in layers if is_concerned else ():
             if isinstance(layer, _LAYERS):
                 hooks.enter_context(
                     shadowed(
@@ -92,23 +88,6 @@ def _call(call: Callable, inputs: object, *args: object, **kwargs: object) -> ob
         return with_origin(_first_rows(output, rows, inputs.shape[0]), origin, logits)
 
     return keras.tree.map_structure(own_part, outputs)
-
-
-def _ctc_loss(
-    original: Callable,
-    target: object,
-    output: object,
-    lengths: object,
-    steps: object,
-    *args: object,
-) -> tf.Tensor:
-    arguments = [tf.convert_to_tensor(each) for each in (target, output, lengths, steps)]
-    known_rows = arguments[1].shape[0]
-    if known_rows:
-        return original(*arguments, *args)
-    rows = tf.shape(arguments[1])[0]
-    losses = original(*(_at_least_one_row(each, rows) for each in arguments), *args)
-    return _first_rows(losses, rows, known_rows)
 
 
 def _at_least_one_row(inputs: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
