@@ -132,14 +132,18 @@ def branches_of(operation: tf.Operation) -> tuple[FuncGraph, ...]:
 
 
 def called_graphs(operation: tf.Operation) -> list[tuple[FuncGraph, list[tf.Tensor]]]:
-    """The graphs of functions, branches and loops that `operation` runs, and what each takes."""
+    """The graphs of functions, branches and loops that `operation` runs, and what each takes.
+
+    TensorFlow keeps no graph of its oldest functions, of which `tf.nn.ctc_loss` has loops.
+    """
     names = []
     for attribute in operation.node_def.attr.values():
         names += [each.name for each in (attribute.func, *attribute.list.func) if each.name]
     given = list(operation.inputs)
     given = given[1:] if operation.type in CHOICES else given
     known = [operation.graph._get_function(name) for name in names]
-    return [(each.graph, given) for each in known if len(each.graph.inputs) == len(given)]
+    graphs = [each.graph for each in known if hasattr(each, "graph")]
+    return [(graph, given) for graph in graphs if len(graph.inputs) == len(given)]
 
 
 def functions_of(graph: tf.Graph) -> list:

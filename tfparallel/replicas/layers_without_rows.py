@@ -1,13 +1,18 @@
-"""Layers that TensorFlow cannot compute of no rows on a CPU: they get a row of zeros there.
+"""What TensorFlow cannot compute of no rows: it gets a row of zeros there.
 
-A batch may have fewer rows than there are replicas, and some then compute layers of no rows. Where
-TensorFlow computes by oneDNN, as on most CPUs, that ends in an error, or ends the process:
+A batch may have fewer rows than there are replicas, and some then compute of no rows. Where
+TensorFlow computes layers by oneDNN, as on most CPUs, that ends in an error, or ends the process:
 
     a convolution and its bias       "Missing 1-th output from ... Conv2DBackpropFilter"
     a dilated or 1D convolution      "Must provide as many biases as the last dimension"
     the gradient of a max pooling    "Check failed: dtype() == expected_dtype": the process is gone
 
-So such a layer is called with one row of zeros where there is none, and what comes out is cut off:
+and on every device with a compiled loss of CTC:
+
+    its gradient by labels           "Indices and updates specified for empty output tensor"
+
+So such a layer or loss is called with one row of zeros where there is none, and what comes out is
+cut off:
 
     x  --pad by 0 rows, or by 1-->  layer  --slice [:rows]-->  y
 
@@ -24,8 +29,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.hooks import shadowed
-from tfparallel.internals.keras_layers import layers_of
+from tfparallel.internals.keras_layers import layers_of, losses_asked_for
 from tfparallel.internals.probabilities import origin_of, with_origin
+from tfparallel.internals.read_code import names_in
 from tfparallel.replicas.local_replicas import LocalReplicas
 
 _LAYERS = (
@@ -45,11 +51,25 @@ _LAYERS = (
 
 @contextlib.contextmanager
 def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[None]:
-    """Within it, no layer of `model` that cannot do so computes no rows, on replicas on CPUs.
+    """Within it, no layer of `model` and no loss that cannot do so computes no rows, on replicas.
 
     XLA has a program of its own for each number of rows, and no oneDNN in it.
     """
-    with layers_never_without_rows([] if model.jit_compile else layers_of(model), extended):
+    if model.jit_compile or extended._num_replicas_in_sync == 1:
+        yield
+        return
+    with layers_never_without_rows(layers_of(model), extended), contextlib.ExitStack() as hooks:
+        for loss in losses_asked_for(model):
+            if isinstance(loss, keras.Loss) and _is_of_ctc(loss):
+                hooks.enter_context(
+                    shadowed(
+                        loss,
+                        "call",
+                        functools.partial(_call_of_loss, loss.call),
+                        during="a step on replicas",
+                        why="TensorFlow cannot compute it of no rows: it gets one, to cut off.",
+                    )
+                )
         yield
 
 
@@ -88,6 +108,22 @@ def _call(call: Callable, inputs: object, *args: object, **kwargs: object) -> ob
         return with_origin(_first_rows(output, rows, inputs.shape[0]), origin, logits)
 
     return keras.tree.map_structure(own_part, outputs)
+
+
+def _is_of_ctc(loss: keras.Loss) -> bool:
+    """Whether the function that it wraps, Keras's or a user's, or its own call mentions CTC."""
+    names = names_in(getattr(loss, "fn", type(loss).call))
+    return any("ctc" in name.lower() for name in names)
+
+
+def _call_of_loss(call: Callable, *given: object) -> tf.Tensor:
+    tensors = [x for x in given if isinstance(x, tf.Tensor) and x.shape.rank]
+    known_rows = tensors[-1].shape[0] if tensors else None
+    if len(tensors) < len(given) or known_rows:
+        return call(*given)
+    rows = tf.shape(tensors[-1])[0]
+    losses = call(*(_at_least_one_row(x, rows) for x in tensors))
+    return _first_rows(losses, rows, known_rows) if losses.shape.rank else call(*given)
 
 
 def _at_least_one_row(inputs: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

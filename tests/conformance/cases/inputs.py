@@ -62,6 +62,31 @@ def images_of_one_row(run: Run):
     return training.results()
 
 
+@case(atol=1e-6)  # TensorFlow computes it in float32
+def ctc_of_one_row(run: Run):
+    """The loss of no rows, Keras's or a function's, is one that TensorFlow makes an error of."""
+
+    def build():
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(5, "tanh")(layers.Reshape((6, 1))(inputs))
+        return keras.Model(inputs, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
+
+    def data(rows: int):
+        y = np.arange(3 * rows).reshape(rows, 3) % 3 + 1
+        return tiny_data(rows)[0], [y, y]
+
+    def own(y_true, y_pred):
+        lengths = keras.ops.sum(keras.ops.ones_like(y_true, "int32"), 1)
+        steps = keras.ops.sum(keras.ops.ones_like(y_pred[..., 0], "int32"), 1)
+        losses = keras.ops.ctc_loss(y_true, y_pred, lengths, steps)
+        return losses[:, None]
+
+    options = {"loss": [keras.losses.CTC(), own]}
+    return _train(
+        run, build=build, data=data, compile_options=lambda: options, rows=5, batch_size=4
+    ).results()
+
+
 @case()
 def shuffled_arrays(run: Run):
     return _train(run, shuffle=True).results()
