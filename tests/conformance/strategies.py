@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -133,6 +134,17 @@ class Row:
     def slice_of(self, case: Any) -> int:
         """The slice that its test of a case belongs to; all of a row of `few` have one turn."""
         return slice_of(f"{self.name}-{case.name}", self.name if self.few else None)
+
+
+def _sharded_on_devices(**options: Any) -> tf.distribute.Strategy:
+    """Parts meet between devices, as by NCCL between GPUs, each with the same of the other worker.
+
+    Here TensorFlow's own collectives of CPUs carry them.
+    """
+    from tfparallel.hybrid.meets_in_copies import MeetsInCopies
+
+    with mock.patch.object(MeetsInCopies, "_can_meet_on_gpus", True):
+        return library().ShardedStrategy(min_size=1, transport="collectives", **options)
 
 
 def library() -> Any:
@@ -839,6 +851,31 @@ STRATEGIES = [
         exempt={**_ONE_PROCESS, **_OF_PARTS},
     ),
     Row(
+        "sharded_on_devices_workers_2x2",
+        lambda: _sharded_on_devices(),
+        num_replicas=4,
+        num_workers=2,
+        devices_per_worker=2,
+        few=OF_A_VARIANT,
+        exempt={**_ONE_PROCESS, **_OF_PARTS},
+    ),
+    *(
+        Row(
+            f"sharded_{name}_on_devices_workers_2x2",
+            lambda options=options: _sharded_on_devices(**options),
+            num_replicas=4,
+            num_workers=2,
+            devices_per_worker=2,
+            few=("models.mlp", "optimizers.global_clipnorm", "saving.weights_file"),
+            exempt={**_ONE_PROCESS, **_OF_PARTS},
+            every_case=False,
+        )
+        for name, options in {
+            "optimizer": {"shard": "optimizer"},
+            "hybrid": {"replicas": 2},
+        }.items()
+    ),
+    Row(
         "sharded_hybrid_workers_2x2",
         lambda: library().ShardedStrategy(min_size=1, replicas=2),
         num_replicas=4,
@@ -1010,6 +1047,9 @@ ROWS_OF = {
         "sharded_optimizer_workers_2",
         "sharded_on_hosts_workers_2x2",
         "sharded_collectives_workers_2",
+        "sharded_on_devices_workers_2x2",
+        "sharded_optimizer_on_devices_workers_2x2",
+        "sharded_hybrid_on_devices_workers_2x2",
         "sharded_hybrid_workers_2x2",
         "sharded_hybrid_workers_4",
         "sharded_hybrid_collectives_workers_4",

@@ -44,31 +44,28 @@ class _WorkersOverNccl(tfparallel.MultiWorkerMirroredStrategy):
 
 
 class _ShardsOfWorkers(tfparallel.ShardedStrategy):
-    """The same, of one strategy over all devices; its parts go through TensorFlow's collectives.
-
-    Those of the ring are Python's, and of hosts.
-    """
+    """The same, of one strategy over all devices, between which parts go."""
 
     _num_devices = len(GPUS)
 
-    def __init__(self):
+    def __init__(self, replicas: int = 1):
         with _stand_ins_of_workers(self._num_devices):
-            super().__init__(min_size=1, transport="collectives")
+            super().__init__(min_size=1, transport="collectives", replicas=replicas)
 
     def reduce_as_on_gpus(self) -> None:
         _reduce_as_on_gpus(self.extended)
         self.extended._meet_among_all("collectives")
 
-
-class _ShardsOfWorkersOverNccl(_ShardsOfWorkers):
-    """With a GPU each, between which parts go."""
-
-    _num_devices = 1
-
     def reduce_as_here(self) -> None:
         """Before variables of the next model are made: on CPUs TensorFlow has no reduce-scatter."""
         self.extended._has_nccl = False
         self.extended._meet_among_all("collectives")
+
+
+class _ShardsOfWorkersOfOne(_ShardsOfWorkers):
+    """With a GPU each."""
+
+    _num_devices = 1
 
 
 def _stand_ins_of_workers(count: int = len(GPUS)) -> contextlib.AbstractContextManager:
@@ -149,7 +146,8 @@ MAKE = {
         for name, make in INNER.items()
     },
     "sharded_workers": _ShardsOfWorkers,
-    "sharded_workers_nccl": _ShardsOfWorkersOverNccl,
+    "sharded_workers_of_one": _ShardsOfWorkersOfOne,
+    "sharded_workers_of_copies": lambda: _ShardsOfWorkers(replicas=2),
     "sharded_ranks": lambda: _of_ranks(tfparallel.ShardedStrategy, min_size=1),
     "pipeline_hosts": _stages_on_hosts,
     "parameter_server_sync": lambda: _parameter_server(mode="sync"),
@@ -170,7 +168,7 @@ def answer(model: str | None, size: str) -> dict:
         return vars(audit(_gathering(_made[0])))
     if isinstance(_made[0], tfparallel.ParameterServerStrategy):  # its chief has no GPU
         return vars(audit(*step_graph(_made[0], model, SIZES[size]), default="/device:CPU:0"))
-    if isinstance(_made[0], _ShardsOfWorkersOverNccl):
+    if isinstance(_made[0], _ShardsOfWorkers):
         _made[0].reduce_as_here()
     with tf.device(GPUS[0]):  # where TensorFlow puts what nobody places, if there are GPUs
         return vars(audit(*step_graph(_made[0], model, SIZES[size])))

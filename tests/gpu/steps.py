@@ -80,7 +80,8 @@ DROPOUT = ModelCase(
 # sparse.
 COMPOSITES = {
     *(f"{job}_{name}" for job in ("multi_worker", "horovod") for name in INNER),
-    *("sharded_workers", "sharded_workers_nccl", "sharded_ranks", "pipeline_hosts"),
+    *("sharded_workers", "sharded_workers_of_one", "sharded_workers_of_copies", "sharded_ranks"),
+    "pipeline_hosts",
 }
 OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking")
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
@@ -111,7 +112,7 @@ BY_DEFAULT = {
     ("multi_worker", "embedding", "static"),
     ("multi_worker_shards", "embedding", "unknown"),
     ("sharded_workers", "mlp", "unknown"),
-    ("sharded_workers_nccl", "mlp", "unknown"),
+    ("sharded_workers_of_one", "mlp", "unknown"),
     ("sharded_ranks", "embedding", "unknown"),
     ("horovod", "embedding", "unknown"),
     ("horovod_pipeline", "mlp", "unknown"),

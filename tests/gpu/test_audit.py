@@ -84,11 +84,17 @@ _INNER_OF_WORKERS = [f"multi_worker_{name}" for name in INNER]
 _COLLECTIVES = {
     **dict.fromkeys(("mirrored_nccl", "multi_worker", *_INNER_OF_WORKERS), {"GPU:0, nccl"}),
     **dict.fromkeys(("horovod", *(f"horovod_{name}" for name in INNER)), {"GPU:0, horovod"}),
-    "sharded_workers": {"GPU:0, nccl", "HOST, ring"},  # parts of several GPUs, through the hosts
-    "sharded_workers_nccl": {"GPU:0, nccl"},
+    **dict.fromkeys(
+        ("sharded_workers", "sharded_workers_of_one", "sharded_workers_of_copies"), {"GPU:0, nccl"}
+    ),
     "sharded_ranks": {"GPU:0, horovod"},
 }
-_ON_ALL_GPUS = {"mirrored_nccl", "multi_worker", "sharded_workers"}  # and not on the first of each
+_ON_ALL_GPUS = {
+    "mirrored_nccl",
+    "multi_worker",
+    "sharded_workers",
+    "sharded_workers_of_copies",
+}  # and not on the first of each
 
 
 def test_predicting_gathers_on_the_hosts_as_training_does_there():
@@ -100,7 +106,7 @@ def test_predicting_gathers_on_the_hosts_as_training_does_there():
     assert all(each.endswith(" on HOST, ring") for each in found.collectives)
 
 
-@pytest.mark.parametrize("strategy", ["horovod", "sharded_workers_nccl"])
+@pytest.mark.parametrize("strategy", ["horovod", "sharded_workers_of_one"])
 def test_no_seed_waits_for_the_gpu_of_a_process_of_several(strategy):
     """XLA is refused there, so that the seed of a Dropout may be on the host."""
     if needs_horovod(strategy):
@@ -113,7 +119,7 @@ def test_no_seed_waits_for_the_gpu_of_a_process_of_several(strategy):
 _LOOPS = {"lstm", "masking"}  # which take numbers to the device
 _MOVED = {  # which are for that
     "central_storage",  # gradients go to the host, by its definition
-    *("parameter_server_sync", "parameter_server_async", "pipeline_offload", "sharded_workers"),
+    *("parameter_server_sync", "parameter_server_async", "pipeline_offload"),
 }
 _TABLES = {"embedding", "masking", "positions"}
 _CHECKED = {"hybrid_groups": 4}  # tokens of each microbatch, which are on a GPU already

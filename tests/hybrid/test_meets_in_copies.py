@@ -13,12 +13,7 @@ from tfparallel.hybrid.sharded_over_workers import WorkersShardedExtended
 from tfparallel.internals import CollectiveAllReduce
 from tfparallel.sharded.options import Sharding
 
-ON_ONE_GPU_EACH = {
-    "_has_nccl": True,
-    "_num_copies": 1,
-    "_devices": ["GPU:0"],
-    "_sharding": Sharding(),
-}
+ON_GPUS = {"_has_nccl": True, "_num_copies": 1, "_num_sharing": 4, "_sharding": Sharding()}
 
 
 @pytest.mark.parametrize(
@@ -26,19 +21,14 @@ ON_ONE_GPU_EACH = {
     [
         ({}, True),
         ({"_has_nccl": False}, False),
-        ({"_num_copies": 2}, False),  # a group of each copy, beside that of all
-        ({"_devices": ["GPU:0", "GPU:1"]}, False),
+        ({"_num_copies": 2, "_num_sharing": 2}, False),  # a group of each copy
+        ({"_num_copies": 4, "_num_sharing": 1}, True),  # gradients of the same part meet there
         ({"_sharding": Sharding(host="optimizer")}, False),
     ],
 )
-def test_parts_meet_on_gpus_where_one_group_of_nccl_has_them_all(otherwise, expected):
-    extended = SimpleNamespace(**{**ON_ONE_GPU_EACH, **otherwise})
+def test_parts_meet_on_gpus_where_all_workers_share_a_copy_or_each_has_one(otherwise, expected):
+    extended = SimpleNamespace(**{**ON_GPUS, **otherwise})
     assert MeetsInCopies._can_meet_on_gpus.fget(extended) is expected
-
-
-def test_parts_that_meet_on_gpus_meet_on_the_one_of_each_worker():
-    extended = SimpleNamespace(_meets_on_gpus=True, _devices=["GPU:0"])
-    assert MeetsInCopies._meeting_device.fget(extended) == "GPU:0"
 
 
 @pytest.mark.parametrize(("copies", "expected"), [(1, [1.0, 2.0]), (2, [2.0, 4.0])])
@@ -69,19 +59,21 @@ def test_what_is_asked_for_carries_parts(transport, has_nccl, expected):
     }
     workers = SimpleNamespace(
         _can_meet_on_gpus=has_nccl,
-        _meeting_device="CPU:0",
+        _host_device="CPU:0",
+        _devices=["GPU:0", "GPU:1"],
+        _operations_of_gpu=lambda i: operations["on GPUs"],
         _num_workers=2,
         _id_in_cluster=0,
         _ring_all_reduce=SimpleNamespace(),
-        _cross_device_ops=operations["on GPUs"],
         _host_cross_device_ops=operations["on hosts"],
     )
     WorkersShardedExtended._meet_among_all(workers, transport)
-    if expected == "ring":
+    on_gpus = [each._operations for each in workers._on_gpus]
+    assert on_gpus == [operations["on GPUs"]] * 2 * (expected == "on GPUs")
+    if transport != "collectives":
         assert isinstance(workers._in_copy, RingCollectives)
     else:
-        assert workers._in_copy._operations is operations[expected]
-    assert workers._meets_on_gpus is (expected == "on GPUs")
+        assert workers._in_copy._operations is operations["on hosts"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from tfparallel.internals import (
     is_called_by_trainer,
 )
 from tfparallel.internals.distribute import (
+    collectives_of_device,
     count_collectives,
     draw_keys_at_call_time,
     launchers_of,
@@ -243,6 +244,14 @@ class MultiWorkerExtended(SumsOnGpus, CompressedGradients, CollectiveAllReduceEx
             options=self._communication_options,
             collective_keys=self._collective_keys,
         )
+
+    def _operations_of_gpu(self, i: int) -> CollectiveAllReduce:
+        """TensorFlow's, between GPU `i` of each worker."""
+        if len(self._devices) == 1:
+            return self._cross_device_ops
+        operations = collectives_of_device(self._cross_device_ops, i, self._num_workers)
+        self._watch_collectives(operations, self._devices[i])
+        return operations
 
     def _operations_among(self, key: int, ranks: Sequence[int]) -> CollectiveAllReduce:
         """TensorFlow's, between the hosts of some workers, which know one another by a key."""

@@ -57,16 +57,16 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
             self._watch_for_stalls(timeouts.stall_s)
 
     def _meet_among_all(self) -> None:
-        self._meets_on_gpus = self._can_meet_on_gpus
-        self._in_copy = self._on_device if self._meets_on_gpus else self._collectives
+        self._in_copy = self._collectives
+        self._on_gpus = [self._on_device] if self._can_meet_on_gpus else []
 
     def _among(self, process_set: ProcessSet) -> HorovodCollectives:
         """Of a process set, in one order with those of all ranks, and counted with them."""
         return HorovodCollectives(process_set, self._host_device, self._collectives.order)
 
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
         """As the base's; outside of steps no copy has been read before all have."""
-        wholes = super()._host_gather_parts(parts)
+        wholes = super()._host_gather_parts(parts, i)
         if self._across is not None and tf.executing_eagerly():
             # With the first rank that ends Horovod ends for all: they read their last together.
             self._collectives.all_reduce(tf.zeros([1]))

@@ -57,12 +57,15 @@ class WorkersShardedExtended(MeetsInCopies, MultiWorkerExtended):
 
     def _meet_among_all(self, transport: str) -> None:
         """On GPUs in one order with the gradients that are summed there."""
-        self._meets_on_gpus = transport != "ring" and self._can_meet_on_gpus
-        place = self._meeting_device, self._num_workers, self._id_in_cluster
+        place = self._host_device, self._num_workers, self._id_in_cluster
         ring = self._ring_all_reduce
-        if self._meets_on_gpus:
-            self._in_copy = StockCollectives(self._cross_device_ops, *place)
-        elif transport != "collectives" and ring is not None:
+        self._on_gpus = []
+        if transport != "ring" and self._can_meet_on_gpus:
+            self._on_gpus = [
+                StockCollectives(self._operations_of_gpu(i), device, *place[1:])
+                for i, device in enumerate(self._devices)
+            ]
+        if transport != "collectives" and ring is not None:
             self._in_copy = RingCollectives(ring, *place)
         else:
             self._in_copy = StockCollectives(self._host_cross_device_ops, *place)

@@ -216,6 +216,22 @@ def draw_keys_at_call_time(launcher: object, draws: Callable[[], bool]) -> None:
     )
 
 
+def collectives_of_device(
+    operations: cross_device_ops.CollectiveAllReduce, i: int, num_processes: int
+) -> cross_device_ops.CollectiveAllReduce:
+    """Between local device `i` of each process; in one order with `operations`, of all devices.
+
+    Kernels of two groups of NCCL that a GPU is in, begun in another order than on the next one,
+    would wait for one another.
+    """
+    of_all = operations._launchers[i]
+    own = cross_device_ops.CollectiveAllReduce(
+        [of_all._device], num_processes, of_all._options, of_all._collective_keys
+    )
+    own._launchers[0]._ordering_token = of_all._ordering_token
+    return own
+
+
 def become_copy_of(variable: tf.Variable, index: int, new: tf.Variable, old: tf.Variable) -> None:
     """Makes `new` copy number `index` of `variable`, in the place of `old`.
 

@@ -26,13 +26,9 @@ class SharesCopies(ReplicatedExtended):
 
     # ---- the transport: this process is all there is ---------------------------------------------
 
-    @property
-    def _meeting_device(self) -> str:
-        """Where workers that share a copy sum gradients: in the memory that the transport takes."""
-        return self._host_device
-
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of each `[length]` that of the workers that share a copy, one after the other."""
+    def _host_gather_parts(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
+        """Of each `[length]` that of the workers that share a copy, for replica `i` of this one."""
+        del i
         return list(parts)
 
     def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:

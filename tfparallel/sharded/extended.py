@@ -78,7 +78,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
         with tf.device(hosts_of(self._devices)[i] if goes_out else self._devices[i]):
             joined = [tf.concat(each, 0) for each in sent]
         if self._num_sharing > 1:
-            joined = self._host_gather_parts(joined)
+            joined = self._host_gather_parts(joined, i)
         with tf.device(self._devices[i]):
             return [
                 variable.shards.whole(tf.cast(flat, variable.dtype))
@@ -218,7 +218,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             shards = [self._scattered(parts, self._num_shards) for parts in gradients]
             return [self._on_all_copies(each) for each in self._over_workers(shards)]
         results: list = [None] * len(gradients)
-        with tf.device(self._meeting_device):
+        with tf.device(self._host_device):
             sums = [sum_in_order(parts) for parts in gradients]
             sizes = [total.shape[0] * total.dtype.size for total in sums]
             for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):

@@ -60,8 +60,8 @@ class ShardedStrategy(KerasStrategy):
         transport: between processes: "ring" is this package's, between the workers of `TF_CONFIG`;
             "collectives" are TensorFlow's, between the same; "horovod" between its ranks. "auto" is
             Horovod in a process that `horovodrun` has started, else, where `TF_CONFIG` names
-            workers, TensorFlow's by NCCL if each has one GPU and all share one copy, else the ring;
-            else there is one process.
+            workers, TensorFlow's by NCCL if they have GPUs and share one copy, or have one each,
+            else the ring; else there is one process.
         prefetch_batches: how many batches are read and copied to the devices before their steps
             begin; a step on a GPU would wait for its copy otherwise. None: 2 on GPUs, else 0.
         timeouts: how long processes wait for one another; those of Horovod for `start_s` and
