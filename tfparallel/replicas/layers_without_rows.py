@@ -5,11 +5,12 @@ TensorFlow computes layers by oneDNN, as on most CPUs, that ends in an error, or
 
     a convolution and its bias       "Missing 1-th output from ... Conv2DBackpropFilter"
     a dilated or 1D convolution      "Must provide as many biases as the last dimension"
+    that of a transposed one         another shape: "shape of dy was [0,7,7,2] instead of [0,6,6,2]"
     the gradient of a max pooling    "Check failed: dtype() == expected_dtype": the process is gone
 
-and on every device with a compiled loss of CTC:
-
-    its gradient by labels           "Indices and updates specified for empty output tensor"
+On any device, an error ends what mirrors a signal's ends ("paddings must be less than the dimension
+size"), an elastic transform, which looks at its first image ("slice index 0 out of bounds"), and a
+compiled loss of CTC ("Indices and updates specified for empty output tensor").
 
 So such a layer or loss is called with one row of zeros where there is none, and what comes out is
 cut off:
@@ -18,7 +19,7 @@ cut off:
 
 What is cut off has no gradient. Where there are rows, neither copies: both pass on the buffer.
 
-Operations of a user's own, such as `tf.nn.conv2d`, are no layer's call and end as above.
+A user's own operations, as `tf.nn.conv2d` and `ops.stft`, are no layer's call and end as above.
 """
 
 import contextlib
@@ -34,10 +35,15 @@ from tfparallel.internals.probabilities import origin_of, with_origin
 from tfparallel.internals.read_code import names_in
 from tfparallel.replicas.local_replicas import LocalReplicas
 
-_LAYERS = (
+# From Keras 3.13 on.
+_OF_NEW_KERAS = ("AdaptiveMaxPooling1D", "AdaptiveMaxPooling2D", "AdaptiveMaxPooling3D")
+_ON_CPUS = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
     keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
     keras.layers.ConvLSTM1D,
     keras.layers.ConvLSTM2D,
     keras.layers.ConvLSTM3D,
@@ -46,12 +52,14 @@ _LAYERS = (
     keras.layers.MaxPooling3D,
     keras.layers.SeparableConv1D,
     keras.layers.SeparableConv2D,
+    *(getattr(keras.layers, name) for name in _OF_NEW_KERAS if hasattr(keras.layers, name)),
 )
+_ANYWHERE = (keras.layers.MelSpectrogram, keras.layers.RandomElasticTransform)
 
 
 @contextlib.contextmanager
 def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[None]:
-    """Within it, no layer of `model` and no loss that cannot do so computes no rows, on replicas.
+    """Within it, no layer of `model` and no loss that cannot do so computes no rows.
 
     XLA has a program of its own for each number of rows, and no oneDNN in it.
     """
@@ -67,7 +75,7 @@ def never_without_rows(model: keras.Model, extended: LocalReplicas) -> Iterator[
                         "call",
                         functools.partial(_call_of_loss, loss.call),
                         during="a step on replicas",
-                        why="TensorFlow cannot compute it of no rows: it gets one, to cut off.",
+                        why="TensorFlow cannot compute it of no rows: it gets one, cut off again.",
                     )
                 )
         yield
@@ -79,17 +87,17 @@ def layers_never_without_rows(
 ) -> Iterator[None]:
     """As `never_without_rows`, of these layers."""
     is_on_cpus = any("cpu" in device.lower() for device in extended.worker_devices)
-    is_concerned = is_on_cpus and extended._num_replicas_in_sync > 1
+    kinds = (*_ON_CPUS, *_ANYWHERE) if is_on_cpus else _ANYWHERE
     with contextlib.ExitStack() as hooks:
-        for layer in layers if is_concerned else ():
-            if isinstance(layer, _LAYERS):
+        for layer in layers if extended._num_replicas_in_sync > 1 else ():
+            if isinstance(layer, kinds):
                 hooks.enter_context(
                     shadowed(
                         layer,
                         "call",
                         functools.wraps(layer.call)(functools.partial(_call, layer.call)),
                         during="a step on replicas",
-                        why="oneDNN cannot compute it of no rows: it gets one, which is cut off.",
+                        why="TensorFlow cannot compute it of no rows: it gets one, cut off again.",
                     )
                 )
         yield
@@ -131,7 +139,7 @@ def _at_least_one_row(inputs: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
     Not `tf.pad`, which oneDNN merges with the convolution, and then forgets the row.
     """
-    missing = tf.cast(tf.equal(rows, 0), tf.int32)
+    missing = tf.maximum(1 - rows, 0)  # of integers: with a GPU, too, on the host
     paddings = tf.stack([[0, missing], *[[0, 0]] * (inputs.shape.rank - 1)])
     zero = tf.zeros([], inputs.dtype)
     padded = tf.raw_ops.PadV2(input=inputs, paddings=paddings, constant_values=zero)

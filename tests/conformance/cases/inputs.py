@@ -88,6 +88,33 @@ def ctc_of_one_row(run: Run):
 
 
 @case()
+def sounds_of_one_row(run: Run):
+    """Other layers that TensorFlow cannot compute of no rows, two of them on any device."""
+    adaptive = getattr(layers, "AdaptiveMaxPooling1D", layers.MaxPooling1D)  # from Keras 3.13 on
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(128, "tanh"),
+                layers.MelSpectrogram(
+                    32, 16, sampling_rate=800, num_mel_bins=8, min_freq=20, power_to_db=False
+                ),
+                layers.Reshape((2, 6, 6, 1)),
+                layers.TimeDistributed(layers.Conv2DTranspose(2, 2, activation="tanh")),
+                layers.Reshape((14, 14)),
+                adaptive(3),
+                layers.Flatten(),
+                layers.Dense(3),
+            ]
+        )
+
+    training = _train(run, build=build, rows=3, batch_size=1, validation_data=tiny_data(1))
+    training.extra["predicted"] = training.model.predict(tiny_data(1)[0], verbose=0)
+    return training.results()
+
+
+@case()
 def shuffled_arrays(run: Run):
     return _train(run, shuffle=True).results()
 
