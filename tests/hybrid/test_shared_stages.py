@@ -1,12 +1,14 @@
 """A stage is traced once for all pipelines, also where devices are written into its functions."""
 
 import collections
+import itertools
 
 import keras
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from tests.graphs import waited_for
 from tests.helpers import assert_same_training, in_float64, train
 from tests.hybrid.meshes import hybrid
 from tests.hybrid.test_tapes import Smooth, TwoLosses, only_loss, three_layers
@@ -101,22 +103,27 @@ def devices_by_pipeline(graph, size):
         for each in functions_of(graph)
     }
     found = collections.defaultdict(set)
-    for call in graph.get_operations():
-        if call.type not in ("RemoteCall", "PartitionedCall", "StatefulPartitionedCall"):
-            continue
+    for call, place in calls_of_stages(graph):
         name = call.get_attr("f").name
-        if not name.startswith("tfparallel_stage"):
-            continue
-        is_remote = call.type == "RemoteCall"
-        place = tf.get_static_value(call.inputs[0]).item().decode() if is_remote else call.device
         (body,) = [node for node in definitions[name].node_def if "PartitionedCall" in node.op]
         nodes = definitions[body.attr["f"].func.name].node_def
-        found[number(place) // size] |= {
+        found[place // size] |= {
             number(node.device)
             for node in nodes
             if node.device and node.op not in ("ReadVariableOp", "AssignVariableOp")
         }
     return dict(found)
+
+
+def calls_of_stages(graph):
+    """Each call of a stage's function, with the number of the device that it is on."""
+    for call in graph.get_operations():
+        if call.type not in ("RemoteCall", "PartitionedCall", "StatefulPartitionedCall"):
+            continue
+        if call.get_attr("f").name.startswith("tfparallel_stage"):
+            is_remote = call.type == "RemoteCall"
+            place = tf.get_static_value(call.inputs[0]).item().decode() if is_remote else ""
+            yield call, number(place or call.device)
 
 
 def number(device):
@@ -135,3 +142,16 @@ def test_a_stage_computes_on_the_devices_of_the_pipeline_that_calls_it(name):
 )
 def test_layers_are_traced_as_often_as_for_one_pipeline(several, one):
     assert traces(several) == traces(one) > 0
+
+
+def test_in_every_pipeline_a_device_makes_its_passes_one_after_the_other():
+    graph, passes = graph_of_step(hybrid({"data": 2, "pipeline": 2})), collections.defaultdict(list)
+    waits = waited_for(graph)
+    for call, place in calls_of_stages(graph):
+        if "functional" in call.name or "backward" in call.name:  # what a metric computes may wait
+            passes[place].append(call)
+    assert sorted(passes) == [0, 1, 2, 3]
+    for on_device in passes.values():
+        assert len(on_device) >= 4  # of two microbatches, forward and backward
+        for one, another in itertools.combinations(on_device, 2):
+            assert one in waits[another] or another in waits[one], (one.name, another.name)
