@@ -172,7 +172,7 @@ def step_graph(
     is_ahead = strategy is not None and bool(strategy.extended._num_batches_ahead)
     spec = BatchPlacement(strategy.extended, specs)._spec if is_ahead else specs
     # What CPUs get so that oneDNN never computes no rows is not on GPUs, nor are their clocks.
-    no_layers = mock.patch.object(layers_without_rows, "_LAYERS", ())
+    no_layers = mock.patch.object(layers_without_rows, "_ON_CPUS", ())
     no_clock = mock.patch.object(ExposedWait, "begin", return_value=None)
     with no_layers, no_clock, mock.patch.object(keras_integers, "has_gpu", return_value=True):
         graph = step_of(strategy, model).get_concrete_function(spec).graph
