@@ -52,6 +52,7 @@ from tfparallel.internals.distribute import (
 )
 from tfparallel.internals.eager import (
     ResourceVariable,
+    UninitializedVariable,
     context,
     has_one_tape,
     keep_traced_functions,
@@ -133,6 +134,7 @@ __all__ = [
     "RemoteFunction",
     "ReplicaContext",
     "ResourceVariable",
+    "UninitializedVariable",
     "SaveSpec",
     "Sum",
     "SyncOnReadVariable",

@@ -23,12 +23,17 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import gradients_util
 
-# A variable that no strategy's scope replicates, to order operations by; and how a variable that a
-# function reads is told to the gradient tapes around its call.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
+# A variable that no strategy's scope replicates, to order operations by, and one that has no value
+# yet; and how a variable that a function reads is told to the gradient tapes around its call.
+from tensorflow.python.ops.resource_variable_ops import (
+    ResourceVariable,
+    UninitializedVariable,
+    variable_accessed,
+)
 
 __all__ = [
     "ResourceVariable",
+    "UninitializedVariable",
     "context",
     "end_collectives",
     "has_one_tape",

@@ -119,7 +119,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "_GradientsHelper",
     ),
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
-    "tensorflow.python.ops.resource_variable_ops": ("ResourceVariable", "variable_accessed"),
+    "tensorflow.python.ops.resource_variable_ops": (
+        "ResourceVariable",
+        "UninitializedVariable",
+        "variable_accessed",
+    ),
     "tensorflow.python.ops.while_v2": ("_grad_fn", "_is_loop_invariant"),
     "tensorflow.python.pywrap_tfe": ("TFE_Py_TapeSetPossibleGradientTypes",),
     "tensorflow.tsl.profiler.protobuf.xplane_pb2": ("XSpace",),

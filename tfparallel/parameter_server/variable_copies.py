@@ -1,10 +1,11 @@
 """Copies of variables, each beside its variable: what training goes back to."""
 
+import collections
 from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from tfparallel.internals import ResourceVariable
+from tfparallel.internals import UninitializedVariable
 from tfparallel.internals.graphs import dtype_behind
 from tfparallel.parameter_server.fence import Fence
 
@@ -44,11 +45,11 @@ class VariableCopies:
         new = [handle for handle in handles if id(handle) not in self._copies]
         for handle in new:
             with tf.init_scope(), tf.device(handle.device):
-                copy = ResourceVariable(_read(handle), trainable=False)
+                copy = UninitializedVariable(dtype=dtype_behind(handle), trainable=False)
             self._copies[id(handle)] = (handle, copy)
         if new:
-            self._take = tf.function(self._guarded(_take), autograph=False)
-            self._restore = tf.function(self._guarded(_restore), autograph=False)
+            self._take = self._guarded(lambda handle, copy: _assign(copy, handle))
+            self._restore = self._guarded(lambda handle, copy: _assign(handle, copy))
         return bool(new)
 
     def take(self) -> None:
@@ -56,30 +57,30 @@ class VariableCopies:
         self._take(self._fence.generation)
 
     def restore(self) -> None:
-        """Variables := copies."""
+        """Variables := copies, which have been taken."""
         self._restore(self._fence.generation)
 
-    def _guarded(self, function: Callable[[tf.Tensor, tf.Variable], object]) -> object:
+    def _guarded(self, function: Callable[[tf.Tensor, tf.Tensor], object]) -> Callable:
+        """`function` of the handles of each variable and its copy, as a function of a graph."""
+        places = collections.defaultdict(list)
+        for handle, copy in self._copies.values():
+            places[handle.device].append((handle, copy.handle))
+
         def guarded(generation: tf.Tensor) -> None:
-            for handle, copy in self._copies.values():
-                with tf.device(handle.device):
-                    function(handle, copy)
+            for device, handles in places.items():
+                with tf.device(device):
+                    for pair in handles:
+                        function(*pair)
             self._fence.guard(tf.compat.v1.get_default_graph(), generation)
 
-        return guarded
+        return tf.function(guarded, autograph=False)
 
 
 def _nothing(generation: tf.Tensor) -> None:
     del generation
 
 
-def _take(handle: tf.Tensor, copy: tf.Variable) -> None:
-    copy.assign(_read(handle), read_value=False)
-
-
-def _restore(handle: tf.Tensor, copy: tf.Variable) -> None:
-    tf.raw_ops.AssignVariableOp(resource=handle, value=copy.read_value())
-
-
-def _read(handle: tf.Tensor) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype_behind(handle))
+def _assign(to: tf.Tensor, of: tf.Tensor) -> None:
+    """Assigns one variable to another, by their handles."""
+    value = tf.raw_ops.ReadVariableOp(resource=of, dtype=dtype_behind(of))
+    tf.raw_ops.AssignVariableOp(resource=to, value=value)

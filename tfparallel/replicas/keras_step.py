@@ -24,9 +24,10 @@ from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
+from tfparallel.replicas.joined_values import split_up
 from tfparallel.replicas.replica_step import ReplicaStep
 from tfparallel.replicas.step_build import targets_by_row
-from tfparallel.replicas.variables import joined_copies, split_up
+from tfparallel.replicas.variables import joined_copies
 from tfparallel.replicas.weighed_gradients import active_step
 
 

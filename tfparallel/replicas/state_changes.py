@@ -39,8 +39,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
-from tfparallel.internals.ordered_sums import sum_in_order
 from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.joined_values import means_by_rows
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import is_trial
 
@@ -323,16 +323,21 @@ class StateChanges:
                 by_variable[key][microbatch] = change
         self._changes.clear()
         done = self._of_all_rows()
-        for key, changes in by_variable.items():
-            variable = next(iter(changes.values())).variable
-            if key not in done:
-                with tf.device(variable.device):
-                    _assign_all(variable, self._combined(variable, changes))
+        means: dict[tuple, list] = collections.defaultdict(list)
+        for changes in (by_variable[key] for key in by_variable if key not in done):
+            last = changes[max(changes)]
+            if self._is_mean(changes, last.variable):
+                means[_together(last.variable, changes)].append(changes)
+            else:
+                _assign_all(last.variable, last.value)
+        for group in means.values():
+            self._assign_means(group)
 
-    def _combined(self, variable: tf.Variable, changes: Mapping[int, Change]) -> tf.Tensor:
+    def _is_mean(self, changes: Mapping[int, Change], variable: tf.Variable) -> bool:
+        """Whether `variable` becomes the mean of microbatches' values; else all are alike."""
         values = [change.value for change in changes.values()]
         if not any(change.depends for change in changes.values()) and _are_alike(values):
-            return values[-1]
+            return False
         if not variable.dtype.is_floating:
             raise ValueError(
                 "What a layer assigns to a variable of whole numbers must not depend on the rows "
@@ -340,12 +345,17 @@ class StateChanges:
                 f"{self._name(variable)} of type {variable.dtype.name}. Use a metric such as "
                 "keras.metrics.Sum to add up over rows, or a floating-point mean over rows."
             )
-        weighted = []
-        for microbatch, value in zip(changes, values, strict=True):
-            rows, weight = self._shares[microbatch]
-            present = tf.where(tf.greater(rows, 0), value, 0)  # a mean of no rows is NaN
-            weighted.append(present * tf.cast(weight, value.dtype))
-        return self._sum_over_workers([sum_in_order(weighted)])[0]
+        return True
+
+    def _assign_means(self, group: Sequence[Mapping[int, Change]]) -> None:
+        """Assigns variables of one device and dtype, which the same microbatches have changed."""
+        microbatches = list(group[0])
+        variables = [changes[microbatches[0]].variable for changes in group]
+        values = [[changes[i].value for changes in group] for i in microbatches]
+        with tf.device(variables[0].device):
+            means = means_by_rows(variables, values, [self._shares[i] for i in microbatches])
+            for variable, mean in zip(variables, self._sum_over_workers(means), strict=True):
+                _assign_all(variable, mean)
 
     def _name(self, variable: tf.Variable) -> str:
         for layer in layers_of(self._model):
@@ -353,6 +363,12 @@ class StateChanges:
                 if behind(own) is variable:
                     return f"variable '{own.name}' of layer '{layer.name}'"
         return f"variable '{variable.name}'"
+
+
+def _together(variable: tf.Variable, changes: Mapping[int, Change]) -> tuple:
+    """Equal for variables whose means are computed as one tensor."""
+    alone = None if variable.shape.is_fully_defined() else id(variable)
+    return variable.device, variable.dtype, tuple(changes), alone
 
 
 def _assign_all(variable: tf.Variable, value: tf.Tensor) -> None:

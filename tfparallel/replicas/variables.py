@@ -46,6 +46,7 @@ from tfparallel.internals.distribute import first_replica_of_process
 from tfparallel.internals.keras_layers import behind, layers_of, own_state
 from tfparallel.internals.keras_state import variable_under_creation
 from tfparallel.internals.ordered_sums import sum_in_order
+from tfparallel.replicas.joined_values import join_up, split_up
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.tape_hooks import told_of_gradient
 
@@ -284,9 +285,9 @@ def sums_of_copies(
         together[variable.dtype, places, alone].append(variable)
     sums = {}
     for (_, places, _), group in together.items():
-        joined = [joined_copies(group, i) for i in range(len(places))]
+        copies = [joined_copies(group, i) for i in range(len(places))]
         with tf.device(places[0]):  # not the host, which would wait for a GPU
-            parts = split_up(add_up(joined), group)
+            parts = split_up(add_up(copies), group)
         sums.update({id(variable): part for variable, part in zip(group, parts, strict=True)})
     return [sums[id(variable)] for variable in variables]
 
@@ -294,23 +295,7 @@ def sums_of_copies(
 def joined_copies(variables: Sequence["ReplicatedVariable"], i: int) -> tf.Tensor:
     """`[values of all variables]`: their copies number `i`, where they are."""
     with tf.device(variables[0].values[i].device):
-        values = [variable.values[i].read_value() for variable in variables]
-        if all(variable.shape.rank == 0 for variable in variables):
-            return tf.stack(values)
-        return tf.concat([_reshaped(value, [-1]) for value in values], 0)
-
-
-def split_up(joined: tf.Tensor, variables: Sequence["ReplicatedVariable"]) -> list[tf.Tensor]:
-    """The value of each variable, of `joined_copies`."""
-    if all(variable.shape.rank == 0 for variable in variables):
-        return tf.unstack(joined, len(variables))
-    parts = tf.split(joined, [variable.shape.num_elements() for variable in variables])
-    return [_reshaped(part, v.shape) for part, v in zip(parts, variables, strict=True)]
-
-
-def _reshaped(value: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """Most that are joined are of one dim, and stay as they are: fewer operations to trace."""
-    return value if value.shape.rank == len(shape) == 1 else tf.reshape(value, shape)
+        return join_up([variable.values[i].read_value() for variable in variables])
 
 
 def is_statistics(owner: object, kwargs: Mapping[str, object]) -> bool:
