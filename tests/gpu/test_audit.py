@@ -122,7 +122,6 @@ _MOVED = {  # which are for that
     *("parameter_server_sync", "parameter_server_async", "pipeline_offload"),
 }
 _TABLES = {"embedding", "masking", "positions"}
-_CHECKED = {"hybrid_groups": 4}  # tokens of each microbatch, which are on a GPU already
 
 
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES, *NUM_CPUS} - _MOVED - {KERAS}))
@@ -131,8 +130,7 @@ def test_nothing_waits_for_a_gpu_within_a_step(strategy):
     table, keys = read_table(), [key for key in EVERY if key[0] == strategy]
     assert len(keys) >= len(OF_COMPOSITES if strategy in COMPOSITES else MODELS)
     for _, model, size in keys:
-        most = _CHECKED.get(strategy, 0) if model in _TABLES else 0
-        assert table[row_name(strategy, model, size)]["to_host"] <= most, (model, size)
+        assert not table[row_name(strategy, model, size)]["to_host"], (model, size)
 
 
 @pytest.mark.parametrize(

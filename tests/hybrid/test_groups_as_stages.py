@@ -13,6 +13,7 @@ from tests.helpers import assert_same_training, cpu_mesh_of, tiny_data, train
 from tests.hybrid.models_of_matrix import normalized
 from tests.tensor_parallel.layouts import LayoutOfAnything
 from tfparallel import HybridStrategy, PipelineOptions
+from tfparallel.internals import keras_integers
 from tfparallel.internals.graphs import functions_of
 
 pytestmark = pytest.mark.turns
@@ -282,3 +283,38 @@ def test_the_summary_tells_the_devices_of_a_stage_and_its_weights_in_parts():
     assert "CPU:2, CPU:3" in text
     assert "4 + 4" in text
     assert "CPU:2" in str(strategy.profile(training.model, tiny_data(12)))
+
+
+def words_by_words():
+    tokens = keras.Input((4,), dtype="int32")
+    vectors = layers.Embedding(6, 4, name="table")(tokens)
+    return keras.Model(tokens, layers.Dense(5, name="scores")(vectors))
+
+
+def of_words(last=5):
+    def data(rows):
+        numbers = np.arange(4 * rows).reshape(rows, 4)
+        tokens = numbers % 6
+        return np.where(tokens == 5, last, tokens), numbers % 5
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {"build": words_by_words, "compile_options": lambda: {"loss": loss}, "data": data}
+
+
+BY_WORDS = {"table/embeddings": ("model", None), "scores/kernel": (None, "model")}
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+@pytest.mark.parametrize("last", [5, -1])
+def test_words_of_a_stage_are_those_of_one_device(monkeypatch, has_gpus, last):
+    reference = train(None, **of_words(last))
+    monkeypatch.setattr(keras_integers, "has_gpu", lambda devices: has_gpus)
+    assert_same_training(reference, train(groups(layouts=BY_WORDS), **of_words(last)))
+
+
+@pytest.mark.parametrize("last", [6, -7])
+def test_a_word_that_is_none_is_an_error_and_nan_on_gpus(monkeypatch, last):
+    with pytest.raises(tf.errors.OpError):
+        train(groups(layouts=BY_WORDS), **of_words(last))
+    monkeypatch.setattr(keras_integers, "has_gpu", lambda devices: True)
+    assert np.isnan(train(groups(layouts=BY_WORDS), **of_words(last)).history["loss"][-1])

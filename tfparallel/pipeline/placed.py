@@ -21,6 +21,7 @@ from tfparallel.pipeline.stage_variables import (
 from tfparallel.replicas.device_names import hosts_of, names_of_groups
 from tfparallel.replicas.local import LocalExtended
 from tfparallel.replicas.seed_hooks import seed_of_stream
+from tfparallel.replicas.state_changes import StateChanges
 
 
 class PlacedInStages(LocalExtended):
@@ -36,6 +37,8 @@ class PlacedInStages(LocalExtended):
         in_turn: whether they are further devices of the same stages, which take microbatches in
             turn.
     """
+
+    _changes: StateChanges | None  # of what layers assign, while a step is traced
 
     def __init__(
         self,
@@ -92,6 +95,13 @@ class PlacedInStages(LocalExtended):
     def pipeline_of(self, replica: int) -> int:
         """Which pipeline a replica of this process is a microbatch of."""
         return replica // self._schedule.num_microbatches
+
+    @property
+    def _stored_stream(self) -> int:
+        """As the base's: in a user's loop the number of the pipeline, whose copy differs."""
+        if self._changes is not None:
+            return 0
+        return self.pipeline_of(values_util.get_current_replica_id_as_int())
 
     def seed_copy_of(self, replica: int) -> int:
         """Which copy of a seed a replica of this process draws from in a user's loop."""

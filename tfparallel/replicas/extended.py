@@ -157,6 +157,11 @@ class ReplicatedExtended(
         is_xla_refused = self._places_batches and self._num_replicas_in_sync > 1
         return self._host_device if is_xla_refused else None
 
+    @property
+    def _stored_stream(self) -> int:
+        """The stream that the calling replica's copy of a seed is stored in; 0 is of one device."""
+        return 0
+
     # ---- how a step runs on replicas -------------------------------------------------------------
 
     @property

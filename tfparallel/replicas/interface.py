@@ -33,6 +33,10 @@ class KnownInReplicas(Protocol):
     def _seed_device(self) -> str | None:
         """Where the seeds of all replicas are, if that is not each replica's own device."""
 
+    @property
+    def _stored_stream(self) -> int:
+        """The stream that the calling replica's copy of a seed is stored in; 0 is of one device."""
+
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""
 

@@ -59,7 +59,8 @@ def _next_of_replica(
     device = strategy.extended._seed_device
     with contextlib.nullcontext() if device is None else tf.device(device):
         seed = next_seed(ordered=ordered)
-        return seed_of_stream(seed, context.replica_id_in_sync_group)
+        number = context.replica_id_in_sync_group - strategy.extended._stored_stream
+        return seed_of_stream(seed, number)
 
 
 def seed_of_stream(seed: tf.Tensor, number: int | tf.Tensor) -> tf.Tensor:

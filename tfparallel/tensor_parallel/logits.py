@@ -31,7 +31,7 @@ from tfparallel.tensor_parallel.computing_groups import ComputingGroups
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.layer_rules import computes_in_parts
 from tfparallel.tensor_parallel.rows import Rows
-from tfparallel.tensor_parallel.rules.embedding import index_check
+from tfparallel.tensor_parallel.rules.embedding import index_checks
 
 _CROSSENTROPY = keras.losses.sparse_categorical_crossentropy
 _ACCURACY = keras.metrics.sparse_categorical_accuracy
@@ -158,7 +158,7 @@ def _of_labels(
         return tf.stack([sums, tf.where(is_own, named, tf.zeros_like(named))])
 
     starts = [tf.constant(start, tf.int64) for start in rows.starts]
-    with tf.control_dependencies([index_check(labels, sum(rows.sizes))]):
+    with tf.control_dependencies(index_checks(group, labels, sum(rows.sizes))):
         sums, named = tf.unstack(group.summed(group.compute(own, parts, starts, labels, largest)))
     return tf.math.log(sums) - named
 

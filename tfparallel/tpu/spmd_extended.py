@@ -32,6 +32,7 @@ class SpmdExtended(tf.distribute.StrategyExtended):
     _sees_what_a_step_assigns = True
     _row_seeds: RowSeeds | None = None  # each core draws numbers of its own
     _seed_device: str | None = None
+    _stored_stream = 0
 
     def _description(self) -> str:
         """What the strategy is made of, for its `repr`."""

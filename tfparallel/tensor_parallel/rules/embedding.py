@@ -12,10 +12,12 @@ Source: the parallel embedding of Megatron-LM, https://arxiv.org/abs/1909.08053
 from collections.abc import Callable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfparallel.internals import record, set_keras_mask, variable_accessed
+from tfparallel.internals import keras_integers, record, set_keras_mask, variable_accessed
 from tfparallel.replicas.device_names import hosts_of
+from tfparallel.segments.differentiated_graphs import is_of_segment
 from tfparallel.tensor_parallel.exchanges import scatter_sum
 from tfparallel.tensor_parallel.group import Group
 from tfparallel.tensor_parallel.known_parts import joined
@@ -90,27 +92,30 @@ def _look_up(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
     """The vectors of tokens; negative ones count from the end, as in `keras.ops.take`."""
     count, is_by_rows, rows = table.shape[0], table.rows.dim == 0, None
     with record.stop_recording():
-        checks = [index_check(ids, count, least=-count)] if is_by_rows else []
+        checks = index_checks(group, ids, count, least=-count) if is_by_rows else []
         ids = tf.cast(ids, tf.int64)  # GPUs subtract int32 on the host
         ids = tf.where(ids < 0, ids + count, ids)
+        unknown = None if checks or not is_by_rows else (ids < 0) | (ids >= count)
     if is_by_rows and ids.shape.rank == 2:
         rows = group.rows_of_sequence([*ids.shape, table.shape[1]])
     if rows is not None:
         with tf.control_dependencies(checks):
-            return _look_up_by_positions(group, table, ids, rows)
+            return _look_up_by_positions(group, table, ids, rows, unknown)
     with record.stop_recording(), tf.control_dependencies(checks):
-        look_up = _by_rows if is_by_rows else _by_columns
-        vectors = look_up(group, table, ids)
+        if is_by_rows:
+            vectors = group.summed(_own_vectors(table, ids, unknown))
+        else:
+            vectors = _by_columns(group, table, ids)
     _record_look_up(table, ids, [vectors], lambda gradient: gradient)
     return vectors
 
 
 def _look_up_by_positions(
-    group: Group, table: SplitVariable, ids: tf.Tensor, rows: Rows
+    group: Group, table: SplitVariable, ids: tf.Tensor, rows: Rows, unknown: tf.Tensor | None
 ) -> tf.Tensor:
     """Vectors in parts along positions, of which each device gets its own."""
     with record.stop_recording():
-        terms = _own_vectors(table, ids)
+        terms = _own_vectors(table, ids, unknown)
         parts = scatter_sum(terms, rows, group.devices)
     _record_look_up(table, ids, parts, lambda *gradients: joined(gradients, rows.dim))
     return joined(parts, rows.dim)
@@ -132,12 +137,10 @@ def _record_look_up(
         record.record_operation("LookUpParts", outputs, [variable.handle], backward)
 
 
-def _by_rows(group: Group, table: SplitVariable, ids: tf.Tensor) -> tf.Tensor:
-    return group.summed(_own_vectors(table, ids))
-
-
-def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
-    """Of the tokens that each device has, and zeros for the others."""
+def _own_vectors(
+    table: SplitVariable, ids: tf.Tensor, unknown: tf.Tensor | None
+) -> list[tf.Tensor]:
+    """Of the tokens that each device has, and zeros for others; on the first, NaN of `unknown`."""
     parts = []
     pieces = zip(table.read_stored(), table.stored.starts, table.stored.sizes, strict=True)
     for part, start, size in pieces:
@@ -145,23 +148,40 @@ def _own_vectors(table: SplitVariable, ids: tf.Tensor) -> list[tf.Tensor]:
             is_own = (ids >= start) & (ids < start + size)
             vectors = tf.gather(part, tf.where(is_own, ids - start, 0))
             parts.append(tf.where(is_own[..., None], vectors, tf.zeros_like(vectors)))
+    if unknown is not None:
+        with tf.device(parts[0].device):
+            nan = tf.constant(np.nan, parts[0].dtype)
+            parts[0] = tf.where(unknown[..., None], nan, parts[0])
     return parts
 
 
-def index_check(ids: tf.Tensor, count: int, least: int = 0) -> tf.Operation:
-    """What no device has would count as zeros; the host says that it is wrong.
+def index_checks(group: Group, ids: tf.Tensor, count: int, least: int = 0) -> list[tf.Operation]:
+    """What no device has would count as zeros; the host says that it is wrong, if it has `ids`.
 
     A GPU has no strings: asked for there, the message is an error without soft placement. What
     comes from the batch is looked at as it came, on the host: who waits for the check waits for no
     GPU.
+
+    Returns:
+        The check; none where a stage has been given `ids` on a GPU. What is looked up for unknown
+        ones is NaN there, as TensorFlow's own cross entropy is.
     """
+    if _are_on_gpus(group, ids):
+        return []
     host = hosts_of([ids.device])[0]
     given = _as_given(ids) if tf.is_symbolic_tensor(ids) else ids  # which a function captures
     with tf.device(host):
         is_known = tf.reduce_all((given >= least) & (given < count))
-        return tf.debugging.Assert(
-            is_known, [f"Expected indices in [0, {count}). Received:", given]
-        )
+        message = f"Expected indices in [0, {count}). Received:"
+        return [tf.debugging.Assert(is_known, [message, given])]
+
+
+def _are_on_gpus(group: Group, ids: tf.Tensor) -> bool:
+    """Whether `ids` were given to a stage on GPUs, which has all that it is given on them."""
+    if not tf.is_symbolic_tensor(ids) or not keras_integers.has_gpu(group.devices):
+        return False
+    given = _as_given(ids)
+    return given.op.type == "Placeholder" and is_of_segment(given.graph)
 
 
 def _as_given(ids: tf.Tensor) -> tf.Tensor:
