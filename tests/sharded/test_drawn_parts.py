@@ -1,6 +1,7 @@
 """A part of an initial value is drawn alone, with the bits that one device draws for it."""
 
 import functools
+import gc
 import inspect
 import itertools
 import math
@@ -113,6 +114,7 @@ def test_initialisers_of_users_begin_as_on_one_device():
 
 def peak_above_stored(build) -> float:
     """What TensorFlow has had in use while it built, above what it has in use then, in bytes."""
+    gc.collect()  # what waits for it would be let go of in the middle
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
     kept = build()
@@ -145,9 +147,10 @@ def test_what_is_drawn_whole_is_whole_one_variable_at_a_time():
 
     # Orthogonal itself has what is drawn, both factors and their product.
     for make_own, wholes in [(lambda: make("Orthogonal"), 4), (lambda: by_function, 3)]:
-        # The least of two: what is built may wait for what was there before to be let go of.
+        # The least of two, and room for one whole more: TensorFlow lets go of tensors on threads of
+        # its own, which may be late. All twelve at once would be 12 wholes at least.
         peak = min(peak_above_stored(functools.partial(build, make_own)) for _ in range(2))
-        assert peak < (wholes + 0.5) * 4 * width * width
+        assert peak <= (wholes + 1) * 4 * width * width
 
 
 def test_the_whole_of_no_weight_or_slot_is_anywhere_while_a_model_is_made():
