@@ -70,12 +70,13 @@ INNER = {  # of the processes of a job
     "groups": _tensor_parallel,
 }
 SIZES = {"static": ROWS, "unknown": None}
-# No model of the suite: replicas draw masks of their own.
+# Not in the conformance suite: replicas draw masks of their own.
 DROPOUT = ModelCase(
     lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]),
     helpers.tiny_compile_options,
     helpers.tiny_data,
 )
+AUDITED_MODELS = {**MODELS, "dropout": DROPOUT}
 # Several processes around what has rows of its own: what is between them is dense, of statistics or
 # sparse.
 COMPOSITES = {
@@ -83,7 +84,7 @@ COMPOSITES = {
     *("sharded_workers", "sharded_workers_of_one", "sharded_workers_of_copies", "sharded_ranks"),
     "pipeline_hosts",
 }
-OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking")
+OF_COMPOSITES = ("mlp", "cnn", "embedding", "masking", "dropout")
 # Whether a size is known is a matter of the stages, which all schedules call; a step for any size
 # has all copies that one for a known size has.
 FOR_ANY_SIZE = {
@@ -95,13 +96,14 @@ FOR_ANY_SIZE = {
 EVERY = [
     (strategy, model, size)
     for strategy in (*STRATEGIES, *NUM_CPUS)
-    for model in (OF_COMPOSITES if strategy in COMPOSITES else MODELS)
+    for model in (OF_COMPOSITES if strategy in COMPOSITES else AUDITED_MODELS)
     for size in SIZES
     if size == "unknown" or strategy not in FOR_ANY_SIZE
 ]
 # What shares its code with another, and other sizes, are for `--everything`.
 BY_DEFAULT = {
     (KERAS, "embedding", "unknown"),
+    ("one_device", "dropout", "static"),
     ("one_device", "embedding", "unknown"),
     ("mirrored", "mlp", "static"),
     ("mirrored_ahead", "mlp", "static"),
@@ -112,8 +114,10 @@ BY_DEFAULT = {
     ("multi_worker", "embedding", "static"),
     ("multi_worker_shards", "embedding", "unknown"),
     ("sharded_workers", "mlp", "unknown"),
+    ("sharded_workers_of_one", "dropout", "static"),
     ("sharded_workers_of_one", "mlp", "unknown"),
     ("sharded_ranks", "embedding", "unknown"),
+    ("horovod", "dropout", "static"),
     ("horovod", "embedding", "unknown"),
     ("horovod_pipeline", "mlp", "unknown"),
     ("pipeline_hosts", "mlp", "unknown"),
@@ -123,6 +127,7 @@ BY_DEFAULT = {
     ("central_storage", "cnn", "static"),
     ("sharded", "mlp", "unknown"),
     ("tensor_parallel", "embedding", "unknown"),
+    ("pipeline", "dropout", "unknown"),
     ("pipeline", "mlp", "unknown"),
     ("pipeline", "embedding", "static"),
     ("pipeline", "lstm", "static"),
@@ -137,7 +142,7 @@ def audited(strategy_name: str, model_name: str, size: str) -> Audit:
 
     Args:
         strategy_name: of `STRATEGIES`, or of `jobs.py`.
-        model_name: of the conformance suite's models.
+        model_name: of `AUDITED_MODELS`.
         size: "static" or "unknown": whether the step is traced for a number of rows.
     """
     if strategy_name in NUM_CPUS:
@@ -155,7 +160,7 @@ def step_graph(
     """
     keras.utils.set_random_seed(helpers.SEED)
     keras.backend.clear_session()
-    model_case = {**MODELS, "dropout": DROPOUT}[model_name]
+    model_case = AUDITED_MODELS[model_name]
     with scope_of(strategy):
         model = model_case.build()
         inner = getattr(strategy, "inner", None) or strategy

@@ -13,12 +13,12 @@ import tensorflow as tf
 from tensorflow.python.grappler import tf_optimizer
 
 import tfparallel
-from tests.conformance.models import MODELS
 from tests.docs.snippets import ROOT
 from tests.gpu.audit import GPU_0, audit
 from tests.gpu.folding import Folded
 from tests.gpu.jobs import NUM_CPUS, audited_in_job, needs_horovod
 from tests.gpu.steps import (
+    AUDITED_MODELS,
     BY_DEFAULT,
     COMPOSITES,
     EVERY,
@@ -106,16 +106,6 @@ def test_predicting_gathers_on_the_hosts_as_training_does_there():
     assert all(each.endswith(" on HOST, ring") for each in found.collectives)
 
 
-@pytest.mark.parametrize("strategy", ["horovod", "sharded_workers_of_one"])
-def test_no_seed_waits_for_the_gpu_of_a_process_of_several(strategy):
-    """XLA is refused there, so that the seed of a Dropout may be on the host."""
-    if needs_horovod(strategy):
-        pytest.importorskip("horovod", reason="built by `python -m tfparallel.build_horovod`")
-    found = audited_in_job(strategy, "dropout", "static")
-    assert not found.totals()["to_host"], found.copies["to_host"]
-    assert not found.waits
-
-
 _LOOPS = {"lstm", "masking"}  # which take numbers to the device
 _MOVED = {  # which are for that
     "central_storage",  # gradients go to the host, by its definition
@@ -128,7 +118,7 @@ _TABLES = {"embedding", "masking", "positions"}
 def test_nothing_waits_for_a_gpu_within_a_step(strategy):
     """None to the host, of any model and size, so neither metrics nor counters nor sizes."""
     table, keys = read_table(), [key for key in EVERY if key[0] == strategy]
-    assert len(keys) >= len(OF_COMPOSITES if strategy in COMPOSITES else MODELS)
+    assert len(keys) >= len(OF_COMPOSITES if strategy in COMPOSITES else AUDITED_MODELS)
     for _, model, size in keys:
         assert not table[row_name(strategy, model, size)]["to_host"], (model, size)
 
@@ -148,12 +138,12 @@ def test_nothing_waits_for_a_gpu_within_a_step(strategy):
 )
 def test_a_step_for_a_known_size_gets_its_batch_and_nothing_else(strategy, parts, others):
     for name, row in _rows_of_known_size(strategy).items():
-        num_tensors = len(tf.nest.flatten(MODELS[name.split(", ")[1]].data(ROWS)))
+        num_tensors = len(tf.nest.flatten(AUDITED_MODELS[name.split(", ")[1]].data(ROWS)))
         assert row["to_device"] <= num_tensors * parts + others, name
 
 
 def _rows_of_known_size(strategy: str) -> dict[str, dict]:
-    names = {row_name(strategy, model, "static") for model in MODELS.keys() - _LOOPS}
+    names = {row_name(strategy, model, "static") for model in AUDITED_MODELS.keys() - _LOOPS}
     return {name: row for name, row in read_table().items() if name in names}
 
 

@@ -1,5 +1,6 @@
 """What replicas send one another in a step, and where it meets, as read from its graph."""
 
+import functools
 from unittest import mock
 
 import keras
@@ -7,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.gpu.audit import audit
-from tests.gpu.steps import KERAS, STRATEGIES, make_variables, scope_of, step_of
+from tests.gpu.steps import GPUS, STRATEGIES, make_variables, scope_of, step_of
+from tests.hybrid.meshes import hybrid
 from tfparallel.internals import keras_integers
 
 pytestmark = pytest.mark.turns
@@ -80,13 +82,48 @@ def test_neither_metrics_nor_seeds_nor_counters_wait_for_a_gpu(strategy):
     assert found.totals()["to_host"] == 0, found.copies["to_host"]
 
 
-def test_one_replica_sends_the_seed_of_a_dropout_as_plain_keras_does():
-    """It stays on the GPU, since XLA may compile that step."""
-    own, plain = (
-        audited(name, [lambda: keras.layers.Dropout(0.5)], metrics=()).copies["to_host"]
-        for name in ("one_device", KERAS)
-    )
-    assert own and own == plain
+THAT_DRAW = {
+    "noise": [lambda: keras.layers.GaussianNoise(0.1), lambda: keras.layers.GaussianDropout(0.2)],
+    "lstm": [
+        lambda: keras.layers.Reshape((2, 3)),
+        lambda: keras.layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2),
+    ],
+    "alpha": [lambda: keras.layers.AlphaDropout(0.1)],
+    "spatial": [lambda: keras.layers.Reshape((2, 3)), lambda: keras.layers.SpatialDropout1D(0.2)],
+}
+
+
+@pytest.mark.parametrize("layers", THAT_DRAW)
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "tensor_parallel", "pipeline"])
+def test_layers_draw_by_seeds_that_stay_where_they_are(strategy, layers):
+    flat = [keras.layers.Flatten] if layers == "spatial" else []
+    found = audited(strategy, [*THAT_DRAW[layers], *flat])
+    assert not found.faults()
+    assert not found.copies["to_host"]
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_rows_that_draw_for_themselves_ask_no_gpu(axis):
+    strategy = functools.partial(hybrid, {axis: 2}, seed_by="row", devices=GPUS)
+    with mock.patch.dict(STRATEGIES, by_row=strategy):
+        found = audited("by_row", [lambda: keras.layers.Dropout(0.5)])
+    assert not found.faults()
+    assert not found.copies["to_host"]
+
+
+def test_a_loop_of_the_users_draws_where_its_replicas_are():
+    strategy = STRATEGIES["mirrored"]()
+    with strategy.scope():
+        generator = keras.random.SeedGenerator(1)
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: keras.random.normal([3], seed=generator))
+
+    with mock.patch.object(keras_integers, "has_gpu", return_value=True):
+        found = audit(step.get_concrete_function().graph)
+    assert not found.faults()
+    assert not found.copies["to_host"]
 
 
 class OwnStep(keras.Sequential):

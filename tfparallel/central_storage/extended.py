@@ -32,6 +32,7 @@ class CentralStorageExtended(CentralExtended):
             gpus = [device for device in self._devices if "GPU" in device]
             parameter_device = gpus[0] if len(gpus) == 1 == len(self._devices) else "/device:CPU:0"
         self._parameter_device = device_util.canonicalize(parameter_device)
+        self._seed_device = self._parameter_device
 
     def _variable_devices(self, variable_class: type) -> tuple[str, ...]:
         is_central = issubclass(variable_class, CentralVariable)

@@ -7,11 +7,11 @@ the host waits for the GPU to send them:
     argmax     every accuracy: looks for -0.0 by comparing as many sign bits as there are scores
     not_equal  every mask of an Embedding: compares tokens
     take       every Embedding: adds the table's length to numbers of rows that are negative
-    seeds      every Dropout: TensorFlow wants them as int32 on the host
+    seeds      every Dropout: TensorFlow makes keys and counters of them on the host
 
-The same is computed with bits that become bool, and with int64, which GPUs have. Seeds that are on
-the host are cast there. Keras looks its functions up in its modules, and has no object to hook: so
-they are replaced there, while a step runs that has a GPU, and never otherwise.
+The same is computed with bits that become bool, with int64, which GPUs have, and by the generator
+itself. Keras and TensorFlow look their functions up in their modules, and have no object to hook:
+so they are replaced there, while a step runs that has a GPU, and never otherwise.
 """
 
 import contextlib
@@ -23,20 +23,21 @@ import tensorflow as tf
 # Where `argmax` finds `signbit`, and `keras.ops` finds `take`.
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
-# Where what draws finds `_cast_seed`.
-from keras.src.backend.tensorflow import random as keras_random
+# Where what draws finds `get_key_counter_alg`.
+from tensorflow.python.ops import control_flow_util, random_ops_util
 
 from tfparallel.internals.hooks import shadowed, wrapped
 
+_PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
+_SCRAMBLING_KEY = 0x02461E293EC8F720  # of `stateless_random_ops.cc`
+
 
 @contextlib.contextmanager
-def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]:
-    """Within it, what Keras computes with integers sends none from a GPU to the host.
+def integers_stay(devices: Sequence[str]) -> Iterator[None]:
+    """Within it, what is computed with integers sends none from a GPU to the host.
 
     Args:
         devices: that compute.
-        seeds_on_host: whether seed generators have their state there, from where nothing goes to a
-            device then but what is drawn with.
     """
     if not has_gpu(devices):
         yield
@@ -45,9 +46,8 @@ def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]
         (keras_numpy, "signbit", _sign_bits),
         (keras_numpy, "not_equal", _not_equal),
         (keras_numpy, "take", _take),
+        (random_ops_util, "get_key_counter_alg", _key_counter_alg),
     ]
-    if seeds_on_host:
-        functions.append((keras_random, "_cast_seed", _cast_in_place))
     with contextlib.ExitStack() as hooks:
         for module, name, function in functions:
             hooks.enter_context(
@@ -62,15 +62,15 @@ def integers_stay(devices: Sequence[str], seeds_on_host: bool) -> Iterator[None]
         yield
 
 
+def key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of the generator that `tf.random.stateless_uniform` draws from, for a seed `[2]`."""
+    key, counter, _ = random_ops_util.get_key_counter_alg(seed, None)
+    return key, counter
+
+
 def has_gpu(devices: Sequence[str]) -> bool:
     """Whether one of `devices` is a GPU."""
     return any(tf.DeviceSpec.from_string(device).device_type == "GPU" for device in devices)
-
-
-def _cast_in_place(original: Callable, seed: object) -> tf.Tensor:
-    device = getattr(seed, "device", "")
-    with tf.device(device) if device else contextlib.nullcontext():
-        return original(seed)
 
 
 def _sign_bits(original: Callable, x: object) -> tf.Tensor:
@@ -90,3 +90,24 @@ def _take(original: Callable, x: object, indices: object, axis: int | None = Non
     if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32:
         indices = tf.cast(indices, tf.int64)
     return original(x, indices, axis=axis)
+
+
+def _key_counter_alg(original: Callable, seed: tf.Tensor, alg: object) -> tuple:
+    """The generator's key, counter and algorithm for a seed `[2]`, made where that is.
+
+    Philox scrambles a seed by its own first four numbers. XLA has generators of its own.
+    """
+    is_known = not tf.is_symbolic_tensor(seed) or seed.op.type == "Const"
+    is_chosen = alg not in (None, "auto_select")
+    graph = tf.compat.v1.get_default_graph()
+    if is_known or is_chosen or control_flow_util.GraphOrParentsInXlaContext(graph):
+        return original(seed, alg)
+    mixed = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[4],
+        key=tf.constant([_SCRAMBLING_KEY], tf.uint64),
+        counter=tf.cast(seed, tf.uint64),
+        alg=_PHILOX,
+        dtype=tf.uint32,
+    )
+    pair = tf.bitcast(tf.reshape(mixed, [2, 2]), tf.uint64)
+    return pair[:1], tf.concat([tf.zeros([1], tf.uint64), pair[1:]], 0), _PHILOX

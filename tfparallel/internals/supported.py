@@ -119,6 +119,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "_GradientsHelper",
     ),
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
+    "tensorflow.python.ops.random_ops_util": ("get_key_counter_alg",),
     "tensorflow.python.ops.resource_variable_ops": (
         "ResourceVariable",
         "UninitializedVariable",

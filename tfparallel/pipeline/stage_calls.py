@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals.numbers_in_shapes import from_shape, in_shape
 from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.flat_tensors import Arguments, flat_tensors, present, split_at
+from tfparallel.pipeline.flat_tensors import Arguments, flat_tensors, split_at
 from tfparallel.pipeline.known_logits import origins_for
 from tfparallel.pipeline.masks import as_on_one_device
 from tfparallel.pipeline.parts import Calls
@@ -130,8 +131,7 @@ class StageCalls:
             return [tf.identity(tensor) for tensor in tensors]
 
         microbatch = self._current_microbatch()
-        place = None if self._row_seeds is None else self._row_seeds.place()
-        given_tensors = [*arguments.flat, *(change.value for change in given), *present([place])]
+        given_tensors = [*arguments.flat, *(change.value for change in given), *self._place()]
         stage = self._executor.stage_of_call(stage, microbatch, given_tensors)
         try:
             if name in self._of_all_rows:
@@ -169,12 +169,12 @@ class StageCalls:
     ) -> object:
         """`function(inputs)` in the graph of the step, where microbatches can exchange rows."""
         microbatch, given = self._current_microbatch(), self._changes.needed_by(layers)
-        place = None if self._row_seeds is None else self._row_seeds.place()
+        place = self._place()
 
         def called() -> tuple:
             state = [change.value for change in given]
             apart = self._changes.in_function(flat_tensors(inputs), given, state)
-            draws = self._draws(present([place]), key[:2])
+            draws = self._draws(place, key[:2])
             with self._in_part(), draws, self._deferred.collected() as statistics, apart as noted:
                 return function(inputs), statistics, noted
 
@@ -188,11 +188,16 @@ class StageCalls:
         self._deferred.add(microbatch, variables, values)
         return outputs
 
+    def _place(self) -> list[tf.Tensor]:
+        """Where random numbers are those of rows: which rows, as the shape of a tensor."""
+        place = None if self._row_seeds is None else self._row_seeds.place()
+        return [] if place is None else [in_shape(place)]
+
     def _draws(self, place: Sequence, part: tuple) -> contextlib.AbstractContextManager:
         """In a part that is traced: where random numbers are those of rows."""
         if self._row_seeds is None or not place:
             return contextlib.nullcontext()
-        return self._row_seeds.placed(place[0], part)
+        return self._row_seeds.placed(from_shape(place[0], tf.TensorShape([2])), part)
 
     @contextlib.contextmanager
     def traced(self, stage: int, name: str) -> Iterator[None]:

@@ -320,6 +320,11 @@ class SeedVariable(SequentialVariable):
             return super()._primary
         return self._values[extended.seed_copy_of(values_util.get_current_replica_id_as_int())]
 
+    def _move_to(self, places: Sequence[Sequence[str]]) -> None:
+        extended = strategy_behind(self).extended
+        others = [extended.pipeline_of_seed_copy(i) for i in range(len(places), len(self._values))]
+        super()._move_to([*places, *(places[pipeline] for pipeline in others)])
+
     def of_copy(self, value: object, index: int) -> object:
         """The state of the stream of the copy's pipeline."""
         extended = strategy_behind(self).extended

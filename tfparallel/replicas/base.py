@@ -125,9 +125,10 @@ class KerasStrategy(DescribedStrategy):
             checks.check_jit_compile_of_predict(self, model_of_predict_step(fn))
         elif is_compiled_step(fn) or is_called_by_trainer():
             checks.check_is_method(fn)
+        integers = integers_stay(self.extended.worker_devices)
         if not is_step and not is_predict_step(fn):
             has_rows = layers_never_without_rows(layers_known_to(fn), self.extended)
-            with spoken_of(self, fn), has_rows:
+            with spoken_of(self, fn), has_rows, integers:
                 return super().run(fn, args, kwargs, options)
         model = fn.__self__ if is_step else model_of_predict_step(fn)
         step = fn if is_step else model.predict_step
@@ -136,7 +137,6 @@ class KerasStrategy(DescribedStrategy):
         extended = self.extended
         draws, told = drawn_by_row(extended._row_seeds, model), spoken_of(self, step)
         own_layers, kept = never_without_rows(model, extended), extended._kept_in_step_of(model)
-        integers = integers_stay(extended.worker_devices, extended._seed_device is not None)
         sizes = sizes_on_hosts(extended.worker_devices)
         loops = loops_keep_numbers_on_hosts(extended.worker_devices)
         with told, own_layers, integers, sizes, loops, draws, extended._step_of(model), kept:

@@ -52,6 +52,7 @@ class ReplicatedExtended(
     _row_seeds: RowSeeds | None = None  # where rows draw random numbers, not replicas
     _num_batches_ahead: int | None = None  # of their steps; None: as suits the devices
     _sees_what_a_step_assigns = True  # to a weight, and computes with afterwards
+    _seed_device: str | None = None  # where seeds are stored, if not on each replica's own device
     _places_batches = False  # whether a batch may be on the replicas' devices before its step
     _agreed_value: tf.Tensor | None = None  # of the variable that is created last
 
@@ -88,8 +89,6 @@ class ReplicatedExtended(
         statistics = is_statistics(owner, kwargs)
         variable_class = self._variable_class(owner, kwargs)
         devices = self._variable_devices(variable_class)
-        if self._seed_device is not None and isinstance(owner, keras.random.SeedGenerator):
-            devices = (self._seed_device,) * len(devices)
 
         def create_copies(**kwargs: object) -> list[tf.Variable]:
             copies: list = []
@@ -146,16 +145,6 @@ class ReplicatedExtended(
     def _variable_devices(self, variable_class: Any) -> tuple[str, ...]:
         del variable_class
         return self._devices
-
-    @property
-    def _seed_device(self) -> str | None:
-        """Where the seeds of all replicas are, if that is not each replica's own device.
-
-        What draws on a GPU takes its seed from the host. Where one replica is all there is, of all
-        processes, XLA may compile its step, whose variables are on its device then.
-        """
-        is_xla_refused = self._places_batches and self._num_replicas_in_sync > 1
-        return self._host_device if is_xla_refused else None
 
     @property
     def _stored_stream(self) -> int:

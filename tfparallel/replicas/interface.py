@@ -28,10 +28,7 @@ class KnownInReplicas(Protocol):
     _id_in_cluster: int
     _num_workers: int
     _row_seeds: RowSeeds | None
-
-    @property
-    def _seed_device(self) -> str | None:
-        """Where the seeds of all replicas are, if that is not each replica's own device."""
+    _seed_device: str | None  # where seeds are stored, if that is not each replica's own device
 
     @property
     def _stored_stream(self) -> int:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfparallel.internals.keras_integers import key_and_counter
+
 _PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
 _COUNTS_OF_TRUNCATED = 64  # values of the counter that are kept for a number, of which four come
 
@@ -33,7 +35,7 @@ def uniform_of_rows(
 
     Args:
         shape: of the rows, `[rows, ...]`.
-        first_row: how many rows are before them, an int64 scalar.
+        first_row: how many rows are before them, a scalar.
         seed: an int32 tensor `[2]`.
         dtype: of floating point.
     """
@@ -78,21 +80,23 @@ def _numbers_of_rows(
     dtype: tf.DType,
     is_rejecting: bool = False,
 ) -> tf.Tensor:
-    shape = tf.cast(shape, tf.int64)
-    before = tf.cast(first_row, tf.int64) * tf.reduce_prod(shape[1:])
+    # Sizes are int32, which GPUs leave on the host, and never as large as the numbers of a batch.
+    shape, first_row = tf.cast(shape, tf.int32), tf.cast(first_row, tf.int32)
     of_a_count = 2 if dtype == tf.float64 else 4
-    counts = before // of_a_count
+    in_a_row = tf.reduce_prod(shape[1:])
+    left_out = (first_row % of_a_count) * (in_a_row % of_a_count) % of_a_count
+    counts = tf.cast(first_row, tf.int64) * tf.cast(in_a_row, tf.int64) // of_a_count
     if is_rejecting:
         counts *= of_a_count * _COUNTS_OF_TRUNCATED
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    key, counter = key_and_counter(seed)
     flat = draw(
-        shape=tf.reshape(before % of_a_count + tf.reduce_prod(shape), [1]),
+        shape=tf.stack([left_out + shape[0] * in_a_row]),
         key=key,
         counter=_advanced(counter, counts),
         alg=_PHILOX,
         dtype=dtype,
     )
-    return tf.reshape(flat[before % of_a_count :], shape)
+    return tf.reshape(flat[left_out:], shape)
 
 
 def _advanced(counter: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:

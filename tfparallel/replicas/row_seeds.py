@@ -71,7 +71,7 @@ class RowSeeds:
     # ---- rows ------------------------------------------------------------------------------------
 
     def place(self) -> tf.Tensor | None:
-        """Where the caller's rows begin and how many there are, int64 `[2]`; None for all rows."""
+        """Where the caller's rows begin and how many there are, int32 `[2]`; None for all rows."""
         given = getattr(self._thread, "place", None)
         if given is not None:
             return given
@@ -83,7 +83,7 @@ class RowSeeds:
                 'seed_by="row" needs to know which rows of a batch a replica has. Received: a '
                 "dataset that is distributed already. Give fit the dataset as it is."
             )
-        return tf.stack([tf.cast(step.first_row, tf.int64), tf.cast(step.rows, tf.int64)])
+        return tf.stack([tf.cast(step.first_row, tf.int32), tf.cast(step.rows, tf.int32)])
 
     @contextlib.contextmanager
     def placed(self, place: tf.Tensor | None, part: object) -> Iterator[None]:
@@ -139,9 +139,8 @@ class RowSeeds:
         Args:
             is_of_rows: False where one draw is for all rows.
         """
-        seed, shape = self._drawn(generator), tf.cast(shape, tf.int64)
-        place = self.place() if is_of_rows else None
-        first = tf.constant(0, tf.int64)
+        seed, shape = self._drawn(generator), tf.cast(shape, tf.int32)
+        place, first = self.place() if is_of_rows else None, tf.constant(0)
         if place is not None:  # a layer may have several rows for one of the batch
             first = place[0] * (shape[0] // tf.maximum(place[1], 1))
         return draw(shape, first, seed, tf.as_dtype(dtype))

@@ -58,9 +58,8 @@ def _next_of_replica(
         return row_seeds.seed_of(generator, lambda: next_seed(ordered=ordered))
     device = strategy.extended._seed_device
     with contextlib.nullcontext() if device is None else tf.device(device):
-        seed = next_seed(ordered=ordered)
         number = context.replica_id_in_sync_group - strategy.extended._stored_stream
-        return seed_of_stream(seed, number)
+        return seed_of_stream(next_seed(ordered=ordered), number)
 
 
 def seed_of_stream(seed: tf.Tensor, number: int | tf.Tensor) -> tf.Tensor:
