@@ -126,6 +126,22 @@ def test_a_loop_of_the_users_draws_where_its_replicas_are():
     assert not found.copies["to_host"]
 
 
+def test_tokens_and_labels_that_a_model_computes_are_looked_up_without_the_host():
+    strategy = STRATEGIES["tensor_parallel"]()
+    with strategy.scope():
+        words = keras.Input((4,), dtype="int32")
+        x = keras.layers.Embedding(11, 4)(keras.layers.Lambda(lambda x: (2 * x) % 11)(words))
+        model = keras.Model(words, keras.layers.Dense(6)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+        model.compile("sgd", loss, jit_compile=False)
+    batch = tf.ones([ROWS, 4], tf.int32), tf.ones([ROWS, 4], tf.int32)
+    make_variables(strategy, model, batch)
+    with mock.patch.object(keras_integers, "has_gpu", return_value=True):
+        found = audit(step_of(strategy, model).get_concrete_function(batch).graph)
+    assert not found.faults()
+    assert not found.copies["to_host"]
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data):
         x, y, *_ = data

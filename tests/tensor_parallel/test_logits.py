@@ -10,6 +10,7 @@ import tfparallel
 from tests import helpers
 from tests.tensor_parallel import test_graph
 from tests.tensor_parallel.layouts import layout_map
+from tfparallel.internals import keras_integers
 
 pytestmark = pytest.mark.turns
 
@@ -136,6 +137,48 @@ def test_a_label_outside_of_the_vocabulary_is_an_error_as_on_one_device():
     x, y = _classes(12)
     with pytest.raises(tf.errors.InvalidArgumentError, match="Expected indices in"):
         model.fit(x, y + VOCABULARY, verbose=0)
+
+
+def _computed_model():
+    words = keras.Input((5,), dtype="int32")
+    tokens = layers.Lambda(lambda x: x * 2 % 16 // 2)(words)  # the same, if below 8
+    x = layers.Embedding(VOCABULARY, 6, name="tokens")(tokens)
+    return keras.Model(words, layers.Dense(VOCABULARY, name="scores")(x))
+
+
+COMPUTED = {**TABLE, ".*scores/kernel": (None, "model")}
+
+
+def test_what_gpus_compute_is_looked_up_as_on_one_device(monkeypatch):
+    """Nobody asks a GPU about its tokens and labels: those that are none give NaN."""
+
+    def data(rows):
+        x, y = _texts(rows)
+        return x % 8, y
+
+    options = {
+        "build": _computed_model,
+        "compile_options": _compiled({"ignore_class": 3}),
+        "data": data,
+    }
+    expected = helpers.train(None, **options)
+    monkeypatch.setattr(keras_integers, "has_gpu", lambda devices: True)
+    helpers.assert_same_training(expected, helpers.train(_strategy(COMPUTED), **options), atol=5e-6)
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1])
+def test_a_label_on_a_gpu_that_is_none_gives_nan_as_on_one(monkeypatch, wrong):
+    monkeypatch.setattr(keras_integers, "has_gpu", lambda devices: True)
+    strategy = _strategy(COMPUTED)
+    with strategy.scope():
+        model = _computed_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+        model.compile("sgd", loss)
+    x, y = _texts(8)
+    y[0, 0] = wrong
+    history = model.fit(x % 8, y, batch_size=8, verbose=0)
+    assert np.isnan(history.history["loss"]).all()
+    assert np.isnan(model.get_weights()[-1]).all()  # so that nobody goes on without noticing
 
 
 def test_auto_cuts_a_table_that_is_used_both_ways_by_its_tokens():

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import record, set_keras_mask
@@ -158,9 +159,14 @@ def _of_labels(
         return tf.stack([sums, tf.where(is_own, named, tf.zeros_like(named))])
 
     starts = [tf.constant(start, tf.int64) for start in rows.starts]
-    with tf.control_dependencies(index_checks(group, labels, sum(rows.sizes))):
+    checks = index_checks(group, labels, sum(rows.sizes))
+    with tf.control_dependencies(checks):
         sums, named = tf.unstack(group.summed(group.compute(own, parts, starts, labels, largest)))
-    return tf.math.log(sums) - named
+    values = tf.math.log(sums) - named
+    if checks:
+        return values
+    is_known = (labels >= 0) & (labels < sum(rows.sizes))
+    return values * tf.where(is_known, tf.ones_like(values), np.nan)  # as its gradient then is
 
 
 def _of_each_row(x: tf.Tensor, index: tf.Tensor) -> tf.Tensor:

@@ -163,8 +163,8 @@ def index_checks(group: Group, ids: tf.Tensor, count: int, least: int = 0) -> li
     GPU.
 
     Returns:
-        The check; none where a stage has been given `ids` on a GPU. What is looked up for unknown
-        ones is NaN there, as TensorFlow's own cross entropy is.
+        The check; none where `ids` are on a GPU, which a stage was given or a model has computed.
+        What is looked up for unknown ones is NaN there, as TensorFlow's own cross entropy is.
     """
     if _are_on_gpus(group, ids):
         return []
@@ -177,11 +177,13 @@ def index_checks(group: Group, ids: tf.Tensor, count: int, least: int = 0) -> li
 
 
 def _are_on_gpus(group: Group, ids: tf.Tensor) -> bool:
-    """Whether `ids` were given to a stage on GPUs, which has all that it is given on them."""
+    """Whether a stage on GPUs was given `ids`, which it gets there, or a GPU makes them."""
     if not tf.is_symbolic_tensor(ids) or not keras_integers.has_gpu(group.devices):
         return False
     given = _as_given(ids)
-    return given.op.type == "Placeholder" and is_of_segment(given.graph)
+    if given.op.type == "Placeholder":
+        return is_of_segment(given.graph)
+    return given.op.type != "Const" and given.device in ("", *group.devices)
 
 
 def _as_given(ids: tf.Tensor) -> tf.Tensor:
