@@ -36,7 +36,7 @@ def test_sums_of_a_copy_meet_those_of_the_others(copies, expected):
     own = SimpleNamespace(reduce_scatter=lambda rows: rows[:2])
     others = SimpleNamespace(all_reduce=lambda rows: copies * rows)
     extended = SimpleNamespace(_in_copy=own, _across=others if copies > 1 else None)
-    summed = MeetsInCopies._host_reduce_scatter(extended, tf.constant([1.0, 2.0, 3.0, 4.0]))
+    summed = MeetsInCopies._scatter_over_processes(extended, tf.constant([1.0, 2.0, 3.0, 4.0]))
     assert summed.numpy().tolist() == expected
 
 

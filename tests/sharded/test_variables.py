@@ -176,8 +176,8 @@ def test_updated_weights_of_several_processes_are_gathered_together(monkeypatch)
         return [tf.concat([part, part], 0) for part in parts]
 
     monkeypatch.setattr(SharesCopies, "_num_workers", 2)
-    monkeypatch.setattr(SharesCopies, "_host_gather_parts", gather)
-    monkeypatch.setattr(SharesCopies, "_host_reduce_scatter", lambda self, rows: rows[0])
+    monkeypatch.setattr(SharesCopies, "_gather_over_processes", gather)
+    monkeypatch.setattr(SharesCopies, "_scatter_over_processes", lambda self, rows: rows[0])
     with sharded(1, shard="optimizer").scope():
         layers = [keras.layers.Dense(16) for _ in range(8)]
         model = keras.Sequential([keras.Input((16,)), *layers])

@@ -34,11 +34,11 @@ class MeetsInCopies(ShardedExtended):
         is_of_all = self._num_copies == 1 or self._num_sharing == 1
         return self._has_nccl and is_of_all and self._sharding.host is None
 
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
+    def _gather_over_processes(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
         collectives = self._on_gpus[i] if self._on_gpus else self._in_copy
         return collectives.all_gather_each(parts)
 
-    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+    def _scatter_over_processes(self, rows: tf.Tensor) -> tf.Tensor:
         own = self._in_copy.reduce_scatter(rows)
         return own if self._across is None else self._across.all_reduce(own)
 

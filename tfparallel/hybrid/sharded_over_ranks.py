@@ -64,9 +64,9 @@ class RanksShardedExtended(MeetsInCopies, HorovodExtended):
         """Of a process set, in one order with those of all ranks, and counted with them."""
         return HorovodCollectives(process_set, self._host_device, self._collectives.order)
 
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
+    def _gather_over_processes(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
         """As the base's; outside of steps no copy has been read before all have."""
-        wholes = super()._host_gather_parts(parts, i)
+        wholes = super()._gather_over_processes(parts, i)
         if self._across is not None and tf.executing_eagerly():
             # With the first rank that ends Horovod ends for all: they read their last together.
             self._collectives.all_reduce(tf.zeros([1]))

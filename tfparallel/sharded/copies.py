@@ -26,12 +26,12 @@ class SharesCopies(ReplicatedExtended):
 
     # ---- the transport: this process is all there is ---------------------------------------------
 
-    def _host_gather_parts(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
+    def _gather_over_processes(self, parts: Sequence[tf.Tensor], i: int = 0) -> list[tf.Tensor]:
         """Of each `[length]` that of the workers that share a copy, for replica `i` of this one."""
         del i
         return list(parts)
 
-    def _host_reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+    def _scatter_over_processes(self, rows: tf.Tensor) -> tf.Tensor:
         """This worker's row of the sum of all workers' `[num_sharing, length]`."""
         return rows[0]
 

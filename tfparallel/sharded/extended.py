@@ -78,7 +78,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
         with tf.device(hosts_of(self._devices)[i] if goes_out else self._devices[i]):
             joined = [tf.concat(each, 0) for each in sent]
         if self._num_sharing > 1:
-            joined = self._host_gather_parts(joined, i)
+            joined = self._gather_over_processes(joined, i)
         with tf.device(self._devices[i]):
             return [
                 variable.shards.whole(tf.cast(flat, variable.dtype))
@@ -223,7 +223,7 @@ class ShardedExtended(CreatesParts, PartUpdates):
             sizes = [total.shape[0] * total.dtype.size for total in sums]
             for bucket in plan_buckets(sizes, [total.dtype for total in sums], SENT_BUCKET_BYTES):
                 rows = [tf.reshape(sums[k], [self._num_sharing, -1]) for k in bucket]
-                own = self._host_reduce_scatter(tf.concat(rows, 1))
+                own = self._scatter_over_processes(tf.concat(rows, 1))
                 pieces = tf.split(own, [row.shape[1] for row in rows])
                 for k, piece in zip(bucket, pieces, strict=True):
                     results[k] = tf.split(piece, len(self._devices))

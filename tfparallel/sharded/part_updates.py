@@ -112,7 +112,7 @@ class PartUpdates(SharesCopies):
             sizes = [v.dtype.size * v.shards.length * v.shards.num_shards for v in kept]
             for bucket in plan_buckets(sizes, [None] * len(kept), SENT_BUCKET_BYTES):
                 parts = [self._updated_here(kept[k]) for k in bucket]
-                wholes = parts if self._num_sharing == 1 else self._host_gather_parts(parts)
+                wholes = parts if self._num_sharing == 1 else self._gather_over_processes(parts)
                 for k, whole in zip(bucket, wholes, strict=True):
                     length = kept[k].shards.num_shards * kept[k].shards.length
                     kept[k].publish(tf.ensure_shape(whole, [length]))
