@@ -142,6 +142,16 @@ def test_rows_that_never_meet_train(function, build):
     model.fit(ROWS, ROWS, batch_size=9, verbose=0)
 
 
+def test_it_is_said_that_a_model_for_one_number_of_rows_was_not_looked_at(caplog):
+    whole = _compiled(lambda: _model(lambda x: ops.reshape(x, (int(x.shape[0]), 4))), _mirrored())
+    whole.fit(ROWS, ROWS, batch_size=9, verbose=0)
+    assert "seen whether rows of a batch meet" in caplog.text
+    caplog.clear()
+    any_rows = _compiled(lambda: _model(lambda x: ops.reshape(x, (-1, 4))), _mirrored())
+    any_rows.fit(ROWS, ROWS, batch_size=9, verbose=0)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 def test_layers_of_keras_cost_nothing(monkeypatch):
     monkeypatch.setattr(rows_apart, "_where_rows_may_meet", None)
     inputs = keras.Input((4,))

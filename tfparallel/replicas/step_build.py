@@ -209,7 +209,14 @@ def _check_own_layers(
     called = functools.partial(_called, model)
     try:
         forward = _traced_once(model, called, _of_any_rows(data_batch), is_cut=False)
-    except Exception:
+    except Exception as error:
+        tf.get_logger().warning(
+            "Model '%s' cannot be called for any number of rows (%r), by which it would be seen "
+            "whether rows of a batch meet in it, as in a mean over them: it is taken for one in "
+            "which they do not. Write keras.ops.shape(x)[0] for x.shape[0].",
+            model.name,
+            error,
+        )
         forward = None if is_of_keras else _traced_once(model, called, data_batch, is_cut)
     else:
         if forward is not None:
