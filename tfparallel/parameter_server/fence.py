@@ -57,12 +57,8 @@ class Fence:
             generation: its argument.
         """
         for i, device in enumerate(self._devices):
-            handles = {id(inner) for outer, inner in graph.captures if outer.device == device}
-            guarded = [
-                operation
-                for operation in graph.get_operations()
-                if any(id(tensor) in handles for tensor in operation.inputs)
-            ]
+            handles = [inner for outer, inner in graph.captures if outer.device == device]
+            guarded = {operation: None for inner in handles for operation in inner.consumers()}
             if not guarded:
                 continue
             with tf.device(device):
@@ -75,7 +71,7 @@ class Fence:
                 run_independently(graph, [lock.op, check])  # not after what they shall precede
                 for operation in guarded:
                     run_after(operation, check)
-                with tf.control_dependencies(guarded):
+                with tf.control_dependencies(list(guarded)):
                     tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
     def raise_generation(self) -> None:

@@ -1,7 +1,11 @@
-"""Copies of variables, each beside its variable: what training goes back to."""
+"""Copies of variables, on the servers that have these: what training goes back to.
+
+A server keeps the values of all its variables as one tensor, an optional of as many components: an
+operation to trace for all of them, where variables of their own would take two for each.
+"""
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -14,18 +18,13 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 
 def changed_by(graph: tf.Graph) -> list[tf.Tensor]:
     """The handles of the variables that a function's graph may change."""
-    handles = {
-        id(inner): outer
+    return [
+        outer
         for outer, inner in graph.captures
-        if outer.dtype == tf.resource and dtype_behind(outer) is not None
-    }
-    changed = {
-        id(tensor)
-        for operation in graph.get_operations()
-        if operation.type not in _READS
-        for tensor in operation.inputs
-    }
-    return [outer for inner, outer in handles.items() if inner in changed]
+        if outer.dtype == tf.resource
+        and dtype_behind(outer) is not None
+        and any(operation.type not in _READS for operation in inner.consumers())
+    ]
 
 
 class VariableCopies:
@@ -37,19 +36,16 @@ class VariableCopies:
 
     def __init__(self, fence: Fence):
         self._fence = fence
-        self._copies: dict[int, tuple[tf.Tensor, tf.Variable]] = {}
+        self._covered: dict[int, tf.Tensor] = {}
         self._take = self._restore = _nothing
 
     def cover(self, handles: Iterable[tf.Tensor]) -> bool:
         """Copies these variables from the next `take` on; returns whether any is new."""
-        new = [handle for handle in handles if id(handle) not in self._copies]
-        for handle in new:
-            with tf.init_scope(), tf.device(handle.device):
-                copy = UninitializedVariable(dtype=dtype_behind(handle), trainable=False)
-            self._copies[id(handle)] = (handle, copy)
+        new = {id(handle): handle for handle in handles if id(handle) not in self._covered}
+        self._covered |= new
         if new:
-            self._take = self._guarded(lambda handle, copy: _assign(copy, handle))
-            self._restore = self._guarded(lambda handle, copy: _assign(handle, copy))
+            kept = self._kept_by_servers()
+            self._take, self._restore = self._guarded(_keep, kept), self._guarded(_put_back, kept)
         return bool(new)
 
     def take(self) -> None:
@@ -60,17 +56,29 @@ class VariableCopies:
         """Variables := copies, which have been taken."""
         self._restore(self._fence.generation)
 
-    def _guarded(self, function: Callable[[tf.Tensor, tf.Tensor], object]) -> Callable:
-        """`function` of the handles of each variable and its copy, as a function of a graph."""
-        places = collections.defaultdict(list)
-        for handle, copy in self._copies.values():
-            places[handle.device].append((handle, copy.handle))
+    def _kept_by_servers(self) -> list[tuple[tf.Variable, list[tf.Tensor]]]:
+        """For each server what its copies are kept in, and the handles of its variables."""
+        handles = collections.defaultdict(list)
+        for handle in self._covered.values():
+            handles[handle.device].append(handle)
+        kept = []
+        for device, own in handles.items():
+            with tf.init_scope(), tf.device(device):
+                copies = UninitializedVariable(dtype=tf.variant, shape=(), trainable=False)
+            kept.append((copies, own))
+        return kept
+
+    def _guarded(
+        self,
+        function: Callable[[tf.Tensor, Sequence[tf.Tensor]], None],
+        kept: Iterable[tuple[tf.Variable, Sequence[tf.Tensor]]],
+    ) -> Callable:
+        """`function` of what each server has `kept`, as a function of a graph."""
 
         def guarded(generation: tf.Tensor) -> None:
-            for device, handles in places.items():
-                with tf.device(device):
-                    for pair in handles:
-                        function(*pair)
+            for copies, handles in kept:
+                with tf.device(copies.device):
+                    function(copies.handle, handles)
             self._fence.guard(tf.compat.v1.get_default_graph(), generation)
 
         return tf.function(guarded, autograph=False)
@@ -80,7 +88,18 @@ def _nothing(generation: tf.Tensor) -> None:
     del generation
 
 
-def _assign(to: tf.Tensor, of: tf.Tensor) -> None:
-    """Assigns one variable to another, by their handles."""
-    value = tf.raw_ops.ReadVariableOp(resource=of, dtype=dtype_behind(of))
-    tf.raw_ops.AssignVariableOp(resource=to, value=value)
+def _keep(copies: tf.Tensor, handles: Sequence[tf.Tensor]) -> None:
+    values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype_behind(h)) for h in handles]
+    tf.raw_ops.AssignVariableOp(
+        resource=copies, value=tf.raw_ops.OptionalFromValue(components=values)
+    )
+
+
+def _put_back(copies: tf.Tensor, handles: Sequence[tf.Tensor]) -> None:
+    values = tf.raw_ops.OptionalGetValue(
+        optional=tf.raw_ops.ReadVariableOp(resource=copies, dtype=tf.variant),
+        output_types=[dtype_behind(handle) for handle in handles],
+        output_shapes=[tf.TensorShape(None)] * len(handles),
+    )
+    for handle, value in zip(handles, values, strict=True):
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)

@@ -4,6 +4,10 @@ TensorFlow's grouped convolution on a CPU is wrong without XLA, and so is that o
 three dimensions. Keras puts them in a function that XLA compiles, which reads the kernel itself.
 XLA refuses a variable on another device than its own, and a variable in parts would be put together
 in there, without its gradient. The kernel is read before, where the step is traced.
+
+Keras also makes a function of each call, with functions for its gradient, and each of them is sent
+to all tasks of parameter servers. Within a step, calls that are alike share one: those of replicas,
+and of layers.
 """
 
 import functools
@@ -13,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.hooks import hook_once, wrapped
+from tfparallel.replicas.replica_step import current_replica_step
 
 _CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
 
@@ -22,7 +27,7 @@ def hook_convolution(layer: object) -> None:
     if isinstance(layer, _CONVOLUTIONS) and (layer.groups > 1 or _is_broken_on_cpus(layer)):
         of_1d = type(layer).call is keras.layers.Conv1D.call  # it asks for no `convolution_op`
         name = "call" if of_1d else "convolution_op"
-        by_value = functools.partial(_call_of_1d, layer) if of_1d else _of_value
+        by_value = functools.partial(_call_of_1d if of_1d else _of_value, layer)
         hook_once(
             layer,
             name,
@@ -48,8 +53,36 @@ def _is_broken_on_cpus(layer: keras.Layer) -> bool:
     return isinstance(layer, keras.layers.Conv3D) and layer.data_format == "channels_first"
 
 
-def _of_value(convolution_op: Callable, inputs: tf.Tensor, kernel: object) -> tf.Tensor:
-    return convolution_op(inputs, _value(kernel))
+def _of_value(
+    layer: keras.Layer, convolution_op: Callable, inputs: tf.Tensor, kernel: object
+) -> tf.Tensor:
+    """`layer.convolution_op`."""
+    value: tf.Tensor = _value(kernel)
+    is_of_keras = type(layer).convolution_op is keras.layers.Conv2D.convolution_op
+    if not is_of_keras or current_replica_step() is None or not tf.is_symbolic_tensor(inputs):
+        return convolution_op(inputs, value)
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in (inputs, value)]
+    strides, dilation_rate = tuple(layer.strides), tuple(layer.dilation_rate)
+    shared = _shared(*specs, strides, layer.padding, layer.data_format, dilation_rate)
+    return shared(inputs, value)
+
+
+@functools.cache
+def _shared(
+    x: tf.TensorSpec,
+    kernel: tf.TensorSpec,
+    strides: tuple[int, ...],
+    padding: str,
+    data_format: str,
+    dilation_rate: tuple[int, ...],
+) -> Callable:
+    """Keras's convolution of such tensors, on any device."""
+
+    def convolution(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        return keras.ops.conv(x, kernel, list(strides), padding, data_format, dilation_rate)
+
+    with tf.init_scope(), tf.device(None):
+        return tf.function(convolution, autograph=False).get_concrete_function(x, kernel)
 
 
 def _call_of_1d(layer: keras.Layer, call: Callable, inputs: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """What a tensor of a graph was computed from, and what is assigned."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
@@ -28,6 +28,47 @@ def reaches(value: tf.Tensor, targets: Collection[int], ends: Collection[int] = 
         seen.add(tensor.op)
         stack += tensor.op.inputs
     return False
+
+
+@dataclass
+class Reached:
+    """What searches in one graph have found so far.
+
+    Targets and ends may become more from one to the next, but for tensors that were there before.
+
+    Attributes:
+        dependent: operations from which a target is on the way back.
+        others: operations from which none is.
+    """
+
+    dependent: set[tf.Operation] = field(default_factory=set)
+    others: set[tf.Operation] = field(default_factory=set)
+
+    def reaches(
+        self, value: tf.Tensor, targets: Collection[int], ends: Collection[int] = ()
+    ) -> bool:
+        """As the function `reaches`; looks at no operation again whose answer is known."""
+        stack: list[tuple[tf.Tensor, tf.Operation | None]] = [(value, None)]
+        taken_by: dict[tf.Operation, tf.Operation | None] = {}  # on the way
+        while stack:
+            tensor, taker = stack.pop()
+            if id(tensor) in targets or (id(tensor) not in ends and tensor.op in self.dependent):
+                while taker is not None:
+                    self.dependent.add(taker)
+                    taker = taken_by[taker]
+                return True
+            operation = tensor.op
+            if id(tensor) in ends or operation in taken_by or operation in self.others:
+                continue
+            taken_by[operation] = taker
+            stack += [(each, operation) for each in operation.inputs]
+        self.others.update(taken_by)
+        return False
+
+    def forget(self) -> None:
+        """Looks at all operations again."""
+        self.dependent.clear()
+        self.others.clear()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals.keras_layers import behind, layers_of, own_variables
-from tfparallel.replicas.dependence import reaches
+from tfparallel.replicas.dependence import Reached
 from tfparallel.replicas.joined_values import means_by_rows
 from tfparallel.replicas.replica_step import current_replica_step
 from tfparallel.replicas.row_trial import is_trial
@@ -95,6 +95,7 @@ class _Function:
         changes: what is assigned, by the ids of the variables.
         noted: what it does.
         has_rows: whether the microbatch has rows; None until that is asked.
+        reached: what is known of the operations of `graph`.
     """
 
     graph: Any
@@ -102,6 +103,7 @@ class _Function:
     changes: dict[int, Change]
     noted: Noted = field(default_factory=Noted)
     has_rows: bool | tf.Tensor | None = None
+    reached: Reached = field(default_factory=Reached)
 
 
 class StateChanges:
@@ -129,6 +131,7 @@ class StateChanges:
         self._graph = tf.compat.v1.get_default_graph()
         self._changes: dict[int, dict[int, Change]] = collections.defaultdict(dict)
         self._calls: dict[int, list[tuple]] = collections.defaultdict(list)
+        self._reached: dict[int | None, Reached] = collections.defaultdict(Reached)
         self._thread = threading.local()
 
     @property
@@ -158,7 +161,10 @@ class StateChanges:
         step = current_replica_step()
         is_of_part = step is None or not step.has_all_rows
         depends = is_of_part and tf.is_symbolic_tensor(value) and self._depends(value)
-        self._own()[id(variable)] = Change(variable, value, depends, assigned=assigned)
+        own = self._own()
+        if id(variable) in own:  # no search ends any more at the value before
+            self._known_to_reach().forget()
+        own[id(variable)] = Change(variable, value, depends, assigned=assigned)
         return True
 
     def leave(self, call: CallOfAllRows, tensors: list) -> None:
@@ -212,7 +218,13 @@ class StateChanges:
         known = self._own().values()
         rows = {id(change.value) for change in known if change.depends}
         rows |= self._given()
-        return reaches(value, rows, {id(change.value) for change in known})
+        ends = {id(change.value) for change in known}
+        return self._known_to_reach().reaches(value, rows, ends)
+
+    def _known_to_reach(self) -> Reached:
+        """Of the function that is being traced, or of the calling microbatch."""
+        own = self._function
+        return self._reached[self._current_microbatch()] if own is None else own.reached
 
     def _given(self) -> set[int]:
         """The ids of the tensors that come with the microbatch."""
@@ -322,6 +334,7 @@ class StateChanges:
             for key, change in self._changes[microbatch].items():
                 by_variable[key][microbatch] = change
         self._changes.clear()
+        self._reached.clear()
         done = self._of_all_rows()
         means: dict[tuple, list] = collections.defaultdict(list)
         for changes in (by_variable[key] for key in by_variable if key not in done):
