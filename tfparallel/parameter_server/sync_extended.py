@@ -13,8 +13,11 @@ from tfparallel.coordination.timeouts import Timeouts
 from tfparallel.coordination.watch import watch_once
 from tfparallel.internals import (
     DistributedValues,
+    ReduceOp,
     ReductionToOneDevice,
     TrainerCall,
+    distribute_lib,
+    record,
     surround_epochs,
 )
 from tfparallel.internals.distribute import gather
@@ -31,6 +34,7 @@ from tfparallel.parameter_server.steps_once import StepsOnce
 from tfparallel.replicas.batch import OnHosts
 from tfparallel.replicas.keras_step import run_predict_step
 from tfparallel.replicas.layers_without_rows import never_without_rows
+from tfparallel.replicas.sums_on_devices import sums_on_devices
 
 
 class SyncParameterServerExtended(ParameterServerExtended):
@@ -151,6 +155,19 @@ class SyncParameterServerExtended(ParameterServerExtended):
 
     def _compute_devices(self) -> tuple[str, ...]:
         return tuple(device for worker in self._cluster.worker_devices() for device in worker)
+
+    def _sum_gradients(self, gradients: list) -> list:
+        """Summed where replica 0 is, which computes the updates for all."""
+
+        def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+            if all(self._is_summed(each, each) for each in gradients):
+                return sums_on_devices(gradients, self._devices[:1])
+            return self.batch_reduce_to(ReduceOp.SUM, [(each, each) for each in gradients])
+
+        if not all(isinstance(each, tf.Tensor) for each in gradients):
+            return super()._sum_gradients(gradients)
+        with record.stop_recording():
+            return distribute_lib.get_replica_context().merge_call(merge, args=tuple(gradients))
 
     def _local_reduction(self) -> tf.distribute.CrossDeviceOps:
         return ReductionToOneDevice()  # collectives do not reach the devices of other processes
