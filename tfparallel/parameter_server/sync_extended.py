@@ -159,7 +159,7 @@ class SyncParameterServerExtended(ParameterServerExtended):
     def _sum_gradients(self, gradients: list) -> list:
         """Summed where replica 0 is, which computes the updates for all."""
 
-        def merge(_: tf.distribute.Strategy, *gradients: Any) -> list:
+        def merge(_: tf.distribute.Strategy, *gradients: tf.distribute.DistributedValues) -> list:
             if all(self._is_summed(each, each) for each in gradients):
                 return sums_on_devices(gradients, self._devices[:1])
             return self.batch_reduce_to(ReduceOp.SUM, [(each, each) for each in gradients])
