@@ -1,11 +1,25 @@
 """Whether values depend on tensors of a graph, asked one after another while it grows."""
 
+import functools
 import random
 
 import pytest
 import tensorflow as tf
 
 from tfparallel.replicas.dependence import Reached, reaches
+
+
+def _depends(value, targets, ends):
+    """By the definition."""
+
+    @functools.cache
+    def depends(at):
+        given = [] if at in ends else by_id[at].op.inputs
+        by_id.update({id(x): x for x in given})
+        return at in targets or any(depends(id(x)) for x in given)
+
+    by_id = {id(value): value}
+    return depends(id(value))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -19,7 +33,7 @@ def test_many_searches_find_what_each_finds_alone(seed):
             if number % 3 == 0:
                 value = choose.choice(tensors[3:])
                 depends = reached.reaches(value, targets, ends)
-                assert depends == reaches(value, targets, ends)
+                assert depends == _depends(value, targets, ends) == reaches(value, targets, ends)
                 if choose.random() < 0.5:  # it is assigned, as the value that this stands for
                     tensors.append(tf.stop_gradient(value))
                     ends.add(id(tensors[-1]))

@@ -28,7 +28,7 @@ from tensorflow.python.ops import control_flow_util, random_ops_util
 
 from tfparallel.internals.hooks import shadowed, wrapped
 
-_PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
+PHILOX: int = tf.random.Algorithm.PHILOX.value  # what "auto_select" takes on CPUs and GPUs
 _SCRAMBLING_KEY = 0x02461E293EC8F720  # of `stateless_random_ops.cc`
 
 
@@ -106,8 +106,8 @@ def _key_counter_alg(original: Callable, seed: tf.Tensor, alg: object) -> tuple:
         shape=[4],
         key=tf.constant([_SCRAMBLING_KEY], tf.uint64),
         counter=tf.cast(seed, tf.uint64),
-        alg=_PHILOX,
+        alg=PHILOX,
         dtype=tf.uint32,
     )
     pair = tf.bitcast(tf.reshape(mixed, [2, 2]), tf.uint64)
-    return pair[:1], tf.concat([tf.zeros([1], tf.uint64), pair[1:]], 0), _PHILOX
+    return pair[:1], tf.concat([tf.zeros([1], tf.uint64), pair[1:]], 0), PHILOX

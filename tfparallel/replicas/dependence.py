@@ -18,23 +18,15 @@ def reaches(value: tf.Tensor, targets: Collection[int], ends: Collection[int] = 
     Args:
         ends: ids of tensors behind which not to look.
     """
-    stack, seen = [value], set()
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) in targets:
-            return True
-        if id(tensor) in ends or tensor.op in seen:
-            continue
-        seen.add(tensor.op)
-        stack += tensor.op.inputs
-    return False
+    return Reached().reaches(value, targets, ends)
 
 
 @dataclass
 class Reached:
     """What searches in one graph have found so far.
 
-    Targets and ends may become more from one to the next, but for tensors that were there before.
+    Later searches may have more targets and ends: of the tensors that searches have found to reach
+    a target, and of those that they have not.
 
     Attributes:
         dependent: operations from which a target is on the way back.

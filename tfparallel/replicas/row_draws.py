@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfparallel.internals.keras_integers import key_and_counter
+from tfparallel.internals.keras_integers import PHILOX, key_and_counter
 
-_PHILOX = 1  # as `tf.random.Algorithm` numbers it; what "auto_select" takes on CPUs and GPUs
 _COUNTS_OF_TRUNCATED = 64  # values of the counter that are kept for a number, of which four come
 
 
@@ -93,7 +92,7 @@ def _numbers_of_rows(
         shape=tf.stack([left_out + shape[0] * in_a_row]),
         key=key,
         counter=_advanced(counter, counts),
-        alg=_PHILOX,
+        alg=PHILOX,
         dtype=dtype,
     )
     return tf.reshape(flat[left_out:], shape)
