@@ -71,7 +71,6 @@ from tfparallel.internals.graph_functions import (
 from tfparallel.internals.graphs import (
     FuncGraph,
     UnconvertedError,
-    call_one_branch,
     changed_variables,
     gradients_in_graph,
     run_independently,
@@ -141,7 +140,6 @@ __all__ = [
     "TPUExtended",
     "TrainerCall",
     "UnconvertedError",
-    "call_one_branch",
     "calling_trainer",
     "changed_variables",
     "context",

@@ -31,7 +31,6 @@ __all__ = [
     "FuncGraph",
     "add_function",
     "branches_of",
-    "call_one_branch",
     "called_graphs",
     "call_that_traces",
     "call_with_captures",
@@ -92,26 +91,6 @@ def never_bypass(operation: tf.Operation) -> None:
     Its optimizer takes such copies for detours, and has what reads the copy read the original.
     """
     operation._set_attr("_grappler_do_not_remove", attr_value_pb2.AttrValue(b=True))
-
-
-def call_one_branch(branch_index: tf.Tensor, branches: Sequence[Callable]) -> object:
-    """`tf.switch_case` whose branches are functions that are called, not laid out in the graph.
-
-    TensorFlow lays them out, and then skips the operations of all the others one by one, in each
-    step. What it calls has to be on one device, so that where there are GPUs they are laid out.
-    Of what is called, only functions that it calls in turn get oneDNN's kernels: without them a
-    product of matrices takes six times as long.
-    """
-    is_called = tf.inside_function() and not tf.config.list_logical_devices("GPU")
-    if is_called:
-        branches = [tf.function(branch, autograph=False) for branch in branches]
-    results = tf.switch_case(branch_index, branches)
-    if is_called:
-        operation = tf.nest.flatten(results)[0].op
-        while operation.type == "Identity":
-            operation = operation.inputs[0].op
-        operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
-    return results
 
 
 def is_stateful(operation: tf.Operation) -> bool:

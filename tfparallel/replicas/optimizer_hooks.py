@@ -54,10 +54,11 @@ class GradientSource:
         """All that the optimizer trains, if it knows already."""
         return list(trained_by(self.optimizer)) or self.variables
 
-    def loss_scale(self) -> tf.Tensor:
-        """What the loss was multiplied with by a `LossScaleOptimizer`; constant factors are 1."""
-        unbuilt = getattr(self.optimizer, "initial_scale", 1.0)
-        return tf.convert_to_tensor(getattr(self.optimizer, "dynamic_scale", unbuilt), tf.float32)
+    def loss_scale(self) -> tf.Tensor | None:
+        """What the loss was multiplied with by a `LossScaleOptimizer`; None: by no other factor."""
+        unbuilt = getattr(self.optimizer, "initial_scale", None)
+        scale = getattr(self.optimizer, "dynamic_scale", unbuilt)
+        return None if scale is None else tf.convert_to_tensor(scale, tf.float32)
 
 
 def gradient_source() -> GradientSource | None:

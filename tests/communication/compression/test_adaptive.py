@@ -141,7 +141,7 @@ def test_a_level_takes_the_time_that_its_bytes_need(half_bytes, level):
         (3, 3): [0.9, 1.8],
     }
     clock, now_s, taken = Clock(plan), 0.0, []
-    for _ in range(1 + 4 * MEASURED_STEPS + 2):
+    for _ in range(2 + 4 * MEASURED_STEPS + 2):
         taken.append(clock.levels)
         ready_s, done = np.full(2, now_s), now_s + np.array(done_s[tuple(taken[-1])])
         clock.tick(ready_s, done, np.tile([0, 1e-4, 0.3], (1, 2, 1)))
@@ -201,14 +201,15 @@ def controller(max_error=np.inf, interval=10):
 
 SLOW = {0: 10.0, 1: 5.0, 2: 0.5, 3: 0.4, 4: 0.6}
 FAST = {0: 0.01, 1: 0.02, 2: 0.05, 3: 0.04, 4: 0.06}
-COARSE_STEPS, PROBE = [[2, 2]] * MEASURED_STEPS, [4, 4]
+NEW_STEPS = 1 + MEASURED_STEPS  # of a level that no step had before
+COARSE_STEPS, PROBE = [[2, 2]] * NEW_STEPS, [4, 4]
 
 
 def test_it_measures_then_decides_then_looks_again():
     plan = controller()
     taken = drive(plan, lambda level, _: SLOW[level], 0.3, 40, byte_s=1e-6)
     # Payloads tell that all would be hopeless, exactly or not.
-    first = [[2, 2], *COARSE_STEPS, PROBE, *[[3, 3]] * MEASURED_STEPS]
+    first = [[2, 2], *COARSE_STEPS, PROBE, *[[3, 3]] * NEW_STEPS]
     second = [*[[2, 2]] * 10, PROBE]  # only one probing step: times are as expected
     assert taken[: len(first) + 22] == [*first, *second, *second]
     assert "bucket 1 is sent as four" in plan.log[1]
@@ -250,7 +251,7 @@ def test_exact_steps_are_tried_at_once_unless_an_idle_connection_needs_many_ways
     plan = controller()
     ready_s = np.array([0.0, 1.0])
     Clock(plan).tick(ready_s, ready_s + 1, np.zeros((1, 2, 4)), trip_s, byte_s=1e-9)
-    assert (plan.order.rows == [[0, 0]] * MEASURED_STEPS) == is_tried
+    assert (plan.order.rows == [[0, 0]]) == is_tried
 
 
 def test_what_no_payload_has_told_is_not_tried_at_once():
@@ -292,7 +293,7 @@ def test_a_plan_of_several_levels_stays_if_its_steps_are_worth_as_much(mixing_s,
     """The first bucket hides behind the second's computation, so says the plan."""
     plan, times = controller(max_error=0.6), {0: 1.0, 1: 1.0, 2: 0.8, 3: 0.1, 4: 0.1}
     taken = drive(plan, lambda level, _: times[level], 0.1, 60, mixing_s)
-    first = 1 + MEASURED_STEPS + 1 + 3 * MEASURED_STEPS  # exact ones twice, and coarsest
+    first = 1 + 2 * MEASURED_STEPS + NEW_STEPS + 1 + NEW_STEPS  # exact ones twice, and coarsest
     turns = [[0, 0], [0, 3], [3, 3]] * TURNS  # with exact ones, which take little longer
     assert taken[first : first + len(turns) + 10] == turns + [decided] * 10
     assert ("exact, one took" in plan.log[0]) == (mixing_s > 0)
@@ -302,7 +303,7 @@ def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
     plan, times = controller(), {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.4, 4: 1.5}
 
     def duration(level, number):
-        return 0.7 if level == 1 and number < 17 else times[level]
+        return 0.7 if level == 1 and number < 19 else times[level]
 
     taken = drive(plan, duration, 0.3, 60)
     first = taken.index([0, 1]) - 1  # which is the plan
@@ -327,7 +328,7 @@ def test_a_step_lasts_until_the_bucket_that_is_done_last():
 
 def test_it_measures_again_when_times_change_for_good():
     """One slow step does not: two more are looked at."""
-    start = 1 + MEASURED_STEPS + 1 + MEASURED_STEPS
+    start = 1 + NEW_STEPS + 1 + NEW_STEPS
     hiccup = drive(
         controller(),
         lambda level, n: SLOW[level] * (9 if n == start + 9 else 1),
@@ -380,13 +381,16 @@ def mlp_of_10_m(interval=500):
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_settling_takes_a_twentieth_of_a_training(mbit_per_s, noise):
     """Of 1,000 steps those are counted that are not of the decision before or after them."""
-    taken = simulated(mlp_of_10_m(), mbit_per_s, 1000, noise)
-    levels = [each for each, _ in taken]
-    settled = {each for each in set(levels) if levels.count(each) > 30}
-    assert sum(each not in settled for each in levels) <= 50
-    # Nor is it the seconds that it loses: to what each step costs once settled.
-    usual_s = np.median([time for each, time in taken if each in settled])
-    assert sum(time for _, time in taken) <= 1.15 * 1000 * usual_s
+    unsettled = []
+    for seed in range(3 if noise else 1):
+        taken = simulated(mlp_of_10_m(), mbit_per_s, 1000, noise, seed)
+        levels = [each for each, _ in taken]
+        settled = {each for each in set(levels) if levels.count(each) > 30}
+        unsettled.append(sum(each not in settled for each in levels))
+        # Nor is it the seconds that it loses: to what each step costs once settled.
+        usual_s = np.median([time for each, time in taken if each in settled])
+        assert sum(time for _, time in taken) <= 1.15 * 1000 * usual_s
+    assert np.median(unsettled) <= 50
 
 
 def test_a_small_bucket_is_no_reason_to_send_everything_exactly():

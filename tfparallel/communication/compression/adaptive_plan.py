@@ -26,13 +26,14 @@ TURNS = MOST_ROWS // 3  # of a plan, the best level for all buckets, and exact s
 FIRST_PAYLOAD_BYTES, MOST_PAYLOAD_BYTES = 1 << 17, 1 << 23
 _PAYLOADS = 64  # of a large model: the first one is so small a part of what there is to send
 _MORE = 4  # times a payload that was too small to tell anything
-_SEEN_S = 0.01  # what a payload has to take at least, beyond the smallest message
+_SEEN_S = 0.005  # what a payload has to take at least, beyond the smallest message
 SMALL_BYTES = 1 << 20  # what has no more to send begins with an exact step, unseen
 _IDLE_BYTES = 14_600  # that TCP sends at once (RFC 6928); it doubles them with each way
 _AT_ONCE_S = 0.15  # what exact sums may take for such steps to be the first that are timed
 _HARDLY = 1.2  # times a step without waiting for sums: an exact one that takes no more stays
 FIRST_LOOK = 20  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
+_COARSER = 0.1  # by which a coarser approximation has to be better: errors grow in training
 _LUCK = 2.0  # how much faster exact sums may be than payloads were
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
@@ -110,9 +111,12 @@ class Controller:
         wait = min(FIRST_LOOK, self.interval)
         while True:
             if self._exact_s <= _AT_ONCE_S:
-                yield from self._time(0)
-                if not self._is_nearly_free():  # beside other work sums are waited for, too
-                    yield from self._time(0)
+                self._payload_bytes = 0  # there is nothing more to tell
+                yield from self._time(0, 1)
+                if self._is_nearly_free() or not self._is_as_payloads_told():
+                    yield from self._time(0, MEASURED_STEPS - 1)
+                if not self._is_nearly_free() and not self._is_as_payloads_told():
+                    yield from self._time(0)  # beside other work sums are waited for, too
             is_as_expected = True
             while is_as_expected:
                 levels = self._for_all(0)
@@ -136,10 +140,14 @@ class Controller:
     # ---- measuring -------------------------------------------------------------------------------
 
     def _time(self, level: int, steps: int = MEASURED_STEPS, then_probe: bool = False) -> Steps:
-        """Some steps of a level for all buckets, and a probing one."""
-        rows = [self._for_all(level)] * steps + [self._for_all(self.probe)] * then_probe
+        """Some steps of a level for all buckets, and a probing one.
+
+        A new approximation has one more before them, in which TensorFlow prepares its functions.
+        """
+        first = int(level > 1 and level not in self._times)
+        rows = [self._for_all(level)] * (first + steps) + [self._for_all(self.probe)] * then_probe
         measurement = yield Order(rows, len(rows))
-        taken = measurement.of_steps(len(rows))[:steps]
+        taken = measurement.of_steps(len(rows))[first : first + steps]
         self._times[level] = [*self._times.get(level, ()), *taken]
         if then_probe:
             self._take_errors(measurement)
@@ -182,6 +190,10 @@ class Controller:
         step_s, waiting_s = self._fastest_exact()
         return step_s <= _HARDLY * (step_s - max(0.0, waiting_s - self._trip_s))
 
+    def _is_as_payloads_told(self) -> bool:
+        """Whether exact steps wait for about as long as the link makes them."""
+        return self._fastest_exact()[1] <= _LUCK * self._exact_s
+
     def _fastest_exact(self) -> tuple[float, float]:
         """What a step took, and how long it waited for sums: other work makes both longer."""
         taken = min(self._times[0], key=lambda taken: taken.all_s)
@@ -211,7 +223,7 @@ class Controller:
 
     def _promising(self) -> int | None:
         """A level that the plan uses and that was timed too rarely, the cheapest first."""
-        plan = {n if n in self.measured else self.measured[-1] for n in self._plan()}
+        plan = {n if n in self.measured else self.measured[-1] for n in self._preferred()}
         rarely = [n for n in plan if len(self._times.get(n, ())) < MEASURED_STEPS]
         return max((n for n in rarely if not self._is_hopeless(n)), default=None)
 
@@ -253,10 +265,8 @@ class Controller:
 
     def _choose(self) -> Generator[Order, Measurement, list[int]]:
         """The plan, unless steps show that the best level for all, or exact steps, are better."""
-        plan = self._plan()
-        best = min(self._allowed(), key=self._price_s)
-        if self._is_as_good(plan, best):  # and as good as any that is finer: errors grow
-            plan = self._for_all(min(n for n in self._allowed() if self._is_near_best(n, best)))
+        plan = self._preferred()
+        best = self._finest_near(min(self._allowed(), key=self._price_s))
         candidates = [plan]  # by preference
         if 0 in self._times and not self._is_hopeless(0):
             candidates.insert(0, self._for_all(0))  # it loses nothing
@@ -290,10 +300,18 @@ class Controller:
         """Whether the plan is a measured level for all, and as good as the best of these."""
         if len(set(plan)) > 1 or plan[0] not in self._times:
             return False
-        return self._is_near_best(plan[0], best)
+        return self._price_s(plan[0]) <= (1 + _TOLERANCE) * self._price_s(best)
 
-    def _is_near_best(self, level: int, best: int) -> bool:
-        return self._price_s(level) <= (1 + _TOLERANCE) * self._price_s(best)
+    def _preferred(self) -> list[int]:
+        """The plan, or a finer level for all that is about as good."""
+        plan = self._plan()
+        return plan if len(set(plan)) > 1 else self._for_all(self._finest_near(plan[0]))
+
+    def _finest_near(self, level: int) -> int:
+        """The finest approximation that was timed and is about as good for all as `level`."""
+        most_s = (1 + _COARSER) * self._price_of_all_s(level)
+        near = [n for n in self._allowed() if 0 < n < level and self._price_s(n) <= most_s]
+        return min(near, default=level)
 
     def _allowed(self) -> list[int]:
         """The measured levels whose error is nowhere too large."""

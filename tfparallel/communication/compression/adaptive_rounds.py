@@ -1,13 +1,12 @@
 """How a step sends a bucket of gradients at the level that was chosen for it: a branch for each."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfparallel.communication.compression.buckets import Bucket, Ranks
 from tfparallel.communication.compression.cast import Cast
-from tfparallel.communication.compression.low_rank import LowRank
+from tfparallel.communication.compression.low_rank import NUM_PROJECTIONS, LowRank
 from tfparallel.communication.compression.power_sgd import matrix_shape
 from tfparallel.communication.compression.transport import (
     Reduction,
@@ -17,7 +16,7 @@ from tfparallel.communication.compression.transport import (
     run_together,
 )
 from tfparallel.communication.joining import join, split
-from tfparallel.internals import FuncGraph, call_one_branch, run_independently
+from tfparallel.internals import FuncGraph, run_independently
 
 
 class Note:
@@ -67,9 +66,9 @@ def rounds_of_bucket(
     own = _Branches(half, of_ranks, bucket, level, is_left, note.probed, transport)
     *plain, first = yield Sum(own.first())
     halves = tf.cond(tf.equal(level, 1), own.sum_of_halves, _nothing)
-    part = own.second(first)
+    part, basis = own.second(first)
     (second,) = yield Sum([part])
-    sums, residuals, queries, note.probed = own.results(plain, first, halves, part, second)
+    sums, residuals, queries, note.probed = own.results(plain, first, halves, basis, part, second)
     note.done = time_after(sums)
     updates = []
     for state, residual, query in zip(bucket.states, residuals, queries, strict=True):
@@ -98,26 +97,26 @@ class _Branches:
         self._nothing_probed = nothing_probed
         self._matrices = _with_residuals(bucket, is_left)
         self._queries = [state["q"].read_value() for state in bucket.states]
-        self._half = half
-        self._low_ranks = [LowRank(self._matrices, self._queries, rank) for rank in of_ranks]
-        probing = LowRank(self._matrices, self._queries, max(of_ranks), probed=of_ranks)
-        self._low_ranks.append(probing)
+        self._half, self._of_ranks = half, of_ranks
+        self._is_probing = tf.equal(level, 2 + len(of_ranks))
+        rank = tf.gather([0, 0, *of_ranks, max(of_ranks)], level)
+        num_projections = tf.where(self._is_probing, NUM_PROJECTIONS, 0)
+        self._low_rank = LowRank(self._matrices, self._queries, rank, num_projections)
         self._ranks = Ranks(transport.rank, transport.world_size)
         self._is_plain = tf.equal(level, 0) & ~is_left
 
     def _branch(
         self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable
     ) -> tf.Tensor:
-        others = [functools.partial(of_rank, low_rank) for low_rank in self._low_ranks]
-        return tf.cond(
-            self._is_plain, plain, lambda: call_one_branch(self._level, [exact, half, *others])
-        )
+        sent_whole = [plain, exact, half]
+        kind = tf.where(self._is_plain, 0, 1 + self._level)
+        return tf.cond(self._level > 1, of_rank, lambda: tf.switch_case(kind, sent_whole))
 
     def first(self) -> list[tf.Tensor]:
         """What is summed first: exact gradients as they are or nothing, then what else is sent."""
         # Slices of all or no rows: not copied.
         plain = [m[: tf.where(self._is_plain, m.shape[0], 0)] for m in self._matrices]
-        sent = self._branch(_nothing, lambda: join(self._matrices), _nothing, LowRank.first)
+        sent = self._branch(_nothing, lambda: join(self._matrices), _nothing, self._low_rank.first)
         return [*plain, sent]
 
     def sum_of_halves(self) -> tf.Tensor:
@@ -126,15 +125,20 @@ class _Branches:
         (reduction,) = run_together([rounds], [0], self._transport)
         return join(reduction.sums)
 
-    def second(self, first: tf.Tensor) -> tf.Tensor:
-        """What is summed then."""
-        return self._branch(_nothing, _nothing, _nothing, lambda low_rank: low_rank.second(first))
+    def second(self, first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What is summed then, and what goes to `results`."""
+
+        def nothing() -> tuple[tf.Tensor, tf.Tensor]:
+            return _nothing(), _nothing()
+
+        return self._branch(nothing, nothing, nothing, lambda: self._low_rank.second(first))
 
     def results(
         self,
         plain: list[tf.Tensor],
         first: tf.Tensor,
         halves: tf.Tensor,
+        basis: tf.Tensor,
         part: tf.Tensor,
         second: tf.Tensor,
     ) -> tuple:
@@ -144,7 +148,7 @@ class _Branches:
             # Not `ensure_shape`: TensorFlow would take that shape for what is sent in all steps.
             sums = [tf.reshape(p, m.shape) for p, m in zip(plain, self._matrices, strict=True)]
             residuals = [state["residual"].read_value() for state in self._bucket.states]
-            return sums, _matrices(residuals), self._queries, self._nothing_probed
+            return sums, _matrices(residuals), self._queries
 
         def exact() -> tuple:
             return self._whole(first, [tf.zeros(matrix.shape) for matrix in self._matrices])
@@ -154,18 +158,20 @@ class _Branches:
             sent = [self._half.decompress(*payload) for payload in payloads]
             return self._whole(halves, [m - s for m, s in zip(self._matrices, sent, strict=True)])
 
-        def approximate(low_rank: LowRank) -> tuple:
-            *results, energy, errors = low_rank.third(first, part, second)
-            if low_rank is not self._low_ranks[-1]:
-                return *results, self._nothing_probed
-            of_levels = [energy, 0.0, _error_of_halves(self._matrices)]
-            return *results, tf.concat([of_levels, errors], 0)
+        def approximate() -> tuple:
+            return self._low_rank.third(basis, part, second)
 
-        return self._branch(as_summed, exact, half, approximate)
+        def probed() -> tf.Tensor:
+            ranks = self._of_ranks
+            energy, errors = self._low_rank.energy_and_errors(first, basis, second, ranks)
+            return tf.stack([energy, 0.0, _error_of_halves(self._matrices), *errors])
+
+        results = self._branch(as_summed, exact, half, approximate)
+        nothing = self._nothing_probed
+        return *results, tf.cond(self._is_probing, probed, lambda: nothing)
 
     def _whole(self, total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
-        sums = split(total, [matrix.shape for matrix in self._matrices])
-        return sums, residuals, self._queries, self._nothing_probed
+        return split(total, [matrix.shape for matrix in self._matrices]), residuals, self._queries
 
 
 def _nothing() -> tf.Tensor:
@@ -192,8 +198,9 @@ def _matrices(tensors: object) -> list[tf.Tensor]:
 def _error_of_halves(matrices: Sequence[tf.Tensor]) -> tf.Tensor:
     """The relative error of float16."""
     halves = [tf.cast(tf.cast(matrix, tf.float16), tf.float32) for matrix in matrices]
-    left_out = [tf.reduce_sum((m - h) ** 2) for m, h in zip(matrices, halves, strict=True)]
-    squares = [tf.reduce_sum(matrix**2) for matrix in matrices]
+    pairs = zip(matrices, halves, strict=True)
+    left_out = [tf.reduce_sum(tf.math.squared_difference(*pair)) for pair in pairs]
+    squares = [tf.reduce_sum(tf.square(matrix)) for matrix in matrices]
     return tf.sqrt(tf.math.divide_no_nan(tf.add_n(left_out), tf.add_n(squares)))
 
 

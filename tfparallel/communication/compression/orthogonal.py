@@ -29,7 +29,7 @@ def orthonormal_rows(rows: tf.Tensor) -> tf.Tensor:
     largest = tf.reduce_max(tf.abs(rows), [-2, -1], keepdims=True)
     scaled = tf.cast(tf.math.divide_no_nan(rows, largest), tf.float64)
     products = tf.matmul(scaled, scaled, transpose_b=True)
-    unit = tf.eye(rows.shape[-2], dtype=tf.float64)
+    unit = tf.eye(tf.shape(rows)[-2], dtype=tf.float64)
     jitter = _JITTER * tf.linalg.trace(products) + 1e-30
     # Cholesky refuses what is not a number.
     products = tf.where(tf.math.is_finite(products), products, unit)
@@ -40,11 +40,26 @@ def orthonormal_rows(rows: tf.Tensor) -> tf.Tensor:
 
 
 def orthonormal_rows_of_each(p: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Every `[rank, size]` by itself; those of equal shape as one batch."""
+    """Every `[rank, size]` by itself, for the same rank.
+
+    Those of about one size are one batch, filled up with zeros: it takes fewer operations.
+    """
     results: list = [None] * len(p)
-    for shape in dict.fromkeys(tuple(each.shape) for each in p):
-        chosen = [i for i, each in enumerate(p) if tuple(each.shape) == shape]
-        batch = orthonormal_rows(tf.stack([p[i] for i in chosen]))
-        for i, basis in zip(chosen, tf.unstack(batch), strict=True):
-            results[i] = basis
+    of_class: dict[int, list[int]] = {}
+    for i, each in enumerate(p):
+        of_class.setdefault(_size_class(each.shape[1]), []).append(i)
+    for chosen in of_class.values():
+        sizes = [p[i].shape[1] for i in chosen]
+        filled = [
+            p[i] if size == max(sizes) else tf.pad(p[i], [[0, 0], [0, max(sizes) - size]])
+            for i, size in zip(chosen, sizes, strict=True)
+        ]
+        bases = tf.unstack(orthonormal_rows(tf.stack(filled)))
+        for i, size, basis in zip(chosen, sizes, bases, strict=True):
+            results[i] = basis if size == max(sizes) else basis[:, :size]
     return results
+
+
+def _size_class(size: int) -> int:
+    """0 up to 256, 1 up to four times that, and so on."""
+    return max(0, ((size - 1).bit_length() - 7) // 2)
