@@ -303,7 +303,7 @@ def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():
     plan, times = controller(), {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.4, 4: 1.5}
 
     def duration(level, number):
-        return 0.7 if level == 1 and number < 19 else times[level]
+        return 0.7 if level == 1 and number < 24 else times[level]
 
     taken = drive(plan, duration, 0.3, 60)
     first = taken.index([0, 1]) - 1  # which is the plan

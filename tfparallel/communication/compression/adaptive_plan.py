@@ -21,7 +21,7 @@ from tfparallel.communication.compression.level_costs import (
     worth,
 )
 
-MEASURED_STEPS = 3  # with each level for all buckets; the median counts
+MEASURED_STEPS = 4  # with each level for all; the median counts: every second step may be longer
 TURNS = MOST_ROWS // 3  # of a plan, the best level for all buckets, and exact steps
 FIRST_PAYLOAD_BYTES, MOST_PAYLOAD_BYTES = 1 << 17, 1 << 23
 _PAYLOADS = 64  # of a large model: the first one is so small a part of what there is to send
