@@ -284,14 +284,19 @@ def plot(results: dict[str, dict], folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    cells = [curves for problems in results.values() for curves in problems.values()]
+    names = dict.fromkeys(name for curves in cells for name in curves)
+    colors = {name: f"C{number}" for number, name in enumerate(names)}
+    colors[ADAPTIVE] = "black"
     for link, problems in results.items():
         figure, axes = pyplot.subplots(1, len(problems), figsize=(5 * len(problems), 4))
         for axis, (problem, curves) in zip(np.atleast_1d(axes), problems.items(), strict=True):
             for name, seeds in curves.items():
-                style = {"color": "black", "linewidth": 2.5} if name == ADAPTIVE else {}
-                axis.plot(*smoothed(seeds[0]).T, label=name, **style)
+                width = 2.5 if name == ADAPTIVE else 1.5
+                x, y = smoothed(seeds[0]).T
+                axis.plot(x, y, label=name, color=colors[name], linewidth=width)
             axis.set(title=problem, xlabel="seconds", ylabel="loss", yscale="log")
-        np.atleast_1d(axes)[0].legend(fontsize=7)
+            axis.legend(fontsize=7)
         figure.suptitle(link)
         figure.tight_layout()
         figure.savefig(folder / f"time_to_loss_{link.replace(' ', '_').replace('/', '')}.png")

@@ -53,3 +53,11 @@ def test_slots_are_made_once_the_weights_are_known():
     assert not optimizer.built
     build_optimizer(optimizer, [keras.Variable(1.0)])
     assert optimizer.built
+
+
+def test_only_a_loss_scale_optimizer_has_a_loss_scale():
+    assert GradientSource(keras.optimizers.SGD(), []).loss_scale() is None
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    assert GradientSource(scaled, []).loss_scale() == 8.0
+    scaled.build([])
+    assert GradientSource(scaled, []).loss_scale() == 8.0

@@ -261,11 +261,18 @@ def test_what_no_payload_has_told_is_not_tried_at_once():
     assert plan.order.rows == [*COARSE_STEPS, PROBE]
 
 
-def test_of_levels_that_are_worth_as_much_the_finest_is_taken():
-    """By forecast the coarsest is better by less than a hundredth, and its error will grow."""
-    times = {0: 100.0, 1: 50.0, 2: 2.0, 3: 1.95, 4: 2.0}
+@pytest.mark.parametrize(("coarsest_s", "decided"), [(1.95, 2), (1.8, 2), (1.5, 3)])
+def test_a_coarser_level_has_to_be_better_by_a_tenth(coarsest_s, decided):
+    """By forecast it is better by less than a hundredth, by 5 and by 14; its error will grow."""
+    times = {0: 100.0, 1: 50.0, 2: 2.0, 3: coarsest_s, 4: 2.0}
     taken = drive(controller(), lambda level, _: times[level], 0.05, 60, byte_s=1e-6)
-    assert [3, 3] in taken and taken[-9:].count([2, 2]) >= 8
+    assert [3, 3] in taken and taken[-9:].count([decided] * 2) >= 8
+
+
+def test_the_first_step_of_a_new_level_is_not_timed():
+    plan = controller()
+    drive(plan, lambda level, n: 50.0 if n in (1, 2, 3) else SLOW[level], 0.3, 12, byte_s=1e-6)
+    assert "four 500.0 ms" in plan.log[0]  # the median of four, of which two are slow
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -375,6 +382,14 @@ def mlp_of_10_m(interval=500):
     exact = np.array([[8e4], [1.7e7], [1.7e7], [6.4e6]])
     sent_bytes = exact * np.array([1, 0.5, 0.004, 0.002, 0.001])
     return Controller(sent_bytes, names, [0, 1, 2, 4], 5, max_error=np.inf, interval=interval)
+
+
+def test_an_exact_step_that_waits_for_as_long_as_payloads_told_is_one():
+    sent_bytes = np.full((4, 1), 5e4) * np.array([1, 0.5, 0.04, 0.02, 0.01])
+    names = ["exact", "half", "four", "two", "one"]
+    plan = Controller(sent_bytes, names, [0, 1, 2, 4], 5, max_error=np.inf, interval=500)
+    levels = [each[0] for each, _ in simulated(plan, 22, 4, 0.0)]
+    assert levels == [0, 0, 2, 2]  # the first is traced
 
 
 @pytest.mark.parametrize("mbit_per_s", [20, 100, 1000, 10_000, 10**6])

@@ -93,7 +93,7 @@ class _Branches:
         nothing_probed: tf.Tensor,
         transport: Transport,
     ):
-        self._bucket, self._level, self._transport = bucket, level, transport
+        self._bucket, self._transport = bucket, transport
         self._nothing_probed = nothing_probed
         self._matrices = _with_residuals(bucket, is_left)
         self._queries = [state["q"].read_value() for state in bucket.states]
@@ -104,13 +104,12 @@ class _Branches:
         self._low_rank = LowRank(self._matrices, self._queries, rank, num_projections)
         self._ranks = Ranks(transport.rank, transport.world_size)
         self._is_plain = tf.equal(level, 0) & ~is_left
+        self._kind = tf.where(self._is_plain, 0, 1 + tf.minimum(level, 2))
 
     def _branch(
         self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable
     ) -> tf.Tensor:
-        sent_whole = [plain, exact, half]
-        kind = tf.where(self._is_plain, 0, 1 + self._level)
-        return tf.cond(self._level > 1, of_rank, lambda: tf.switch_case(kind, sent_whole))
+        return tf.switch_case(self._kind, [plain, exact, half, of_rank])
 
     def first(self) -> list[tf.Tensor]:
         """What is summed first: exact gradients as they are or nothing, then what else is sent."""

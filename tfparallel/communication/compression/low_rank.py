@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.communication.compression.orthogonal import orthonormal_rows_of_each
+from tfparallel.communication.compression.power_sgd import warm_start
 from tfparallel.internals.ordered_sums import sum_in_order
 
 NUM_PROJECTIONS = 8
@@ -72,11 +73,10 @@ class LowRank:
             matrix - tf.matmul(p, q, transpose_a=True)
             for matrix, p, q in zip(self._matrices, bases, owns, strict=True)
         ]
-        # As `warm_start`, of all.
         largest = tf.concat([tf.reduce_max(tf.abs(q), 1, keepdims=True) for q in totals], 1)
         largest = tf.gather(largest, np.repeat(range(len(self._cols)), self._cols), axis=1)
         before, query = self._query(), _side_by_side(total, self._cols)
-        begun = tf.where(largest > 0, tf.math.divide_no_nan(query, largest), before[: self._rank])
+        begun = warm_start(query, before[: self._rank], largest)
         after = tf.concat([begun, before[self._rank :]], 0)
         return sums, residuals, tf.split(after, self._cols, 1)
 

@@ -118,12 +118,14 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return min(sizes, key=sum)
 
 
-def warm_start(q: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+def warm_start(q: tf.Tensor, before: tf.Tensor, largest: tf.Tensor | None = None) -> tf.Tensor:
     """Where the next step begins: with rows of size 1, and the old ones instead of zeros.
 
     Args:
         q: `[rank, cols]`, of this step.
         before: what this step began with.
+        largest: what each row is divided by. Default: the largest of its absolute values.
     """
-    largest = tf.reduce_max(tf.abs(q), 1, keepdims=True)
+    if largest is None:
+        largest = tf.reduce_max(tf.abs(q), 1, keepdims=True)
     return tf.where(largest > 0, tf.math.divide_no_nan(q, largest), before)
