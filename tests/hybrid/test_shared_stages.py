@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import re
 
 import keras
 import pytest
@@ -142,6 +143,17 @@ def test_a_stage_computes_on_the_devices_of_the_pipeline_that_calls_it(name):
 )
 def test_layers_are_traced_as_often_as_for_one_pipeline(several, one):
     assert traces(several) == traces(one) > 0
+
+
+def test_two_pipelines_have_the_functions_of_one():
+    """Sums over pipelines are those over microbatches."""
+
+    def kinds(data):
+        graph = graph_of_step(hybrid({"data": data, "pipeline": 2}))
+        names = [each.name.decode() for each in functions_of(graph)]
+        return collections.Counter(re.sub(r"[0-9_]+$", "", name) for name in names)
+
+    assert kinds(2) == kinds(1)
 
 
 def test_in_every_pipeline_a_device_makes_its_passes_one_after_the_other():

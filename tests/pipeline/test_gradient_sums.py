@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.pipeline.executor import Executor
-from tfparallel.pipeline.gradient_sums import sum_gradients
+from tfparallel.pipeline.gradient_sums import sum_gradients, sum_over_pipelines
 from tfparallel.pipeline.plans.schedules.registry import build_schedule
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
@@ -42,3 +42,48 @@ def test_sums_are_on_the_stages_of_their_gradients():
     np.testing.assert_allclose(sums[0], 3.0 * (1 + 3) + 2 * 2 * np.array([1.0, 2.0]))
     np.testing.assert_allclose(sums[2], (1 + 2) * 1 + 2 + (1 + 2) * 3 + 2)
     assert devices == [DEVICES[0], DEVICES[0], DEVICES[1]]
+
+
+def test_pipelines_are_added_up_in_their_order_where_they_are_told_to():
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(3, 2, 1000)).astype("float32")  # of three pipelines two gradients
+    table = rng.normal(size=(3, 2)).astype("float32")
+    functions, devices = {}, []
+
+    @tf.function(autograph=False)
+    def step(dense, table):
+        sums = []
+        for of_pipeline, values in zip(tf.unstack(dense), tf.unstack(table), strict=True):
+            with tf.device(DEVICES[0]):
+                first, second = (tf.identity(each) for each in tf.unstack(of_pipeline))
+                rows = tf.IndexedSlices(values[None], tf.constant([1], tf.int64), [4, 2])
+            sums.append([first, rows, second])
+        totals = sum_over_pipelines(sums, [None, None, DEVICES[1]], functions)
+        devices.extend(total.device for total in totals)
+        return [tf.convert_to_tensor(total) for total in totals]
+
+    first, rows, second = step(dense, table)
+    np.testing.assert_array_equal(first, (dense[0, 0] + dense[1, 0]) + dense[2, 0])
+    np.testing.assert_array_equal(second, (dense[0, 1] + dense[1, 1]) + dense[2, 1])
+    np.testing.assert_allclose(rows[1], table.sum(0), rtol=1e-6)
+    assert devices == [DEVICES[0], DEVICES[0], DEVICES[1]]
+    assert len(functions) == 1  # of both additions, on both devices
+
+
+def test_pipelines_are_added_up_by_what_adds_up_microbatches():
+    """Also where that asks whether a microbatch has rows."""
+    functions = {}
+
+    @tf.function(autograph=False)
+    def step(rows):
+        executor = Executor(build_schedule("gpipe", 1, 2), DEVICES[:1])
+        with tf.device(DEVICES[0]):
+            gradients = [[tf.fill([3], float(m + 1))] for m in range(2)]
+        of_microbatches = sum_gradients(executor, gradients, [rows[0], rows[1]], functions)
+        before = len(functions)
+        totals = sum_over_pipelines([of_microbatches] * 4, None, functions)
+        assert len(functions) == before
+        return totals
+
+    np.testing.assert_array_equal(step(tf.constant([2, 2]))[0], [12.0] * 3)
+    np.testing.assert_array_equal(step(tf.constant([2, 0]))[0], [4.0] * 3)

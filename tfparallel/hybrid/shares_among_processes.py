@@ -57,6 +57,7 @@ from tfparallel.internals import BaseOptimizer, distribute_lib, record, values_u
 from tfparallel.internals.keras_layers import behind, trained_by
 from tfparallel.internals.keras_trainer import ends_with_update
 from tfparallel.pipeline.extended import Homes
+from tfparallel.pipeline.gradient_sums import Functions
 from tfparallel.replicas.axis_of_processes import Gradient
 from tfparallel.replicas.drawn_values import Drawn
 from tfparallel.replicas.known_layers import layers_known_to
@@ -297,13 +298,17 @@ class PipelinesOfProcessesExtended(SharesAmongProcesses, PipelinesOfGroupsExtend
     _scattering: list[PlaceOfPart | None] | None = None  # of sums on their way to processes
 
     def _sum_over_pipelines(
-        self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
+        self,
+        sums: list[list],
+        functions: Functions,
+        source: GradientSource | None,
+        homes: Homes | None,
     ) -> list:
         if source is None or homes is None or not self._is_updated_in_pieces(source):
-            return super()._sum_over_pipelines(sums, source, homes)
+            return super()._sum_over_pipelines(sums, functions, source, homes)
         self._scattering = list(_places_among(sums[0], source.variables))
         try:
-            return super()._sum_over_pipelines(sums, source, homes)
+            return super()._sum_over_pipelines(sums, functions, source, homes)
         finally:
             self._scattering = None
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.communication.joining import add_tensors, tensor_of
 from tfparallel.internals import distribute_lib, distribute_utils, values_util
 from tfparallel.internals.distribute import container_of
 from tfparallel.internals.keras_layers import layers_of
@@ -17,7 +16,7 @@ from tfparallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from tfparallel.pipeline.divided import DividedModels
 from tfparallel.pipeline.executor import Executor
 from tfparallel.pipeline.executors import Executors
-from tfparallel.pipeline.gradient_sums import Functions, sum_gradients
+from tfparallel.pipeline.gradient_sums import Functions, sum_gradients, sum_over_pipelines
 from tfparallel.pipeline.pipeline_options import PipelineOptions
 from tfparallel.pipeline.plans.action import Action
 from tfparallel.pipeline.plans.schedule import Schedule
@@ -307,20 +306,21 @@ class PipelineExtended(DividedModels):
             parts = [distribute_utils.select_replica(i, (gradients, rows)) for i in microbatches]
             functions: Functions = {}
             sums = [sum_gradients(*each, functions) for each in executors.by_pipeline(parts)]
-            totals = self._sum_over_pipelines(sums, source, homes)
+            totals = self._sum_over_pipelines(sums, functions, source, homes)
             return totals if finish is None else finish(totals)
 
         executors.end_round(values_util.get_current_replica_id_as_int())
         return context.merge_call(merge, args=(gradients, step.rows))
 
     def _sum_over_pipelines(
-        self, sums: list[list], source: GradientSource | None, homes: Homes | None = None
+        self,
+        sums: list[list],
+        functions: Functions,
+        source: GradientSource | None,
+        homes: Homes | None,
     ) -> list:
         """Of each pipeline's sums over its microbatches, where the first pipeline updates."""
-        totals = []
-        for own, home in zip(zip(*sums, strict=True), homes or [None] * len(sums[0]), strict=True):
-            with tf.device(home or tensor_of(own[0]).device):
-                totals.append(add_tensors(own))
+        totals = sum_over_pipelines(sums, homes, functions)
         return self._sum_gradients_across_workers(totals, source)
 
     def _assign_changes(self) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from tfparallel.communication.joining import add_tensors, tensor_of
 from tfparallel.internals import FuncGraph
 from tfparallel.pipeline.executor import Executor
 from tfparallel.segments.graph_copy import GraphFunction
@@ -40,7 +41,7 @@ def sum_gradients(
         else:
             by_place[stage, executor.device_of_sum(stage, per_microbatch)].append(i)
     for (stage, device), at in by_place.items():
-        additions = _Additions(stage, device, functions)
+        additions = _Additions(f"tfparallel_sum_{stage}", device, functions)
         has_rows = _on_device(device, rows)
         total: list = []
         for microbatch in executor.backward_order(stage):
@@ -53,21 +54,53 @@ def sum_gradients(
     return sums
 
 
-class _Additions:
-    """Additions of a stage's gradients to what earlier microbatches add up to."""
+def sum_over_pipelines(
+    sums: Sequence[list], homes: Sequence[str | None] | None, functions: Functions
+) -> list:
+    """The sum over pipelines of each of their sums, in the order of the pipelines.
 
-    def __init__(self, stage: int, device: str, functions: Functions):
-        self._name, self._device = f"tfparallel_sum_{stage}", device
-        self._functions = functions
+    Args:
+        sums: for every pipeline, what `sum_gradients` gives.
+        homes: of each sum the device that adds it up; None for where the first pipeline's is.
+        functions: as of `sum_gradients`.
+    """
+    totals, others = list(sums[0]), sums[1:]
+    homes = homes or [None] * len(totals)
+    by_device: dict[str, list[int]] = collections.defaultdict(list)
+    for i, (own, home) in enumerate(zip(zip(*sums, strict=True), homes, strict=True)):
+        device = home or tensor_of(own[0]).device
+        if device and not any(isinstance(each, tf.IndexedSlices) for each in own):
+            by_device[device].append(i)
+            continue
+        with tf.device(device):
+            totals[i] = add_tensors(own)
+    for device, at in by_device.items():
+        additions = _Additions("tfparallel_sum", device, functions)
+        total = [totals[i] for i in at]
+        for other in others:
+            total = additions.add(total, [other[i] for i in at])
+        for i, tensor in zip(at, total, strict=True):
+            totals[i] = tensor
+    return totals
+
+
+class _Additions:
+    """Additions on a device of some gradients to what earlier ones add up to."""
+
+    def __init__(self, name: str, device: str, functions: Functions):
+        self._name, self._device, self._functions = name, device, functions
         self.last_call: tf.Operation | None = None
 
-    def add(self, total: list, own: list, has_rows: bool | tf.Tensor) -> list:
+    def add(self, total: list, own: list, has_rows: bool | tf.Tensor = True) -> list:
         """The sums: `own` as it is, where there is no `total` yet and there are rows."""
-        unknown = [] if has_rows is True else [tf.convert_to_tensor(has_rows)]
-        if not total and not unknown:
+        if not total and has_rows is True:
             return own
         specs = tuple((tensor.dtype, str(tensor.shape)) for tensor in own)
-        key = (self._name, specs, bool(total), bool(unknown))
+        asks, unknown = (specs, bool(total), True), []
+        key = asks if has_rows is not True or asks in self._functions else (specs, True, False)
+        if key is asks:
+            with tf.device(self._device):
+                unknown = [tf.convert_to_tensor(has_rows)]
         if key not in self._functions:
             self._functions[key] = self._function(total, own, unknown)
         sums = self._functions[key](self._device, [*total, *own, *unknown])

@@ -15,6 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
+from tfparallel.internals import FuncGraph
+from tfparallel.segments.graph_copy import GraphFunction
+
 
 class LeftOnDevices:
     """Which of some tensors are left, and how.
@@ -48,6 +51,7 @@ class LeftOnDevices:
             else:
                 self.others.append(i)
         self.num_arrays = len(self._at)
+        self._readers: list[GraphFunction] = []
 
     def new_arrays(self, moves: Mapping[str, str]) -> list[tf.Tensor]:
         """Handles of empty arrays, for one call.
@@ -82,28 +86,54 @@ class LeftOnDevices:
         return written
 
     def read(
-        self,
-        handles: Sequence[tf.Tensor],
-        written: Sequence[tf.Tensor],
-        moves: Mapping[str, str] | None = None,
+        self, handles: Sequence[tf.Tensor], written: Sequence[tf.Tensor]
     ) -> dict[int, tf.Tensor]:
-        """The tensors by their numbers, where they were left.
+        """The tensors by their numbers, within a function, where they were left.
 
         Args:
-            handles, moves: as of `new_arrays`; within a function there are no moves.
+            handles: of arrays.
             written: what `write` has returned.
         """
-        tensors = {}
+        tensors: dict[int, tf.Tensor] = {}
         places = zip(self._at.items(), handles, written, strict=True)
         for ((device, dtype), at), handle, flow in places:
-            with tf.device((moves or {}).get(device, device)):
-                indices = tf.unstack(tf.range(len(at)))  # two operations, and not one for each
-                for index, i in zip(indices, at, strict=True):
-                    tensors[i] = tf.raw_ops.TensorArrayReadV3(
-                        handle=handle, index=index, flow_in=flow, dtype=dtype
-                    )
-                    tensors[i].set_shape(self._shapes[i])
+            with tf.device(device):
+                tensors |= zip(at, self._read(at, dtype, handle, flow), strict=True)
         return tensors
+
+    def read_by_calls(
+        self, handles: Sequence[tf.Tensor], written: Sequence[tf.Tensor], moves: Mapping[str, str]
+    ) -> dict[int, tf.Tensor]:
+        """As `read`, by a call for each array; `moves` as of `new_arrays`."""
+        if not self._readers:
+            self._readers = [self._reader(at, dtype) for (_, dtype), at in self._at.items()]
+        tensors: dict[int, tf.Tensor] = {}
+        places = zip(self._at.items(), self._readers, handles, written, strict=True)
+        for ((device, _), at), reader, handle, flow in places:
+            values = reader(moves.get(device, device), [handle, flow])
+            tensors |= zip(at, values, strict=True)
+        return tensors
+
+    def _reader(self, at: Sequence[int], dtype: tf.DType) -> GraphFunction:
+        graph = FuncGraph("tfparallel_left")
+        with graph.as_default():
+            handle = tf.compat.v1.placeholder(tf.resource)
+            flow = tf.compat.v1.placeholder(tf.float32, [])
+            values = self._read(at, dtype, handle, flow)
+        return GraphFunction("tfparallel_left", graph, [handle, flow], values)
+
+    def _read(
+        self, at: Sequence[int], dtype: tf.DType, handle: tf.Tensor, flow: tf.Tensor
+    ) -> list[tf.Tensor]:
+        values = []
+        # Two operations, and not one for each.
+        for index, i in zip(tf.unstack(tf.range(len(at))), at, strict=True):
+            value = tf.raw_ops.TensorArrayReadV3(
+                handle=handle, index=index, flow_in=flow, dtype=dtype
+            )
+            value.set_shape(self._shapes[i])
+            values.append(value)
+        return values
 
     def close(
         self, handles: Sequence[tf.Tensor], read: Mapping[int, tf.Tensor]

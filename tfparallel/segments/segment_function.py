@@ -295,7 +295,7 @@ class _Pass:
         values = dict(
             zip(map(id, own), narrowed(flat[:count], [x.dtype for x in own]), strict=True)
         )
-        read = self._elsewhere.read(arrays, flat[end:], moves)
+        read = self._elsewhere.read_by_calls(arrays, flat[end:], moves)
         values |= {id(self._leaves[i]): gradient for i, gradient in read.items()}
         return _Called(values, flat[count:end], flat[0].op)
 
