@@ -20,21 +20,16 @@ from tfparallel.communication.compression.level_costs import (
     price_s,
     worth,
 )
+from tfparallel.communication.compression.payloads import Payloads
 
 MEASURED_STEPS = 4  # with each level for all; the median counts: every second step may be longer
 TURNS = MOST_ROWS // 3  # of a plan, the best level for all buckets, and exact steps
-FIRST_PAYLOAD_BYTES, MOST_PAYLOAD_BYTES = 1 << 17, 1 << 23
-_PAYLOADS = 64  # of a large model: the first one is so small a part of what there is to send
-_MORE = 4  # times a payload that was too small to tell anything
-_SEEN_S = 0.005  # what a payload has to take at least, beyond the smallest message
 SMALL_BYTES = 1 << 20  # what has no more to send begins with an exact step, unseen
-_IDLE_BYTES = 14_600  # that TCP sends at once (RFC 6928); it doubles them with each way
 _AT_ONCE_S = 0.15  # what exact sums may take for such steps to be the first that are timed
 _HARDLY = 1.2  # times a step without waiting for sums: an exact one that takes no more stays
 FIRST_LOOK = 20  # steps; each interval after it is twice as long
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
 _COARSER = 0.1  # by which a coarser approximation has to be better: errors grow in training
-_LUCK = 2.0  # how much faster exact sums may be than payloads were
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
@@ -88,20 +83,19 @@ class Controller:
         self.num_buckets = len(self.sent_bytes)
         self._finest = min([n for n in self.measured if n > 1], default=self.measured[-1])
         self._exact_bytes = int(np.sum(self.sent_bytes[:, 0]))
-        self._payload_bytes = 0  # of the next look, until one has told what bytes take
-        self._trip_s = 0.0  # of the smallest message
-        self._exact_s = np.inf  # what exact sums take, as far as is known
+        self._payloads = Payloads(self._exact_bytes)
         self._steps = 0
         self._forget()
         self._life = self._live()
-        self.order = next(self._life)._replace(payload_bytes=self._payload_bytes)
+        self.order = next(self._life)._replace(payload_bytes=self._payloads.next_bytes)
 
     def advance(self, measurement: Measurement) -> Order:
         """What follows the steps that were measured; the first one was `order`, as it is made."""
         if measurement.payload_bytes:  # none where a backup has the order of another controller
-            self._weigh(measurement)
+            took_s = measurement.payload_s, measurement.trip_s
+            self._payloads.weigh(measurement.payload_bytes, *took_s)
         order = self._life.send(measurement)
-        self.order = order._replace(payload_bytes=self._payload_bytes)
+        self.order = order._replace(payload_bytes=self._payloads.next_bytes)
         self._steps += order.steps
         return self.order
 
@@ -110,8 +104,8 @@ class Controller:
         yield self._all(0 if self._exact_bytes <= SMALL_BYTES else self._finest)
         wait = min(FIRST_LOOK, self.interval)
         while True:
-            if self._exact_s <= _AT_ONCE_S:
-                self._payload_bytes = 0  # there is nothing more to tell
+            if self._payloads.exact_s <= _AT_ONCE_S:
+                self._payloads.end()
                 yield from self._time(0, 1)
                 if self._is_nearly_free() or not self._is_as_payloads_told():
                     yield from self._time(0, MEASURED_STEPS - 1)
@@ -123,19 +117,17 @@ class Controller:
                 if not self._is_nearly_free():
                     levels = yield from self._compared()
                 elif self.order.rows != [levels]:  # and not kept already
-                    self._payload_bytes = 0
+                    self._payloads.end()
                     self._say(f"all is sent as {self.names[0]}: {self._waits()}")
                 is_as_expected = yield from self._keep(levels, wait)
                 wait = min(2 * wait, self.interval)
+            self._payloads.start()
             self._forget()
 
     def _forget(self) -> None:
         """Times are to be measured anew."""
         self._times: dict[int, list[TimesOfStep]] = {}  # of a level for all buckets
         self._turns_s: dict[tuple[int, ...], float] = {}  # medians of plans that were tried
-        self._byte_s = 0.0  # of what is sent exactly, at least
-        part = max(FIRST_PAYLOAD_BYTES, self._exact_bytes // _PAYLOADS)
-        self._payload_bytes = min(part, self._exact_bytes, MOST_PAYLOAD_BYTES)
 
     # ---- measuring -------------------------------------------------------------------------------
 
@@ -165,34 +157,16 @@ class Controller:
         self._errors = np.max(measurement.errors, 0)
         self._energies = np.max(measurement.energies, 0)
 
-    def _weigh(self, measurement: Measurement) -> None:
-        """Takes from a payload what a byte of a sum takes at least, and exact sums if idle before.
-
-        A connection that was idle starts slowly, and takes one way more for each time that it
-        doubles its speed: of two payloads the second tells what bytes take.
-        """
-        payload_bytes, self._trip_s = measurement.payload_bytes, float(np.min(measurement.trip_s))
-        bytes_s = max(0.0, float(np.min(measurement.payload_s)) - self._trip_s)
-        # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
-        of_a_sum = 2 / len(measurement.trip_s)
-        byte_s = of_a_sum * bytes_s / payload_bytes
-        starts = 1 + np.log2(max(1.0, self._exact_bytes / _IDLE_BYTES))
-        self._exact_s = starts * self._trip_s + byte_s * self._exact_bytes
-        self._byte_s = byte_s / _LUCK
-        most = min(MOST_PAYLOAD_BYTES, self._exact_bytes)
-        is_enough = bytes_s >= _SEEN_S or payload_bytes >= most
-        self._payload_bytes = 0 if is_enough else min(most, _MORE * payload_bytes)
-
     def _is_nearly_free(self) -> bool:
         """Whether exact steps wait so little for sums that compression could hardly spare any."""
         if 0 not in self._times:
             return False
         step_s, waiting_s = self._fastest_exact()
-        return step_s <= _HARDLY * (step_s - max(0.0, waiting_s - self._trip_s))
+        return step_s <= _HARDLY * (step_s - max(0.0, waiting_s - self._payloads.trip_s))
 
     def _is_as_payloads_told(self) -> bool:
         """Whether exact steps wait for about as long as the link makes them."""
-        return self._fastest_exact()[1] <= _LUCK * self._exact_s
+        return self._payloads.have_told(self._fastest_exact()[1])
 
     def _fastest_exact(self) -> tuple[float, float]:
         """What a step took, and how long it waited for sums: other work makes both longer."""
@@ -204,7 +178,7 @@ class Controller:
         step_ms, waiting_ms = (1e3 * seconds for seconds in self._fastest_exact())
         return (
             f"of {step_ms:.1f} ms a step waits {waiting_ms:.1f} ms for sums, the smallest message "
-            f"takes {1e3 * self._trip_s:.1f} ms"
+            f"takes {1e3 * self._payloads.trip_s:.1f} ms"
         )
 
     def _compared(self) -> Generator[Order, Measurement, list[int]]:
@@ -234,7 +208,7 @@ class Controller:
 
     def _times_of_levels(self) -> np.ndarray:
         """`[bucket, level]`: what was timed, and the least that the rest may take."""
-        least_s = self._byte_s * self.sent_bytes
+        least_s = self._payloads.byte_s * self.sent_bytes
         durations = np.where(np.arange(len(self.names)) <= 1, least_s, 0.0)
         for level, taken in self._times.items():
             # Of one step: medians of each bucket might be of no step at all.
@@ -347,7 +321,7 @@ class Controller:
                 return True  # nothing can be better than what became faster
             if len(received_s) != 2 and _is_near(median_s, expected_s):
                 return True
-        self._exact_s = median_s if is_exact else np.inf
+        self._payloads.exact_s = median_s if is_exact else np.inf
         self._say(f"communication took {median_s:.4f} s instead of {expected_s:.4f} s: measures")
         return False
 

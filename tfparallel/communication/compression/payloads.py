@@ -1,0 +1,65 @@
+"""What a link takes for bytes, told by payloads that are sent beside steps."""
+
+import numpy as np
+
+_FIRST_BYTES, _MOST_BYTES = 1 << 17, 1 << 23
+_OF_A_MODEL = 64  # a payload of a large one is so small a part of what there is to send
+_MORE = 4  # times a payload that was too small to tell anything
+_SEEN_S = 0.005  # what a payload has to take at least, beyond the smallest message
+_IDLE_BYTES = 14_600  # that TCP sends at once (RFC 6928); it doubles them with each way
+_LUCK = 2.0  # how much faster exact sums may be than payloads were
+
+
+class Payloads:
+    """How many bytes the next one has, and what the last one told.
+
+    Args:
+        exact_bytes: of all exact sums of a step.
+
+    Attributes:
+        next_bytes: of the next payload; 0 where it would tell nothing more.
+        trip_s: what the smallest message takes.
+        byte_s: what a byte of a sum takes at least; 0 as long as that is not known.
+        exact_s: what exact sums take, where the link was idle; infinite as long as that is not
+            known.
+    """
+
+    def __init__(self, exact_bytes: int):
+        self._exact_bytes = exact_bytes
+        self.trip_s, self.exact_s = 0.0, np.inf
+        self.start()
+
+    def start(self) -> None:
+        """The link may be another one now."""
+        part = max(_FIRST_BYTES, self._exact_bytes // _OF_A_MODEL)
+        self.next_bytes = min(part, self._exact_bytes, _MOST_BYTES)
+        self.byte_s = 0.0
+
+    def end(self) -> None:
+        """No more are sent."""
+        self.next_bytes = 0
+
+    def weigh(self, sent_bytes: int, payload_s: np.ndarray, trip_s: np.ndarray) -> None:
+        """Takes what a payload took.
+
+        A connection that was idle starts slowly, and takes one way more for each time that it
+        doubles its speed: of two payloads the second tells what bytes take.
+
+        Args:
+            sent_bytes: of the payload, by each rank.
+            payload_s, trip_s: `[rank]`: what gathering it, and the smallest message, took.
+        """
+        self.trip_s = float(np.min(trip_s))
+        bytes_s = max(0.0, float(np.min(payload_s)) - self.trip_s)
+        # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
+        byte_s = 2 / len(trip_s) * bytes_s / sent_bytes
+        starts = 1 + np.log2(max(1.0, self._exact_bytes / _IDLE_BYTES))
+        self.exact_s = starts * self.trip_s + byte_s * self._exact_bytes
+        self.byte_s = byte_s / _LUCK
+        most = min(_MOST_BYTES, self._exact_bytes)
+        is_enough = bytes_s >= _SEEN_S or sent_bytes >= most
+        self.next_bytes = 0 if is_enough else min(most, _MORE * sent_bytes)
+
+    def have_told(self, waiting_s: float) -> bool:
+        """Whether exact steps that wait for so long wait as long as the link makes them."""
+        return waiting_s <= _LUCK * self.exact_s
