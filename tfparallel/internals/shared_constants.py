@@ -17,7 +17,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
 
 import tensorflow as tf
 
@@ -63,11 +62,14 @@ def _create(
     known: dict[tuple, tf.Operation],
     kind: str,
     inputs: Sequence,
-    *args: Any,
-    **options: Any,
+    *args: object,
+    **options: object,
 ) -> tf.Operation:
     """`create(kind, inputs, *args, **options)`, or a constant that is among those `known`."""
-    key = _key(graph, options["attrs"]) if kind == "Const" and options.get("attrs") else None
+    attributes = options.get("attrs")
+    if kind != "Const" or not isinstance(attributes, Mapping):
+        return create(kind, inputs, *args, **options)
+    key = _key(graph, attributes)
     if key is None:
         return create(kind, inputs, *args, **options)
     if key not in known:
