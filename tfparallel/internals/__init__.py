@@ -11,6 +11,7 @@ change: a file for each subject, with the reason beside each import and function
     distribute             classes and numbers of `tf.distribute`
     eager                  the eager context, gradient tapes
     graphs                 functions, order and devices in graphs
+    shared_constants       equal constants of a graph, made once
     datasets               `tf.data`, and arrays
     hooks                  methods of instances replaced, and put back
     new_operations         who constructs which layer

@@ -104,6 +104,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.composite_tensor": ("CompositeTensor",),
     "tensorflow.python.framework.config": ("is_op_determinism_enabled",),
     "tensorflow.python.framework.func_graph": ("FuncGraph",),
+    "tensorflow.python.framework.op_def_library": ("_ExtractInputsAndAttrs",),
     "tensorflow.python.framework.op_def_registry": ("get",),
     "tensorflow.python.framework.ops": (
         "Graph",
@@ -112,6 +113,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "tensor_id",
         "uid",
     ),
+    "tensorflow.python.framework.override_binary_operator": ("maybe_promote_tensors",),
     "tensorflow.python.ops.control_flow_util": ("GraphOrParentsInXlaContext",),
     "tensorflow.python.ops.control_flow_v2_func_graphs": ("CondBranchFuncGraph",),
     "tensorflow.python.ops.gradients_util": (
@@ -119,6 +121,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "_GradientsHelper",
     ),
     "tensorflow.python.ops.handle_data_util": ("copy_handle_data",),
+    "tensorflow.python.ops.math_ops": ("_add_dispatch",),
     "tensorflow.python.ops.random_ops_util": ("get_key_counter_alg",),
     "tensorflow.python.ops.resource_variable_ops": (
         "ResourceVariable",
@@ -339,8 +342,13 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "tensorflow.python.framework.func_graph.FuncGraph": (
         "_add_function_recursive",
+        "_attr_scope_map",
+        "_colocation_stack",
         "_create_op_internal",
+        "_current_control_dependencies",
+        "_device_function_stack",
         "_functions",
+        "_get_control_flow_context",
         "_get_function",
         "captures",
     ),

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfparallel.internals import is_stock_step, is_train_step, values_util
 from tfparallel.internals.ordered_sums import sum_in_order
+from tfparallel.internals.shared_constants import constants_shared
 from tfparallel.replicas import model_hooks
 from tfparallel.replicas.batch import Batch, concat_rows
 from tfparallel.replicas.interface import StepDecisions, StepStrategy
@@ -56,7 +57,8 @@ def run_keras_step(strategy: StepStrategy, step_function: types.MethodType, data
         with active_step(step), extended._behind(part):
             return keras.tree.map_structure(_read, step_function(part))
 
-    with model_hooks.hooked(model, extended, global_results):
+    graph = tf.compat.v1.get_default_graph()
+    with model_hooks.hooked(model, extended, global_results), constants_shared(graph):
         outputs = strategy._run_on_replicas(replica_function)
     _average_statistics(extended, statistics, batch)
     return keras.tree.map_structure(

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.internals import FuncGraph, gradients_in_graph
 from tfparallel.internals.graphs import take_instead
+from tfparallel.internals.shared_constants import constants_shared
 from tfparallel.replicas.repeated_rows import is_of_no_row, known_length
 from tfparallel.segments.graph_copy import GraphCopy, depended_on
 
@@ -29,7 +30,7 @@ class GraphGradients:
 
     def __init__(self, graph: FuncGraph, ys: Sequence, xs: Sequence):
         self.graph, self._of_ys = FuncGraph("gradients"), graph
-        with self.graph.as_default():
+        with self.graph.as_default(), constants_shared(self.graph):
             self.dys = [placeholder_like(y) for y in ys]
             self._gradients = gradients_in_graph(ys, xs, self.dys, graph)
         inside = [getattr(outer, "graph", None) is graph for outer, _ in self.graph.captures]
