@@ -71,14 +71,16 @@ def test_one_of_a_device_within_another_is_that_of_both():
     assert len(constants(body)) == 1
 
 
-def test_what_waits_for_something_is_not_given_to_others():
+def test_what_waits_for_something_is_given_to_what_waits_for_that():
     def body(x):
-        before = tf.constant(7)
-        with tf.control_dependencies([tf.print(x)]):
-            behind = tf.constant(7)
-        return before, behind, tf.constant(7)
+        printed = [tf.print(x), tf.print(x)]
+        values = [tf.constant(7)]
+        for before in (printed[:1], printed, printed[::-1]):
+            with tf.control_dependencies(before):
+                values.append(tf.constant(7))
+        return [*values, tf.constant(7)]
 
-    assert [len(each.control_inputs) for each in constants(body, VECTOR)] == [0, 1]
+    assert [len(each.control_inputs) for each in constants(body, VECTOR)] == [0, 1, 2]
 
 
 def test_other_threads_find_them():

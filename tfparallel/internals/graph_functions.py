@@ -26,8 +26,6 @@ from tensorflow.python.framework.func_graph import FuncGraph
 # What is known of a variable behind its handle.
 from tensorflow.python.ops import handle_data_util
 
-from tfparallel.internals.graphs import shared_constant
-
 __all__ = ["RemoteFunction", "function_of_graph", "on_other_devices", "unique_number"]
 
 
@@ -148,7 +146,7 @@ class RemoteFunction:
         with tf.device(device):
             operation = graph._create_op_internal(
                 "RemoteCall",
-                [_name_of(device), *arguments],
+                [_device_name_in(graph, device), *arguments],
                 self._dtypes,
                 name=self._name,
                 attrs=self._attributes,
@@ -161,9 +159,16 @@ class RemoteFunction:
         return list(operation.outputs)
 
 
-def _name_of(device: str) -> tf.Tensor:
-    """A constant beside the device that it names: GPUs have no strings."""
-    return shared_constant(device, device_util.canonicalize("/device:CPU:0", device))
+def _device_name_in(graph: ops.Graph, device: str) -> tf.Tensor:
+    """A constant of `graph` beside the device that it names: GPUs have no strings."""
+    names = getattr(graph, "_tfparallel_device_names", None)
+    if names is None:
+        names = graph._tfparallel_device_names = {}
+    if device not in names:
+        host = device_util.canonicalize("/device:CPU:0", device)
+        with graph.as_default(), tf.device(host), tf.control_dependencies(None):
+            names[device] = tf.constant(device)
+    return names[device]
 
 
 def _type_list(dtypes: Iterable) -> attr_value_pb2.AttrValue:

@@ -46,7 +46,6 @@ __all__ = [
     "place",
     "run_after",
     "run_independently",
-    "shared_constant",
     "take_instead",
     "with_body",
 ]
@@ -84,18 +83,6 @@ def take_instead(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None
 def place(operation: tf.Operation, device: str) -> None:
     """Puts `operation`, which exists, on `device`."""
     operation._set_device(device)
-
-
-def shared_constant(value: int | str, device: str) -> tf.Tensor:
-    """A scalar on `device`, a full name, which the graph under construction has once."""
-    graph = tf.compat.v1.get_default_graph()
-    constants = getattr(graph, "_tfparallel_constants", None)
-    if constants is None:
-        constants = graph._tfparallel_constants = {}
-    if (value, device) not in constants:
-        with tf.device(device), tf.control_dependencies(None):
-            constants[value, device] = tf.constant(value)
-    return constants[value, device]
 
 
 def never_bypass(operation: tf.Operation) -> None:

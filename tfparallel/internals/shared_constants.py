@@ -3,7 +3,7 @@
 A quarter of the operations of a step are constants, and nine in ten of these the graph has already:
 shapes and dims that gradients reshape and sum by, the momentum of each moving average. TensorFlow's
 optimiser makes one of equal ones, when they have been traced. Here what asks for one gets that
-which is there, if it is of the same device:
+which is there, if it is of the same device, and waits for the same:
 
     integers of at most one dim, which no tape watches        from anyone
     floating-point numbers                                    that operations make of Python numbers
@@ -86,14 +86,14 @@ def _key(graph: FuncGraph, attributes: Mapping) -> tuple | None:
     dtype = tf.as_dtype(value.dtype)
     if not (dtype.is_integer or (dtype.is_floating and _is_for_operation())):
         return None
-    device = _device(graph)
-    return None if device is None else (value.SerializeToString(), device)
+    device, behind = _device(graph), frozenset(graph._current_control_dependencies())
+    return None if device is None else (value.SerializeToString(), device, behind)
 
 
 def _device(graph: FuncGraph) -> str | None:
     """The device that an operation would get; None if it would get more than that."""
     is_plain = not (graph._attr_scope_map or graph._colocation_stack)
-    if not is_plain or graph._current_control_dependencies() or graph._get_control_flow_context():
+    if not is_plain or graph._get_control_flow_context():
         return None
     placed = _Placed()
     for each in graph._device_function_stack.peek_objs():

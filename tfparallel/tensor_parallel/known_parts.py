@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfparallel.internals import record
-from tfparallel.internals.graphs import shared_constant
 from tfparallel.internals.probabilities import noted_origin_of, with_origin
 from tfparallel.segments.tensor_notes import PARTS
 from tfparallel.tensor_parallel.ranks import ranks_of_caller
@@ -52,19 +51,11 @@ def put_together(parts: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor:
     ranks = ranks_of_caller()
     if ranks is not None and rows.is_cut:
         parts = ranks.whole(parts, rows)
-    axis = _axis(parts[0], rows)
     if rows.blocks == 1:
-        return tf.concat(list(parts), axis)
+        return tf.concat(list(parts), rows.dim)
     pieces = [tf.split(part, rows.blocks, rows.dim) for part in parts]
     in_order = [piece for of_block in zip(*pieces, strict=True) for piece in of_block]
-    return tf.concat(in_order, axis)
-
-
-def _axis(part: tf.Tensor, rows: Rows) -> int | tf.Tensor:
-    """The dimension for operations of a whole: one constant beside all first parts of a device."""
-    if tf.executing_eagerly() or not part.device:
-        return rows.dim
-    return shared_constant(rows.dim, part.device)
+    return tf.concat(in_order, rows.dim)
 
 
 def joined(parts: Sequence[tf.Tensor], dim: int, blocks: int = 1) -> tf.Tensor:
