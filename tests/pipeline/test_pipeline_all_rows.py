@@ -187,8 +187,12 @@ def test_in_a_branch_of_a_layer_is_an_error():
     strategy = PipelineStrategy(CPUS[:2], 2)
 
     class Branches(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(initializer="ones", name="scale")
+
         def call(self, x):
-            return tf.cond(tf.reduce_sum(x) > 0, lambda: x - strategy.all_rows(x)[:1], lambda: x)
+            x, scale = self.scale * x, tf.convert_to_tensor(self.scale)
+            return tf.cond(scale > 0, lambda: x - strategy.all_rows(x)[:1], lambda: x)
 
     def build():
         return keras.Sequential([keras.Input((6,)), Branches(), layers.Dense(3)])
