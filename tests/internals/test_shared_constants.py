@@ -132,6 +132,16 @@ def test_behind_it_all_is_as_ever():
     assert len(graph.get_operations()) >= 4
 
 
+def test_within_it_once_more_nothing_changes():
+    def body():
+        graph, first = tf.compat.v1.get_default_graph(), tf.constant(7)
+        with constants_shared(graph):
+            second = tf.constant(7)
+        return first, second, tf.constant(7)
+
+    assert len(constants(body)) == 1
+
+
 def test_what_is_no_graph_of_a_function_is_left_alone():
     with tf.Graph().as_default() as graph, constants_shared(graph):
         assert tf.constant(7) is not tf.constant(7)

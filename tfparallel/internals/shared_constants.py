@@ -45,10 +45,11 @@ def constants_shared(graph: tf.Graph) -> Iterator[None]:
     A graph has no `__dict__`, so that this is no hook as `hooks.py` makes them. What is not the
     graph of a `tf.function` is left alone.
     """
-    if not isinstance(graph, FuncGraph):
+    create = graph._create_op_internal
+    is_shared = isinstance(create, functools.partial) and create.func is _create
+    if is_shared or not isinstance(graph, FuncGraph):
         yield
         return
-    create = graph._create_op_internal
     graph._create_op_internal = functools.partial(_create, graph, create, {})
     try:
         yield
