@@ -228,29 +228,28 @@ def gradients_in_graph(ys: Sequence, xs: Sequence, dys: Sequence, source: FuncGr
     Where `source` is on several devices, the gradient of an operation is on the operation's.
     """
     is_spread = len({op.device for op in source.get_operations()} - {""}) > 1
-    with tf.device(None), _loops_without_gradients_of_others(source, xs):
+    with tf.device(None), _without_gradients_of_others(source, xs):
         return gradients_util._GradientsHelper(
             ys, xs, grad_ys=dys, colocate_gradients_with_ops=is_spread, src_graph=source
         )
 
 
 @contextlib.contextmanager
-def _loops_without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterator[None]:
-    """Within it, the gradient of a loop is of what `xs` lead to among what the loop takes, only.
+def _without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterator[None]:
+    """Within it, gradients of an operation are of what `xs` lead to among its inputs, only.
 
-    A tape tells the loop so; TensorFlow's `gradients` does not, and an RNN then keeps int32 of each
-    turn for the gradient of its data.
+    A tape tells operations so; TensorFlow's `gradients` does not. It then makes what nobody reads,
+    of a constant factor, say, and an RNN keeps int32 of each turn for the gradient of its data.
     """
-    reached, loops = set(map(id, xs)), []
+    reached, told = set(map(id, xs)), []
     for operation in graph.get_operations():
         others = [i for i, x in enumerate(operation.inputs) if id(x) not in reached]
         if len(others) < len(operation.inputs):
             reached.update(map(id, operation.outputs))
-        if operation.type in ("While", "StatelessWhile"):
             operation.skip_input_indices = tuple(others)
-            loops.append(operation)
+            told.append(operation)
     try:
         yield
     finally:
-        for operation in loops:
+        for operation in told:
             del operation.skip_input_indices

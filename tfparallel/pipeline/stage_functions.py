@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.internals.shared_constants import constants_shared
 from tfparallel.replicas.local_copies import copies_here
 from tfparallel.segments.differentiated_graphs import note_segment
 from tfparallel.segments.wide_integers import WideFunction, widened
@@ -116,8 +117,10 @@ def _places(pipelines: Sequence[Sequence[str]], device: str) -> Mapping[str, str
 
 def _traced_once(stage: int, function: Callable) -> object:
     def named(*inputs: tf.Tensor) -> list:
-        note_segment(tf.compat.v1.get_default_graph())
-        with tf.name_scope(f"stage_{stage}"):  # names the stage in errors of its operations
+        graph = tf.compat.v1.get_default_graph()
+        note_segment(graph)
+        # The name is that in errors of the stage's operations.
+        with tf.name_scope(f"stage_{stage}"), constants_shared(graph):
             return function(*inputs)
 
     named.__name__ = f"tfparallel_stage_{stage}"

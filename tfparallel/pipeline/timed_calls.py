@@ -5,6 +5,7 @@ be asynchronous: what it is given is done later. So the clock stops when a numbe
 all outputs and gradients had to be there for; of that, the time of a call of nothing is no cost.
 """
 
+import functools
 import json
 import statistics
 import time
@@ -14,7 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
+from tfparallel.internals.shared_constants import constants_shared
 from tfparallel.pipeline.no_trace import ValuesApart
+from tfparallel.segments.stash import Stash
 
 _REPEATS = 3
 _LEAST_S = 1e-7  # of a call: what takes less than a call of nothing still is not free
@@ -103,7 +106,8 @@ def _passes(
             collect_losses=True,
             initialize_variables=False,
         )
-        with apart, tf.GradientTape() as tape:
+        graph = tf.compat.v1.get_default_graph()
+        with apart, constants_shared(graph), tf.GradientTape() as tape:
             tape.watch(asked)
             outputs = keras.tree.flatten(operation(*args_, **kwargs_))
         outputs = [y for y in outputs if isinstance(y, tf.Tensor)]
@@ -114,11 +118,27 @@ def _passes(
 
 
 def _number_of(tensors: Iterable) -> tf.Tensor:
-    """A number that is there when all of `tensors` are: a sum of one value of each."""
+    """A number that is there when all of `tensors` are: of one of them, packed with the rest.
+
+    What only waited for the rest would not need it computed.
+    """
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    numeric = [x for x in values if x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool]
-    firsts = [tf.cast(tf.reshape(x, [-1])[:1], tf.float32) for x in numeric]
-    return tf.add_n([tf.reduce_sum(first) for first in firsts] or [tf.zeros([])])
+    packed = Stash(values)
+    there = packed.unpack(packed.pack(values))
+    numeric = [x for x in there if x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool]
+    return _first_number(numeric[0].dtype)(numeric[0]) if numeric else tf.zeros([])
+
+
+@functools.cache
+def _first_number(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Of a tensor of any shape; 0 of one without elements."""
+
+    def first(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.cast(tf.reshape(x, [-1])[:1], tf.float32))
+
+    with tf.init_scope(), tf.device(None):
+        spec = tf.TensorSpec(None, dtype)
+        return tf.function(first, autograph=False).get_concrete_function(spec)
 
 
 def _compiled(passes: Callable, given: Sequence[tf.Tensor]) -> Callable:

@@ -1,12 +1,12 @@
 """What a stage keeps of a microbatch between its forward and its backward pass.
 
-A stage of a large model keeps a thousand tensors. Packed into one list for each dtype they are a
-handful of edges of the step's graph, which every pass of TensorFlow over that graph has to visit.
+A stage of a large model keeps a thousand tensors. Packed into one they are a single edge of the
+step's graph, which every pass of TensorFlow over that graph has to visit, and one operation writes
+and one reads them. What packs them is an optional of `tf.data`, the one value of TensorFlow that
+holds tensors of any types and sizes, where they are.
 Numbers that the host needs, as how often a loop has turned, are in shapes of what is packed.
 """
 
-import collections
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -28,55 +28,31 @@ class Stash:
         self._types = [(tensor.dtype, tensor.shape) for tensor in tensors]
         for i in self._of_host:
             self._types[i] = tf.int64, tf.TensorShape(None)
-        self._at: dict[tf.DType, list[int]] = collections.defaultdict(list)
-        for i, (dtype, _) in enumerate(self._types):
-            self._at[dtype].append(i)
+        apart = [dtype in _NOT_PACKED for dtype, _ in self._types]
+        self._packed = [i for i, is_apart in enumerate(apart) if not is_apart]
+        self._apart = [i for i, is_apart in enumerate(apart) if is_apart]
 
     @property
     def packed_types(self) -> list[tf.DType]:
         """The types of what `pack` returns."""
-        return [
-            own
-            for dtype, at in self._at.items()
-            for own in ([dtype] * len(at) if dtype in _NOT_PACKED else [tf.variant])
-        ]
+        return [tf.variant] * bool(self._packed) + [self._types[i][0] for i in self._apart]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """A few variant tensors that hold `tensors`."""
-        packed = []
-        tensors = [in_shape(x) if i in self._of_host else x for i, x in enumerate(tensors)]
-        for dtype, at in self._at.items():
-            if dtype in _NOT_PACKED:
-                packed += [tensors[i] for i in at]
-                continue
-            handle = tf.raw_ops.EmptyTensorList(
-                element_shape=-1, max_num_elements=-1, element_dtype=dtype
-            )
-            for i in at:
-                handle = tf.raw_ops.TensorListPushBack(input_handle=handle, tensor=tensors[i])
-            packed.append(handle)
-        return packed
+        """A variant tensor that holds `tensors`, and those that none can hold."""
+        own = [in_shape(x) if i in self._of_host else x for i, x in enumerate(tensors)]
+        held = [own[i] for i in self._packed]
+        packed = [tf.raw_ops.OptionalFromValue(components=held)] if held else []
+        return packed + [own[i] for i in self._apart]
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that `pack` has packed."""
-        tensors: list = [None] * len(self._types)
-        rest, constant = iter(packed), functools.cache(tf.constant)
-        for dtype, at in self._at.items():
-            if dtype in _NOT_PACKED:
-                for i in at:
-                    tensors[i] = next(rest)
-                continue
-            handle = next(rest)
-            for index, i in enumerate(at):
-                shape = self._types[i][1]
-                sizes = -1 if shape.rank is None else tuple(-1 if n is None else n for n in shape)
-                tensors[i] = tf.raw_ops.TensorListGetItem(
-                    input_handle=handle,
-                    index=constant(index),
-                    element_shape=constant(sizes, tf.int32),
-                    element_dtype=dtype,
-                )
-                tensors[i].set_shape(shape)
-        for i, shape in self._of_host.items():
-            tensors[i] = from_shape(tensors[i], shape)
-        return tensors
+        tensors, rest = {}, list(packed)
+        if self._packed:
+            types, shapes = zip(*(self._types[i] for i in self._packed), strict=True)
+            values = tf.raw_ops.OptionalGetValue(
+                optional=rest.pop(0), output_types=types, output_shapes=shapes
+            )
+            tensors = dict(zip(self._packed, values, strict=True))
+        tensors |= zip(self._apart, rest, strict=True)
+        tensors |= {i: from_shape(tensors[i], shape) for i, shape in self._of_host.items()}
+        return [tensors[i] for i in range(len(tensors))]
