@@ -244,7 +244,7 @@ def _without_gradients_of_others(graph: FuncGraph, xs: Sequence) -> Iterator[Non
     reached, told = set(map(id, xs)), []
     for operation in graph.get_operations():
         others = [i for i, x in enumerate(operation.inputs) if id(x) not in reached]
-        if len(others) < len(operation.inputs):
+        if len(others) < len(operation.inputs) and operation.type != "StopGradient":
             reached.update(map(id, operation.outputs))
             operation.skip_input_indices = tuple(others)
             told.append(operation)
