@@ -52,7 +52,18 @@ class Stash:
             values = tf.raw_ops.OptionalGetValue(
                 optional=rest.pop(0), output_types=types, output_shapes=shapes
             )
-            tensors = dict(zip(self._packed, values, strict=True))
+            own = map(_apart_from_the_rest, values, shapes)
+            tensors = dict(zip(self._packed, own, strict=True))
         tensors |= zip(self._apart, rest, strict=True)
         tensors |= {i: from_shape(tensors[i], shape) for i, shape in self._of_host.items()}
         return [tensors[i] for i in range(len(tensors))]
+
+
+def _apart_from_the_rest(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """An image, given on by an operation of its own, which TensorFlow's optimiser leaves there.
+
+    oneDNN computes the gradients of a convolution's kernel and of a bias as one if what both are of
+    comes from one operation, whichever of its results each takes (`mkl_layout_pass.cc`, 2.21).
+    """
+    is_image = shape.rank is None or shape.rank > 3
+    return tf.ensure_shape(tensor, shape) if is_image else tensor
