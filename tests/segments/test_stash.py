@@ -42,3 +42,18 @@ def test_the_host_is_sent_no_numbers_that_it_had():
     )
     sent = audit(concrete.graph).copies["to_host"]
     assert not [edge for edge in sent if edge.startswith("OptionalGetValue")], sent
+
+
+def test_images_come_from_an_operation_each():
+    """oneDNN would take two results of one operation for the same (a U-Net's bias was wrong)."""
+    tensors = [tf.ones([2, 4, 4, 1]), tf.ones([2, 4, 4, 3]), tf.ones([2, 3]), tf.ones([5])]
+
+    def there_and_back():
+        stash = Stash(tensors)
+        return stash.unpack(stash.pack(tensors))
+
+    graph = tf.function(there_and_back, autograph=False).get_concrete_function().graph
+    reads = [op for op in graph.get_operations() if op.type == "OptionalGetValue"]
+    images = [x for op in reads for x in op.outputs if x.shape.rank == 4]
+    assert len(reads) == 1 and len(images) == 2
+    assert {op.type for x in images for op in x.consumers()} == {"EnsureShape"}
