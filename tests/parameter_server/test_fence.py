@@ -95,3 +95,15 @@ def test_goes_back_to_what_was_copied_of_what_a_step_changes(fence):
     assert slow.variable.numpy() == 1.0
     copies.restore()
     assert slow.variable.numpy() == 0.0
+
+
+def test_copies_of_many_variables_come_back_to_each(fence):
+    with tf.device(DEVICE):
+        variables = [tf.Variable(float(i)) for i in range(70)]
+    copies = VariableCopies(fence)
+    copies.cover([variable.handle for variable in variables])
+    copies.take()
+    for variable in variables:
+        variable.assign(-1.0)
+    copies.restore()
+    assert [float(variable) for variable in variables] == list(range(70))

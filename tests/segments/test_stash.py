@@ -57,3 +57,19 @@ def test_images_come_from_an_operation_each():
     images = [x for op in reads for x in op.outputs if x.shape.rank == 4]
     assert len(reads) == 1 and len(images) == 2
     assert {op.type for x in images for op in x.consumers()} == {"EnsureShape"}
+
+
+def test_no_optional_holds_so_many_that_what_reads_them_takes_long_to_trace():
+    """TensorFlow gives each reader of an optional the types of all that is in it."""
+
+    def there_and_back(x):
+        tensors = [x + float(i) for i in range(100)]
+        stash = Stash(tensors)
+        packed = stash.pack(tensors)
+        assert [each.dtype for each in packed] == stash.packed_types
+        return tf.stack(stash.unpack(packed))
+
+    concrete = tf.function(there_and_back, autograph=False).get_concrete_function(tf.TensorSpec([]))
+    reads = [op for op in concrete.graph.get_operations() if op.type == "OptionalGetValue"]
+    assert max(len(op.outputs) for op in reads) < 50
+    assert concrete(tf.constant(1.0)).numpy().tolist() == list(range(1, 101))

@@ -1,7 +1,7 @@
 """Copies of variables, on the servers that have these: what training goes back to.
 
-A server keeps the values of all its variables as one tensor, an optional of as many components: an
-operation to trace for all of them, where variables of their own would take two for each.
+A server keeps the values of its variables as a few tensors, each an optional of many components: an
+operation to trace for all of these, where variables of their own would take two for each.
 """
 
 import collections
@@ -14,6 +14,7 @@ from tfparallel.internals.graphs import dtype_behind
 from tfparallel.parameter_server.fence import Fence
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+_MOST_IN_ONE = 32  # as of a `Stash`: what takes one component takes the types of all
 
 
 def changed_by(graph: tf.Graph) -> list[tf.Tensor]:
@@ -57,15 +58,16 @@ class VariableCopies:
         self._restore(self._fence.generation)
 
     def _kept_by_servers(self) -> list[tuple[tf.Variable, list[tf.Tensor]]]:
-        """For each server what its copies are kept in, and the handles of its variables."""
+        """On each server what copies are kept in, and the handles of their variables."""
         handles = collections.defaultdict(list)
         for handle in self._covered.values():
             handles[handle.device].append(handle)
         kept = []
         for device, own in handles.items():
-            with tf.init_scope(), tf.device(device):
-                copies = UninitializedVariable(dtype=tf.variant, shape=(), trainable=False)
-            kept.append((copies, own))
+            for start in range(0, len(own), _MOST_IN_ONE):
+                with tf.init_scope(), tf.device(device):
+                    copies = UninitializedVariable(dtype=tf.variant, shape=(), trainable=False)
+                kept.append((copies, own[start : start + _MOST_IN_ONE]))
         return kept
 
     def _guarded(

@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfparallel.internals import get_keras_mask, set_keras_mask
 from tfparallel.internals.shared_constants import constants_shared
 from tfparallel.pipeline.no_trace import ValuesApart
-from tfparallel.segments.stash import Stash
 
 _REPEATS = 3
 _LEAST_S = 1e-7  # of a call: what takes less than a call of nothing still is not free
@@ -123,8 +122,13 @@ def _number_of(tensors: Iterable) -> tf.Tensor:
     What only waited for the rest would not need it computed.
     """
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    packed = Stash(values)
-    there = packed.unpack(packed.pack(values))
+    if not values:
+        return tf.zeros([])
+    there = tf.raw_ops.OptionalGetValue(
+        optional=tf.raw_ops.OptionalFromValue(components=values),
+        output_types=[each.dtype for each in values],
+        output_shapes=[tf.TensorShape(None)] * len(values),
+    )
     numeric = [x for x in there if x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool]
     return _first_number(numeric[0].dtype)(numeric[0]) if numeric else tf.zeros([])
 

@@ -1,8 +1,8 @@
 """What a stage keeps of a microbatch between its forward and its backward pass.
 
-A stage of a large model keeps a thousand tensors. Packed into one they are a single edge of the
-step's graph, which every pass of TensorFlow over that graph has to visit, and one operation writes
-and one reads them. What packs them is an optional of `tf.data`, the one value of TensorFlow that
+A stage of a large model keeps a thousand tensors. Packed into a few they are as many edges of the
+step's graph, which every pass of TensorFlow over that graph has to visit, and as many operations
+write and read them. What packs them is an optional of `tf.data`, the one value of TensorFlow that
 holds tensors of any types and sizes, where they are.
 Numbers that the host needs, as how often a loop has turned, are in shapes of what is packed.
 """
@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfparallel.internals.numbers_in_shapes import from_shape, in_shape, is_of_host
 
 _NOT_PACKED = (tf.variant, tf.resource)
+_MOST_IN_ONE = 32  # what reads one of them takes the types of all: in one, 1,000 take 11 s to trace
 
 
 class Stash:
@@ -29,32 +30,34 @@ class Stash:
         for i in self._of_host:
             self._types[i] = tf.int64, tf.TensorShape(None)
         apart = [dtype in _NOT_PACKED for dtype, _ in self._types]
-        self._packed = [i for i, is_apart in enumerate(apart) if not is_apart]
+        packed = [i for i, is_apart in enumerate(apart) if not is_apart]
+        self._groups = [packed[i : i + _MOST_IN_ONE] for i in range(0, len(packed), _MOST_IN_ONE)]
         self._apart = [i for i, is_apart in enumerate(apart) if is_apart]
 
     @property
     def packed_types(self) -> list[tf.DType]:
         """The types of what `pack` returns."""
-        return [tf.variant] * bool(self._packed) + [self._types[i][0] for i in self._apart]
+        return [tf.variant] * len(self._groups) + [self._types[i][0] for i in self._apart]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """A variant tensor that holds `tensors`, and those that none can hold."""
+        """Variant tensors that hold `tensors`, and those that none can hold."""
         own = [in_shape(x) if i in self._of_host else x for i, x in enumerate(tensors)]
-        held = [own[i] for i in self._packed]
-        packed = [tf.raw_ops.OptionalFromValue(components=held)] if held else []
+        packed = [
+            tf.raw_ops.OptionalFromValue(components=[own[i] for i in group])
+            for group in self._groups
+        ]
         return packed + [own[i] for i in self._apart]
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors that `pack` has packed."""
-        tensors, rest = {}, list(packed)
-        if self._packed:
-            types, shapes = zip(*(self._types[i] for i in self._packed), strict=True)
+        tensors: dict[int, tf.Tensor] = {}
+        for group, optional in zip(self._groups, packed, strict=False):
+            types, shapes = zip(*(self._types[i] for i in group), strict=True)
             values = tf.raw_ops.OptionalGetValue(
-                optional=rest.pop(0), output_types=types, output_shapes=shapes
+                optional=optional, output_types=types, output_shapes=shapes
             )
-            own = map(_apart_from_the_rest, values, shapes)
-            tensors = dict(zip(self._packed, own, strict=True))
-        tensors |= zip(self._apart, rest, strict=True)
+            tensors |= zip(group, map(_apart_from_the_rest, values, shapes), strict=True)
+        tensors |= zip(self._apart, packed[len(self._groups) :], strict=True)
         tensors |= {i: from_shape(tensors[i], shape) for i, shape in self._of_host.items()}
         return [tensors[i] for i in range(len(tensors))]
 
