@@ -80,11 +80,11 @@ class Injected:
             with self.taking():
                 time.sleep(times * self.delay_s)
 
-    def compute(self, work: Callable[[], Any]) -> None:
+    def compute(self, work: Callable[[], Any], times: float = 1) -> None:
         """Does some work again and again for as long as a delay takes."""
         if self.is_on:
             with self.taking():
-                until = time.perf_counter() + self.delay_s
+                until = time.perf_counter() + times * self.delay_s
                 while time.perf_counter() < until:
                     work()
 
@@ -450,18 +450,18 @@ def tiny_model() -> keras.Model:
 # ---- pipelines -----------------------------------------------------------------------------------
 
 
-def pause(inputs: tf.Tensor, parts_of: Callable[[np.ndarray], float]) -> tf.Tensor:
-    """`inputs`, after so many parts of the injected delay; the backward pass takes none."""
+def held_up(inputs: tf.Tensor, hold: Callable[[np.ndarray], None]) -> tf.Tensor:
+    """`inputs`, after `hold` of their rows; the backward pass takes no time."""
 
     @tf.custom_gradient
-    def paused(x: tf.Tensor) -> tuple:
-        def sleep(rows: np.ndarray) -> np.ndarray:
-            _running.sleep(parts_of(rows))
+    def held(x: tf.Tensor) -> tuple:
+        def held_rows(rows: np.ndarray) -> np.ndarray:
+            hold(rows)
             return rows
 
-        return tf.ensure_shape(tf.numpy_function(sleep, [x], x.dtype), x.shape), lambda dy: dy
+        return tf.ensure_shape(tf.numpy_function(held_rows, [x], x.dtype), x.shape), lambda dy: dy
 
-    return paused(inputs)
+    return held(inputs)
 
 
 @keras.saving.register_keras_serializable("measure_causes")
@@ -469,7 +469,7 @@ class Slow(keras.layers.Layer):
     """A layer that sleeps, forward."""
 
     def call(self, inputs: Any) -> Any:
-        return pause(inputs, lambda rows: 0.5)
+        return held_up(inputs, lambda rows: _running.sleep(0.5))
 
 
 ROW_S = 0.002  # that a layer of this kind takes for a row
@@ -480,7 +480,7 @@ class ByRow(keras.layers.Layer):
     """Sleeps forward, for each row, as on a device of its own: logical CPUs share their cores."""
 
     def call(self, inputs: Any) -> Any:
-        return pause(inputs, lambda rows: len(rows) * ROW_S / _running.delay_s)
+        return held_up(inputs, lambda rows: _running.sleep(len(rows) * ROW_S / _running.delay_s))
 
 
 SLEEPING: dict[Any, type] = {"slow": Slow, "by row": ByRow}
@@ -549,10 +549,15 @@ def slow_map_on_rank_1(injected: Injected) -> tf.data.Dataset:
 
 
 class Slower(keras.layers.Layer):
-    """Sleeps on the second rank."""
+    """Computes longer on the second rank.
+
+    Behind a sleep the rest of its step would take longer, too: a core that wakes has cold caches.
+    """
 
     def call(self, inputs: Any) -> Any:
-        return Slow()(inputs) if rank() == 1 else inputs
+        if rank() == 0:
+            return inputs
+        return held_up(inputs, lambda rows: _running.compute(lambda: None, times=0.5))
 
 
 def workers_with_a_slow_one() -> keras.Model:
