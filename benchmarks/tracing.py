@@ -9,7 +9,8 @@ from the first operation of a graph to the last, tracing; on all of the first st
 TensorFlow's optimiser is part of, less a second one of the same shapes; and the operations that it
 makes, in thousands, which no other process slows down. In brackets, times those without a strategy.
 Six images, each measurement in a process of its own, in turns; medians of the rounds. Of several
-workers, rank 0's. A pipeline refuses synchronised BatchNorm.
+workers, rank 0's. A pipeline refuses synchronised BatchNorm; layers of `pipeline_2_placed` are
+halved by their names, so that none need be measured.
 """
 
 import argparse
@@ -31,6 +32,7 @@ MODELS = ("MobileNetV2", "EfficientNetB0", "DenseNet121", "ResNet50", "ConvNeXtT
 NO_STRATEGY = "reference"
 STOCK = "stock"  # TensorFlow's MirroredStrategy of two replicas, which does not synchronise here
 PLAIN, SYNCHRONISED = "plain", "synchronised"
+PLACED = "pipeline_2_placed"
 SIDE, IMAGES = 32, 6  # the three microbatches of the pipelines have as many rows
 
 
@@ -40,7 +42,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     rows = ["mirrored_2", "central_storage", "multi_worker_2x1", "horovod_2"]
-    rows += ["parameter_server_sync", "pipeline_2"]
+    rows += ["parameter_server_sync", "pipeline_2", PLACED]
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--rows", nargs="+", default=rows)
     parser.add_argument("--rounds", type=int, default=1)
@@ -78,7 +80,7 @@ def in_processes(row_name: str, model: str, norm: str) -> list[float]:
     """`measure` in as many processes as the strategy has workers; rank 0's answer."""
     from tests.conformance.strategies import ROWS
 
-    row = ROWS[NO_STRATEGY if row_name == STOCK else row_name]
+    row = ROWS[NO_STRATEGY if row_name in (STOCK, PLACED) else row_name]
     command = [sys.executable, __file__, "--measure", row_name, model, norm]
     workers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | environment, text=True)
@@ -96,7 +98,7 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
     import numpy as np
 
-    strategy = made(row_name)
+    strategy = made(row_name, model_name)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build(model_name, norm == SYNCHRONISED)
         model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
@@ -113,16 +115,24 @@ def measure(row_name: str, model_name: str, norm: str) -> list[float]:
     return [ended_s - began_s, first_s - step_s(), len(operations)]
 
 
-def made(row_name: str) -> Any:
+def made(row_name: str, model_name: str) -> Any:
     """The strategy of a row, on devices that this opens."""
+    import keras
     import tensorflow as tf
 
+    import tfparallel
     from tests.conformance.strategies import ROWS
     from tests.helpers import open_logical_cpus
 
     if row_name == STOCK:
         open_logical_cpus(2)
         return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    if row_name == PLACED:
+        open_logical_cpus(2)
+        names = [each.name for each in build(model_name, False).operations[1:]]  # without the input
+        keras.backend.clear_session()  # names of layers begin anew
+        halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+        return tfparallel.PipelineStrategy(2, num_microbatches=3, partition=halves)
     open_logical_cpus(ROWS[row_name].devices_per_worker)
     return ROWS[row_name].make()
 

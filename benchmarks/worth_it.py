@@ -165,9 +165,9 @@ as logical CPUs, are no faster together than one: they are for trying things out
 
 Below, one training for each cause, with what `Measure` said of it, and the same after the cure.
 Pictures show where the time of a step goes, in milliseconds. Made by
-`python benchmarks/worth_it.py` on {machine}; times are those of that machine, which other programs
-used, too: those of data, tiny batches, tracing, bubbles, ranks and links are of 24 November 2026,
-with a load of 10 to 18 beside them. Where figures come from: [Where the time goes](measure.md).
+`python benchmarks/worth_it.py` on {machine}, 29 November 2026, with nothing beside it. The model is
+small, a step takes 3 ms, so what is left after a cure is often Python between the steps. Where
+figures come from: [Where the time goes](measure.md).
 """
 
 
