@@ -238,14 +238,14 @@ class _Turns(Measure):
 
     def __init__(self, seconds: float, noise_every: int | None):
         super().__init__(verbose=0, noise_every=noise_every)
-        self._seconds, self._is_on = seconds, False
+        self._seconds = seconds
         self.pairs: list[tuple[list[float], list[float]]] = []
 
-    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        """A step is about to be done."""
-        if self._is_on:
-            super().on_train_batch_begin(batch, logs)
-        elif self._noise is not None:
+    def _turn(self, is_on: bool) -> None:
+        """Keras calls what it would call with `Measure`, or without."""
+        told = Measure if is_on else keras.callbacks.Callback
+        vars(self)["on_train_batch_begin"] = told.on_train_batch_begin.__get__(self)
+        if self._noise is not None and not is_on:
             self._noise.stop()
 
     def steps(self, clock: FitClock, steps: Iterator[tuple]) -> Iterator[tuple]:
@@ -255,8 +255,9 @@ class _Turns(Measure):
         draw = random.Random(0)
         while time.monotonic() < until_s:
             took = {}
-            for self._is_on in draw.sample([False, True], 2):
-                given = measured if self._is_on else steps
+            for is_on in draw.sample([False, True], 2):
+                given = measured if is_on else steps
+                self._turn(is_on)
                 yield next(given)
                 before_s = []
                 began = time.perf_counter(), time.process_time()
@@ -266,7 +267,7 @@ class _Turns(Measure):
                     before_s.append(arrival.at_s - asked_s)
                 ended = time.perf_counter(), time.process_time()
                 sums = [b - a for a, b in zip(began, ended, strict=True)]
-                took[self._is_on] = [min(before_s), *(each / BLOCK for each in sums)]
+                took[is_on] = [min(before_s), *(each / BLOCK for each in sums)]
             self.pairs.append((took[False], took[True]))
 
 

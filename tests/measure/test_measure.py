@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import tfparallel
 from tests.helpers import tiny_compile_options, tiny_data, tiny_model
 from tests.launch.jobs import ROOT
 from tfparallel.callbacks import BackupAndRestore, Measure
+from tfparallel.callbacks.fit_clock import Traces
 from tfparallel.measure.input_wait import InputWait
 from tfparallel.measure.reading import read_records
 from tfparallel.measure.shares import CATEGORIES
@@ -173,6 +175,20 @@ def test_a_step_that_is_made_anew_each_time_is_traced_each_time():
     model = compiled()
     model.fit(*tiny_data(32), batch_size=4, verbose=0, callbacks=[MakesAnew(), measure])
     assert measure.total.details["traces"] == measure.total.steps == 8
+
+
+def test_traces_of_functions_that_take_turns_are_counted_once():
+    """Those before a function was looked at for the first time count, too."""
+    model = types.SimpleNamespace(train_function=None)
+    one, other = (tf.function(lambda x: x + 1, autograph=False) for _ in range(2))
+    traces, told = Traces(model), []
+    one(1.0)
+    for function, argument in ((one, 2.0), (other, 1.0), (one, 1.0), (other, 3.0), (None, 0.0)):
+        if function is not None:
+            function(argument)
+        model.train_function = function
+        told.append(traces())
+    assert told == [2, 3, 3, 4, 4]
 
 
 def test_saving_is_told_apart_and_a_resumed_run_is_measured(tmp_path):

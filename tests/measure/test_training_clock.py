@@ -79,7 +79,8 @@ def test_an_iterator_that_is_let_go_is_waited_for_as_input():
         with clock.in_callback("another"):
             hands.now += 0.25
         hands.now += waited
-        clock.enter_step()
+        if waited == 3:
+            clock.enter_first_step()
         hands.now += 1
         clock.end_step()
     spent = clock.end_epoch().spent
@@ -212,3 +213,20 @@ def test_python_of_a_step_that_computes_on_the_main_thread(splits):
     hands.step(clock, traces=1)
     hands.step(clock, python=0.5)
     assert clock.end_epoch().spent.python_s == (0.5 if splits else 0)
+
+
+def test_many_steps_between_two_looks_at_an_epoch():
+    """They are added up together now and then: all count, whenever somebody looks."""
+    hands = Hands()
+    clock = hands.clock()
+    hands.step(clock, seconds=5, python=4, traces=1)
+    for number in range(1, 200):
+        hands.step(clock, seconds=1, python=0.25, spent=0.125)
+        if number in (1, 63, 130):
+            assert clock.so_far().steps_s == 5 + number
+            assert clock.so_far().linked_s == number * 0.125
+    epoch = clock.end_epoch()
+    assert (epoch.num_steps, epoch.rows) == (200, 800)
+    assert (epoch.spent.python_s, epoch.spent.tracing_s) == (199 * 0.25, 5 - (1 - 0.125))
+    hands.step(clock)
+    assert clock.end_epoch().num_steps == 1

@@ -38,18 +38,21 @@ class Traces:
         self._by_function: weakref.WeakKeyDictionary[Any, _TracesOf] = weakref.WeakKeyDictionary()
         self._function: Any = None
         self._last = _TracesOf([], [])  # of `_function`
-        self._total = 0
+        self._before = 0  # all others', less what `_last` had when it became the last
 
     def __call__(self) -> int:
-        self._total += self._last.new()  # also where it has been replaced since it ran
         function = getattr(self._model, "train_function", None)
         if function is not self._function and function is not None:
-            known = self._by_function.get(function)
-            if known is None:
-                known = self._by_function[function] = _TracesOf(*graphs_of_step(function))
-            self._function, self._last = function, known
-            self._total += known.new()
-        return self._total
+            self._turn_to(function)
+        return self._before + self._last.count()
+
+    def _turn_to(self, function: object) -> None:
+        self._last.seen = self._last.count()  # also where it has been replaced since it ran
+        self._before += self._last.seen
+        if function not in self._by_function:
+            self._by_function[function] = _TracesOf(*graphs_of_step(function))
+        self._function, self._last = function, self._by_function[function]
+        self._before -= self._last.seen
 
 
 class _TracesOf:
@@ -58,6 +61,9 @@ class _TracesOf:
     Args:
         graphs: of it.
         steps: within it, traced as often where no graph is around them.
+
+    Attributes:
+        seen: the count when it was looked at last before another one.
     """
 
     def __init__(
@@ -66,16 +72,17 @@ class _TracesOf:
         steps: Sequence[tf.types.experimental.PolymorphicFunction],
     ):
         self._graphs, self._steps = graphs, steps
-        self._count = 0
+        self.seen = 0
 
-    def new(self) -> int:
-        """Since the last call."""
-        before, self._count = self._count, _traces(self._graphs) or _traces(self._steps)
-        return self._count - before
-
-
-def _traces(functions: Sequence[tf.types.experimental.PolymorphicFunction]) -> int:
-    return sum([each.experimental_get_tracing_count() for each in functions])
+    def count(self) -> int:
+        """So far."""
+        for functions in (self._graphs, self._steps):
+            total = 0
+            for each in functions:  # no comprehension: this is called in each step
+                total += each.experimental_get_tracing_count()
+            if total:
+                return total
+        return 0
 
 
 class FitClock:
@@ -87,7 +94,7 @@ class FitClock:
         links: what collectives of this process have taken so far.
         owner: the callback that measures, whose own time is not taken.
         before_first_step: called when the first step is about to be done.
-        after_step: called when a step is done.
+        after_step: called when a step is done, if anything is.
 
     Attributes:
         clock: what has been measured.
@@ -102,12 +109,12 @@ class FitClock:
         links: Callable[[], LinkTimes],
         owner: keras.callbacks.Callback,
         before_first_step: Callable[[], None],
-        after_step: Callable[[], None],
+        after_step: Callable[[], None] | None,
     ):
         self._model, self._fit = model, fit
         self._before_first_step, self._after_step = before_first_step, after_step
         self._input: InputWait | None = None
-        self._has_run = False
+        self._has_run = self._has_stepped = False  # this step, any of this epoch
         self.step = -1
         self.slowest_stage: dict[str, Any] = {}
         self.clock = TrainingClock(self._sources(links))
@@ -126,7 +133,8 @@ class FitClock:
     def note_batch(self) -> None:
         """Keras has begun a step; a resumed training leaves out those that it has had."""
         self._has_run = True
-        self.clock.enter_step()
+        if not self._has_stepped:
+            self.clock.enter_first_step()
 
     @property
     def saving(self) -> frozenset[str]:
@@ -153,7 +161,7 @@ class FitClock:
 
     def _around_steps(self, steps: Iterator[tuple]) -> Iterator[tuple]:
         """The steps of one epoch, each measured."""
-        clock, count = self.clock, 0
+        clock, count, self._has_stepped = self.clock, 0, False
         known = measured = None  # what steps of an epoch have in common, as a rule
         while True:
             began_s = clock.now()
@@ -176,10 +184,12 @@ class FitClock:
             if not self._has_run:
                 clock.forget_step()
                 continue
-            num_steps = self._num_steps(first, last)
+            num_steps = 1 if first == last else self._num_steps(first, last)
             clock.end_step(num_steps)
+            self._has_stepped = True
             self.step += num_steps
-            self._after_step()
+            if self._after_step is not None:
+                self._after_step()
             count += 1
             if count & (count - 1) == 0 and self._input is not None:  # 1, 2, 4, 8, ...
                 self.slowest_stage = self._input.slowest_stage() or self.slowest_stage

@@ -116,13 +116,13 @@ class Measure(keras.callbacks.Callback):
             self._use = ModelUse(self.model, fit, self._peak, devices, agreement)
         self._ledger = None if folder is None or not workers.is_chief else JobLedger(folder)
         links = (lambda: NO_LINKS) if extended is None else extended._link_times
-        self._timed = FitClock(
-            self.model, fit, links, self, self._begin_job, self._write_ledger_if_due
-        )
+        after_step = None if self._ledger is None else self._write_ledger_if_due
+        self._timed = FitClock(self.model, fit, links, self, self._begin_job, after_step)
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """A step is about to be done."""
-        self._running.note_batch()
+        if self._timed is not None:
+            self._timed.note_batch()
         if self._noise is not None:
             self._noise.begin_step()
 

@@ -19,6 +19,7 @@ from tfparallel.measure.shares import Spent
 
 _SHORT_S = 1e-4  # what passes between two steps is Python, then: no system call is made for it
 _UNUSUAL = 2.0  # times the median: then it is looked up what a step has waited for
+_TOGETHER = 64  # steps are added up: after each one it took ten times as long, as caches are cold
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,18 @@ class Sources:
     splits_python: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     started_s: float
     python_s: float
     links: LinkTimes
     callbacks_s: float = 0.0
     callbacks_python_s: float = 0.0
+
+
+# A step, how many were executed together, and what was read at their end: the time, what the thread
+# had computed, links and traces. Plain, as it is made in each step.
+_Ended = tuple[_Step, int, float, float, LinkTimes, int]
 
 
 @dataclass
@@ -125,7 +131,9 @@ class TrainingClock:
         self._sources, self.now, self._python_now = sources, now, python_now
         self._thread = threading.get_ident()
         self._step: _Step | None = None
+        self._ended: list[_Ended] = []  # and not added up yet
         self._ended_s, self._ended_python_s = -math.inf, 0.0  # the last step
+        self._ended_links = NO_LINKS
         self._depth = 0  # of callbacks: one that calls another is counted once
         self._validating_s: float | None = None
         self._is_validated = False
@@ -136,6 +144,7 @@ class TrainingClock:
     def end_epoch(self) -> Epoch:
         """What was measured since the last call, or since the training began."""
         self._leave_validation()
+        self._add_up()
         now, ended = self.now(), self.epoch
         waited_s = self._sources.waited_s()
         ended.spent.wall_s = now - ended.started_s
@@ -149,6 +158,7 @@ class TrainingClock:
 
     def so_far(self) -> Spent:
         """What the epoch that goes on has spent, at this moment."""
+        self._add_up()
         epoch = self.epoch
         waited_s = self._sources.waited_s() - epoch.waited_s
         return dataclasses.replace(
@@ -168,17 +178,18 @@ class TrainingClock:
         """Keras has its batches, or will ask for them now."""
         now = self.now()
         between_s = now - self._ended_s
-        is_next = between_s < _SHORT_S
-        python_s = self._ended_python_s + between_s if is_next else self._python_now()
-        self._step = _Step(now, python_s, self._sources.links())
+        if between_s < _SHORT_S:
+            self._step = _Step(now, self._ended_python_s + between_s, self._ended_links)
+        else:
+            self._step = _Step(now, self._python_now(), self._sources.links())
 
-    def enter_step(self) -> None:
-        """Keras tells callbacks of the step.
+    def enter_first_step(self) -> None:
+        """Keras tells callbacks of an epoch's first step.
 
-        Before it tells of an epoch's first one it lets go of the iterator of the epoch before.
+        Before that it lets go of the iterator of the epoch before.
         """
         step, epoch = self._step, self.epoch
-        if step is None or epoch.times_s or epoch.traced_s:
+        if step is None:
             return
         waited_s = self.now() - step.started_s - step.callbacks_s
         epoch.spent.iterators_s += waited_s
@@ -190,18 +201,39 @@ class TrainingClock:
         Args:
             num_steps: that were executed together.
         """
-        step, epoch, spent = self._step, self.epoch, self.epoch.spent
+        step, sources = self._step, self._sources
         assert step is not None
         self._step = None
-        self._ended_s, self._ended_python_s = self.now(), self._python_now()
-        took_s = self._ended_s - step.started_s
-        python_s = max(0.0, self._ended_python_s - step.python_s - step.callbacks_python_s)
-        now = self._sources.links()
-        links = NO_LINKS if now == step.links else now.since(step.links)
+        self._ended_s, self._ended_python_s = now, python_s = self.now(), self._python_now()
+        self._ended_links = links = sources.links()
+        traces = sources.traces()
+        self._ended.append((step, num_steps, now, python_s, links, traces))
+        is_unusual = now - step.started_s >= _UNUSUAL * self._usual_s * num_steps
+        if is_unusual or traces != self._num_traces or len(self._ended) == _TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """What has ended; a step that has traced, or has taken long, at once."""
+        for each in self._ended:
+            self._add(*each)
+        self._ended.clear()
+
+    def _add(
+        self,
+        step: _Step,
+        num_steps: int,
+        ended_s: float,
+        ended_python_s: float,
+        ended_links: LinkTimes,
+        num_traces: int,
+    ) -> None:
+        epoch, spent = self.epoch, self.epoch.spent
+        took_s = ended_s - step.started_s
+        python_s = max(0.0, ended_python_s - step.python_s - step.callbacks_python_s)
+        links = NO_LINKS if ended_links == step.links else ended_links.since(step.links)
         own_s = took_s - step.callbacks_s
         self._steps_since_asked += 1
-        traces_before, self._num_traces = self._num_traces, self._sources.traces()
-        traces = self._num_traces - traces_before
+        traces, self._num_traces = num_traces - self._num_traces, num_traces
         spent.steps_s += took_s
         if links is not NO_LINKS:
             own_s -= links.stalled_s
