@@ -23,8 +23,12 @@ from tfparallel.pipeline.timed_calls import TimedCalls
 CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
 
 
-def timed(operation, *args, device=CPUS[1]):
-    return TimedCalls(device).seconds(operation, args, {})
+def timed(*calls, device=CPUS[1]):
+    """Seconds of calls of operations, each with its arguments, which are timed together."""
+    times = TimedCalls(device)
+    added = [times.add(operation, args, {}) for operation, *args in calls]
+    times.finish()
+    return [call.seconds for call in added]
 
 
 def built(layer, *shape):
@@ -32,26 +36,49 @@ def built(layer, *shape):
     return layer
 
 
-def test_the_clock_stops_behind_what_an_asynchronous_device_does_later(monkeypatch):
-    """A device whose calls return at once: only who reads the result waits for it."""
-    takes_s = 0.2
+class Sleeps(layers.Layer):
+    """For so long: in its forward pass, of which nothing is used, and for so long in the other."""
 
-    class Later:
-        def __init__(self, value):
-            self.ready, self.value = time.perf_counter() + takes_s, value
+    def __init__(self, forward_s=0.0, backward_s=0.0):
+        super().__init__()
+        self._forward_s, self._backward_s = forward_s, backward_s
 
-        def __float__(self):
-            time.sleep(max(0.0, self.ready - time.perf_counter()))
-            return float(self.value)
+    def call(self, x):
+        def after(seconds, value):
+            time.sleep(seconds)
+            return value
 
-    compiled = timed_calls._compiled
+        @tf.custom_gradient
+        def slow(x):
+            unused = tf.numpy_function(lambda y: after(self._forward_s, y), [x], x.dtype)
+            own = self._backward_s
+            slope = lambda dy: tf.numpy_function(lambda y: after(own, y), [dy], x.dtype)  # noqa: E731
+            return (x + 1.0, unused), lambda dy, _: slope(dy)
 
-    def asynchronous(passes, given):
-        function = compiled(passes, given)
-        return lambda *own: Later(function(*own))
+        return slow(x)
 
-    monkeypatch.setattr(timed_calls, "_compiled", asynchronous)
-    assert timed(built(layers.Dense(3), None, 4), tf.ones([8, 4])) >= 0.9 * takes_s
+
+def test_each_of_several_calls_has_what_it_takes_and_nothing_of_others():
+    """The clock stops behind all outputs and gradients, whether or not somebody uses them."""
+    dense, x = built(layers.Dense(3), None, 4), tf.ones([8, 4])
+    calls = [(dense, x), (Sleeps(0.1), x), (layers.ReLU(), x), (Sleeps(0, 0.2), x), (dense, x)]
+    times_s = timed(*calls)
+    assert 0.1 <= times_s[1] < 0.19 and 0.2 <= times_s[3] < 0.29
+    assert times_s[0] == times_s[4] < 0.05 and times_s[2] < 0.05
+
+
+def test_the_clock_waits_for_a_number_that_a_cpu_has():
+    """What a GPU is given is done later: only who has a number of it knows when."""
+    x = tf.ones([8, 4])
+    call = timed_calls.TimedCall(*timed_calls._passes(layers.ReLU(), (x,), {}))
+    with tf.device("/device:GPU:0"):
+        graph = timed_calls._clocked([call], CPUS[0]).graph
+    looks = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    (number,) = [op for op in looks[1].control_inputs if op.type == "Identity"]
+    assert len(looks) == 2 and {op.device for op in (*looks, number)} == {CPUS[0]}
+    by_data = [x.op for output in graph.outputs for x in output.op.inputs]
+    packed = [x.op for op in by_data for x in op.inputs]
+    assert number in packed  # TensorFlow leaves out what only the clock waits for
 
 
 @pytest.mark.parametrize(
@@ -67,7 +94,7 @@ def test_the_clock_stops_behind_what_an_asynchronous_device_does_later(monkeypat
 def test_both_passes_are_one_function_on_the_device_with_the_weights_there(layer, inputs):
     with tf.device(CPUS[1]):
         passes, given = timed_calls._passes(layer, (inputs,), {})
-        concrete = timed_calls._compiled(passes, given)
+        concrete = tf.function(passes, autograph=False).get_concrete_function(*given)
     assert {each.device for each in given} == {CPUS[1]}
     assert not concrete.captured_inputs  # no weight is read where it is
     operations = concrete.graph.get_operations()
@@ -94,17 +121,32 @@ def test_a_mask_comes_along():
     assert tf.bool in {each.dtype for each in given} and np.isfinite(float(passes(*given)))
 
 
-def test_layers_that_compute_alike_are_timed_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(timed_calls, "_median_s", lambda *_: calls.append(1) or 0.5)
+def test_layers_that_compute_alike_are_timed_once():
     times, x = TimedCalls(CPUS[0]), tf.ones([2, 4])
-    for layer in (layers.Dense(3), layers.Dense(3, name="other")):
-        times.seconds(built(layer, None, 4), (x,), {})
-    assert len(calls) == 2  # a call of nothing, and one of them
-    times.seconds(built(layers.Dense(3, "relu"), None, 4), (x,), {})
-    times.seconds(built(layers.Dense(3), None, 4), (tf.ones([3, 4]),), {})
-    times.seconds(built(layers.Dense(3, trainable=False), None, 4), (x,), {})
-    assert len(calls) == 5
+
+    def added(layer, x=x):
+        return times.add(built(layer, None, 4), (x,), {})
+
+    one = added(layers.Dense(3))
+    assert added(layers.Dense(3, name="other")) is one
+    others = [
+        added(layers.Dense(3, "relu")),
+        added(layers.Dense(3), tf.ones([3, 4])),
+        added(layers.Dense(3, trainable=False)),
+    ]
+    assert len({one, *others}) == 4 and one.seconds == 0
+    times.finish()
+    assert min(call.seconds for call in (one, *others)) > 0
+    assert added(layers.Dense(3)) is one
+    times.finish()  # nothing is left
+
+
+@pytest.mark.parametrize("limit", ["_MOST_CALLS", "_MOST_BYTES"])
+def test_calls_do_not_wait_for_ever(monkeypatch, limit):
+    monkeypatch.setattr(timed_calls, limit, 2 if limit == "_MOST_CALLS" else 3 * 1024)
+    times = TimedCalls(CPUS[0])
+    calls = [times.add(layers.ReLU(), (tf.ones([512 + i]),), {}) for i in range(3)]
+    assert [call.seconds > 0 for call in calls] == [True, True, False]
 
 
 def test_a_layer_that_cannot_be_traced_is_timed_as_it_is():
@@ -113,17 +155,43 @@ def test_a_layer_that_cannot_be_traced_is_timed_as_it_is():
             time.sleep(0.02)
             return tf.constant(x.numpy())
 
-    assert timed(OfNumpy(), tf.ones([2])) > 0.01
+    relu, of_numpy = timed((layers.ReLU(), tf.ones([2])), (OfNumpy(), tf.ones([2])))
+    assert relu < 0.01 < of_numpy
 
     class Broken(layers.Layer):
         def call(self, x):
             raise RuntimeError("no such layer")
 
     with pytest.raises(RuntimeError, match="no such layer"):
-        timed(Broken(), tf.ones([2]))
+        timed((layers.ReLU(), tf.ones([2])), (Broken(), tf.ones([2])))
 
 
-def test_what_no_later_layer_needs_is_freed():
+def test_layers_timed_last_are_not_in_training_either():
+    """Whether they are is a model's to say, also where its call is over."""
+    seen = []
+
+    class Tells(layers.Layer):
+        def call(self, x, training=True):
+            seen.append(training)
+            return x + 1.0
+
+    class Calls(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.tells = Tells()
+
+        def call(self, x):
+            return self.tells(x)
+
+    model = Calls()
+    model(tf.ones([2, 4]))
+    seen.clear()
+    profile_parts(model, find_parts(model), tf.ones([2, 4]), CPUS)
+    assert len(seen) == 2 and not any(seen)  # traced, and called
+
+
+def test_what_no_later_layer_needs_is_freed(monkeypatch):
+    monkeypatch.setattr(timed_calls, "_MOST_BYTES", 0)
     alive = []
 
     class Watched(layers.Layer):

@@ -30,6 +30,7 @@ from tfparallel.internals import changed_variables, global_state, own_eager_seed
 from tfparallel.internals.keras_layers import behind, layers_of
 from tfparallel.replicas.local_copies import copies_here
 
+_PLAIN = frozenset({type(None), bool, int, float, str})  # what most attributes are
 _OBJECTS = (tf.__internal__.tracking.AutoTrackable, keras.Operation, keras.Metric)
 
 
@@ -85,10 +86,10 @@ class _Copies:
 
     def add(self, value: Any) -> None:
         """Copies `value`, if it is a container or of Keras or TensorFlow, and all that it holds."""
-        if id(value) in self._seen:
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        kind = type(value)
         if isinstance(value, tf.Variable):
             self.variables.append(value)
         elif isinstance(value, _OBJECTS):

@@ -25,7 +25,7 @@ from tfparallel.pipeline.link_speed import seconds_per_byte
 from tfparallel.pipeline.memory import num_values, trained_bytes
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Member, Part, members, variables_by_part
-from tfparallel.pipeline.timed_calls import TimedCalls
+from tfparallel.pipeline.timed_calls import TimedCall, TimedCalls
 from tfparallel.replicas.all_rows import own_rows_alone
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
@@ -108,13 +108,13 @@ class _Measured:
         self._number = {part.key: i for i, part in enumerate(parts)}
         self._timed, self._advance = timed, advance
         self._is_timing = False
-        self._seconds: dict[int, float] = {}
+        self._calls: dict[int, list[TimedCall]] = {}
         self._bytes: collections.Counter[int] = collections.Counter()
         self.crossing = CrossingBytes(len(parts))
 
     def has(self, part: Part) -> bool:
-        """Whether a call of it has been timed."""
-        return self._number[part.key] in self._seconds
+        """Whether a call of it is timed."""
+        return self._number[part.key] in self._calls
 
     def call(
         self, key: tuple, operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
@@ -126,9 +126,11 @@ class _Measured:
         number = self._number.get(key)
         if number is None or self._is_timing:
             return call(*args, **kwargs)
-        if number not in self._seconds:
+        if number not in self._calls:
             self._advance()
-        self._time(number, operation, args, kwargs)
+        with self._timing():
+            timed = self._timed.add(operation, args, kwargs)
+        self._calls.setdefault(number, []).append(timed)
         self.crossing.take(number, (args, kwargs))
         outputs = call(*args, **kwargs)
         self.crossing.make(number, outputs)
@@ -136,13 +138,18 @@ class _Measured:
         self._bytes[number] += sum(map(nbytes, tensors))
         return outputs
 
-    def _time(self, number: int, operation: keras.Operation, args: tuple, kwargs: dict) -> None:
+    def finish(self) -> None:
+        """Times what has been called and not timed."""
+        with self._timing():
+            self._timed.finish()
+
+    @contextlib.contextmanager
+    def _timing(self) -> Iterator[None]:
         self._is_timing = True
         try:
-            seconds = self._timed.seconds(operation, args, kwargs)
+            yield
         finally:
             self._is_timing = False
-        self._seconds[number] = self._seconds.get(number, 0.0) + seconds
 
     @property
     def is_timing(self) -> bool:
@@ -159,7 +166,7 @@ class _Measured:
         crossing = enumerate(zip(self.crossing.behind_parts(), trained, strict=True))
         return [
             Cost(
-                self._seconds.get(i, 0.0),
+                sum(call.seconds for call in self._calls.get(i, ())),
                 self._bytes[i],
                 sent * seconds_per_byte,
                 2 * weights * seconds_per_byte,
@@ -185,6 +192,7 @@ def _is_measured(
                 own = [part for part in parts if part.models[:1] == (each,)]
                 if own and not any(map(measured.has, own)):  # only a `train_step` does
                     each(_zeros(functional_graph(each)), training=False)
+            _Last(measured)(tf.zeros([]), training=False)
     except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
         warnings.warn(
             f"The layers of model '{model.name}' count by their numbers of weights, as it "
@@ -193,6 +201,20 @@ def _is_measured(
         )
         return False
     return is_called or all(map(measured.has, parts))
+
+
+class _Last(keras.Layer):
+    """A call within which what is left is timed: layers of a model are called within one."""
+
+    def __init__(self, measured: _Measured):
+        super().__init__()
+        self._measured = measured
+
+    def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        """The same."""
+        del training  # layers find it where they are called
+        self._measured.finish()
+        return inputs
 
 
 def _functional_members(model: keras.Model) -> list[keras.Model]:

@@ -1,25 +1,48 @@
 """How long calls of layers take, forward and backward, each by itself on a device.
 
-A call is compiled as one function with the weights among its arguments, on the device. A device may
-be asynchronous: what it is given is done later. So the clock stops when a number has been read that
+Several calls are compiled as one function, with their weights among its arguments. On the device
+they come one after the other, and between them a CPU looks at the clock:
+
+    clock -> call of nothing -> number -> clock -> passes of a layer -> number -> clock -> ...
+
+A device may be asynchronous: what it is given is done later. So the clock waits for a number that
 all outputs and gradients had to be there for; of that, the time of a call of nothing is no cost.
 """
 
 import functools
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.internals import get_keras_mask, set_keras_mask
 from tfparallel.internals.shared_constants import constants_shared
+from tfparallel.pipeline.crossing_bytes import nbytes
 from tfparallel.pipeline.no_trace import ValuesApart
 
 _REPEATS = 3
 _LEAST_S = 1e-7  # of a call: what takes less than a call of nothing still is not free
+_MOST_CALLS = 16  # in one function
+_MOST_BYTES = 1 << 26  # that wait for being timed, beside one call's
+
+
+class TimedCall:
+    """A call of a layer that will be timed, together with others.
+
+    Args:
+        passes: does both passes of tensors.
+        given: those tensors.
+
+    Attributes:
+        seconds: how long it takes; 0.0 until it has been timed.
+    """
+
+    def __init__(self, passes: Callable, given: Sequence[tf.Tensor]):
+        self.passes, self.given = passes, given
+        self.seconds = 0.0
 
 
 class TimedCalls:
@@ -31,27 +54,36 @@ class TimedCalls:
 
     def __init__(self, device: str):
         self._device = device
-        self._known: dict[str, float] = {}
-        self._nothing_s: float | None = None
+        spec = tf.DeviceSpec.from_string(device)
+        self._clock = spec.replace(device_type="CPU", device_index=0).to_string()
+        self._known: dict[str, TimedCall] = {}
+        self._waiting: list[TimedCall] = []
 
-    def seconds(self, operation: keras.Operation, args: tuple, kwargs: dict) -> float:
-        """How long `operation(*args, **kwargs)` takes, and its backward pass."""
+    def add(self, operation: keras.Operation, args: tuple, kwargs: dict) -> TimedCall:
+        """`operation(*args, **kwargs)` and its backward pass, timed by `finish` at the latest.
+
+        Others may be timed now, for which whoever calls this must be prepared.
+        """
         key = _likeness(operation, args, kwargs)
-        if key is None or key not in self._known:
-            seconds = self._measured(operation, args, kwargs)
-            if key is None:
-                return seconds
-            self._known[key] = seconds
-        return self._known[key]
-
-    def _measured(self, operation: keras.Operation, args: tuple, kwargs: dict) -> float:
+        if key is not None and key in self._known:
+            return self._known[key]
         with tf.device(self._device):
-            if self._nothing_s is None:
-                one = tf.ones([])
-                self._nothing_s = _median_s(tf.function(tf.identity, autograph=False), [one])
-            passes, given = _passes(operation, args, kwargs)
-            seconds = _median_s(_compiled(passes, given), given)
-        return max(seconds - self._nothing_s, _LEAST_S)
+            call = TimedCall(*_passes(operation, args, kwargs))
+        if key is not None:
+            self._known[key] = call
+        self._waiting.append(call)
+        num_bytes = sum(nbytes(x) for each in self._waiting for x in each.given)
+        if len(self._waiting) == _MOST_CALLS or num_bytes > _MOST_BYTES:
+            self.finish()
+        return call
+
+    def finish(self) -> None:
+        """Times what has been added."""
+        calls, self._waiting = self._waiting, []
+        with tf.device(self._device):
+            for call, seconds in zip(calls, _times_s(calls, self._clock), strict=True):
+                call.seconds = max(seconds, _LEAST_S)
+                del call.passes, call.given  # which hold tensors
 
 
 def _likeness(operation: keras.Operation, args: tuple, kwargs: dict) -> str | None:
@@ -145,23 +177,63 @@ def _first_number(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
         return tf.function(first, autograph=False).get_concrete_function(spec)
 
 
-def _compiled(passes: Callable, given: Sequence[tf.Tensor]) -> Callable:
-    """`passes` as one function; as it is, where a layer computes in Python what cannot be traced.
+def _times_s(calls: Sequence[TimedCall], clock: str) -> list[float]:
+    """Of each, on the current device: by one function, or by one each if that cannot be traced.
 
-    If that is not why it fails it fails again.
+    One that cannot be traced alone computes in Python what a graph does not; if that is not why it
+    fails it fails again.
+
+    Args:
+        calls: of layers.
+        clock: the device that has it, a CPU.
     """
     try:
-        return tf.function(passes, autograph=False).get_concrete_function(*given)
+        return _by_function(calls, clock) if calls else []
     except Exception:
-        return passes
+        if len(calls) > 1:
+            return [seconds for call in calls for seconds in _times_s([call], clock)]
+        return [_by_python(*calls)]
 
 
-def _median_s(function: Callable, given: Sequence[tf.Tensor]) -> float:
-    """Of several calls, each of whose results is read, after one that does not count."""
-    float(function(*given))
+def _by_function(calls: Sequence[TimedCall], clock: str) -> list[float]:
+    nothing = TimedCall(tf.identity, [tf.ones([])])
+    function = _clocked([nothing, *calls], clock)
+    given = [*nothing.given, *(x for call in calls for x in call.given)]
+    function(*given)  # the first time does not count
+    looks_s = [function(*given)[0].numpy() for _ in range(_REPEATS)]
+    of_nothing, *times_s = np.median(np.diff(looks_s), axis=0)
+    return [float(each - of_nothing) for each in times_s]
+
+
+def _clocked(calls: Sequence[TimedCall], clock: str) -> tf.types.experimental.ConcreteFunction:
+    """A function of what all are given: what the clock says before and after each, and numbers.
+
+    If nobody was given the numbers, TensorFlow would not compute what only the clock waits for.
+    """
+
+    def clocked(*tensors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rest, numbers = list(tensors), []
+        with tf.device(clock):
+            looks = [tf.timestamp()]
+        for call in calls:
+            own, rest = rest[: len(call.given)], rest[len(call.given) :]
+            with tf.control_dependencies(looks[-1:]):
+                number = call.passes(*own)
+            with tf.device(clock):
+                numbers.append(tf.identity(number))
+                with tf.control_dependencies(numbers[-1:]):
+                    looks.append(tf.timestamp())
+        return tf.stack(looks), tf.stack(numbers)
+
+    given = [x for call in calls for x in call.given]
+    return tf.function(clocked, autograph=False).get_concrete_function(*given)
+
+
+def _by_python(call: TimedCall) -> float:
+    """What is read at the end is there when all is."""
     times_s = []
-    for _ in range(_REPEATS):
+    for _ in range(1 + _REPEATS):
         started = time.perf_counter()
-        float(function(*given))
+        float(call.passes(*call.given))
         times_s.append(time.perf_counter() - started)
-    return statistics.median(times_s)
+    return float(np.median(times_s[1:]))
