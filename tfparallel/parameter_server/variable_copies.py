@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfparallel.internals import UninitializedVariable
 from tfparallel.internals.graphs import dtype_behind
 from tfparallel.parameter_server.fence import Fence
+from tfparallel.segments.stash import optionals_for
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_MOST_IN_ONE = 32  # as of a `Stash`: what takes one component takes the types of all
 
 
 def changed_by(graph: tf.Graph) -> list[tf.Tensor]:
@@ -64,10 +64,10 @@ class VariableCopies:
             handles[handle.device].append(handle)
         kept = []
         for device, own in handles.items():
-            for start in range(0, len(own), _MOST_IN_ONE):
+            for held in optionals_for(len(own)):
                 with tf.init_scope(), tf.device(device):
                     copies = UninitializedVariable(dtype=tf.variant, shape=(), trainable=False)
-                kept.append((copies, own[start : start + _MOST_IN_ONE]))
+                kept.append((copies, own[held]))
         return kept
 
     def _guarded(

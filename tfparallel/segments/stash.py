@@ -14,7 +14,15 @@ import tensorflow as tf
 from tfparallel.internals.numbers_in_shapes import from_shape, in_shape, is_of_host
 
 _NOT_PACKED = (tf.variant, tf.resource)
-_MOST_IN_ONE = 32  # what reads one of them takes the types of all: in one, 1,000 take 11 s to trace
+_MOST_IN_ONE = 32
+
+
+def optionals_for(num_tensors: int) -> list[slice]:
+    """Which of so many each of several optionals holds.
+
+    What reads one tensor takes the types of all: of 1,000 in one, reading takes 11 s to trace.
+    """
+    return [slice(i, i + _MOST_IN_ONE) for i in range(0, num_tensors, _MOST_IN_ONE)]
 
 
 class Stash:
@@ -31,7 +39,7 @@ class Stash:
             self._types[i] = tf.int64, tf.TensorShape(None)
         apart = [dtype in _NOT_PACKED for dtype, _ in self._types]
         packed = [i for i, is_apart in enumerate(apart) if not is_apart]
-        self._groups = [packed[i : i + _MOST_IN_ONE] for i in range(0, len(packed), _MOST_IN_ONE)]
+        self._groups = [packed[own] for own in optionals_for(len(packed))]
         self._apart = [i for i, is_apart in enumerate(apart) if is_apart]
 
     @property
