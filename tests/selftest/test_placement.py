@@ -63,6 +63,7 @@ def test_a_step_on_no_device_is_found():
         ("step/dense_1/mul", "Mul", "GPU:0", False),
         ("MatMul", "MatMul", "CPU:0", True),
         ("step/sgd/update_0/Cast/Read", "ReadVariableOp", "CPU:0", False),
+        ("Timestamp_3", "Timestamp", "CPU:0", False),
         ("ParallelMapDatasetV2", "ParallelMapDatasetV2", "CPU:0", False),
     ],
 )

@@ -27,6 +27,7 @@ _MOVES = {
 }
 # Whether tokens and labels are in range (TensorParallelStrategy looks where they come from).
 _CHECKS = {"Assert", "All", "GreaterEqual", "Greater", "Less", "LessEqual", "LogicalAnd"}
+_CLOCK = {"Timestamp"}  # between the layers that a pipeline times
 # The batch, its cut into rows of replicas, how many there are, and counters: beside the model.
 _OF_ROWS = {
     *("Shape", "Size", "StridedSlice", "Slice", "Split", "SplitV", "ExpandDims", "Squeeze"),
@@ -89,7 +90,7 @@ def misplaced(nodes: Mapping[str, Node], scopes: Collection[str]) -> Iterator[st
         scopes: of a model's layers, gradients and updates, without numbers behind them.
     """
     for name, node in nodes.items():
-        if _HOST not in node.device or node.operation in _MOVES | _CHECKS:
+        if _HOST not in node.device or node.operation in _MOVES | _CHECKS | _CLOCK:
             continue
         of_model = {_NUMBER.sub("", part) for part in name.split("/")[:-1]} & set(scopes)
         of_batch = node.operation in _OF_ROWS or _OF_DATA.fullmatch(node.operation)
