@@ -612,6 +612,31 @@ def test_exact_steps_that_are_kept_are_those_without_compression(countdown, is_t
         tf.nest.map_structure(np.testing.assert_array_equal, sums, expected)
 
 
+@pytest.mark.parametrize(("num_buckets", "is_apart"), [(1, True), (2, False)])
+def test_what_a_kept_step_does_not_do_is_one_operation_unless_buckets_overlap(
+    num_buckets, is_apart
+):
+    gradients = Gradients([(40, 30)] * num_buckets, 2)
+
+    def run(transport):
+        adaptive = GradientCompression(Adaptive(ranks=(2, 1)), gradients.variables, bucket_bytes=1)
+        own = gradients.of(transport.rank, 0)
+        step = tf.function(lambda: adaptive.reduce(own, transport)).get_concrete_function()
+        (cond,) = [each for each in step.graph.get_operations() if each.type == "If"]
+        library = step.graph.as_graph_def().library.function
+        functions = {each.signature.name: each for each in library}
+        branch = functions[cond.get_attr("else_branch").name]
+        called = [
+            functions[node.attr["f"].func.name] for node in branch.node_def if "f" in node.attr
+        ]
+        assert any(each.attr["_noinline"].b for each in called) is is_apart
+        assert (len(branch.node_def) < 10) is is_apart
+        return step()
+
+    one, other = Meeting(2).run(run)
+    tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+
 @pytest.mark.parametrize(
     "options", [{"max_error": 1.0}, {"ranks": ()}, {"ranks": (2, 2)}, {"interval": 0}]
 )

@@ -15,6 +15,7 @@ from tfparallel.communication.compression.adaptive_orders import (
 from tfparallel.communication.compression.adaptive_plan import MEASURED_STEPS, Controller
 from tfparallel.communication.compression.adaptive_rounds import (
     Note,
+    apart,
     rounds_of_bucket,
     time_after,
 )
@@ -161,7 +162,8 @@ class AdaptiveReducer(BucketReducer):
         starts = [*range(len(buckets)), len(buckets) - 1]  # as those of `Pipelined`
         # Outside: a branch begins with what is ready first.
         notes = [Note(bucket, 1 + len(self._adaptive.levels)) for bucket in buckets]
-        sums = tf.cond(self._is_kept_exact(), exactly, in_levels)
+        otherwise = in_levels if len(buckets) > 1 else apart(in_levels)
+        sums = tf.cond(self._is_kept_exact(), exactly, otherwise)
         return [Reduction(each) for each in sums]
 
     def _is_kept_exact(self) -> tf.Tensor:
