@@ -109,8 +109,4 @@ def test_copies_of_many_variables_come_back_to_each(fence):
     assert [float(variable) for variable in variables] == list(range(70))
     graph = copies._restore.get_concrete_function(fence.generation).graph
     reads = [op for op in graph.get_operations() if op.type == "OptionalGetValue"]
-    assert [len(op.outputs) for op in reads] == [
-        32,
-        32,
-        6,
-    ]  # each takes the types of all of its own
+    assert [len(op.outputs) for op in reads] == [32, 32, 6]

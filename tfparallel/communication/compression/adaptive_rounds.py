@@ -216,9 +216,9 @@ def time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 def apart(branch: Callable) -> Callable:
     """`branch`, in a graph, as one operation, which a step that does not take it leaves out.
 
-    Of branches within a step, TensorFlow goes through all that is not done: 0.7 of 23 ms, of one
-    bucket. But one operation begins when all that it takes is there, so several buckets would wait
-    for the last of them.
+    Of branches within a step, TensorFlow goes through all that is not done: half a millisecond of
+    one bucket. But one operation begins when all that it takes is there, so several buckets would
+    wait for the last of them.
     """
     if tf.executing_eagerly():
         return branch
