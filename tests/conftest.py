@@ -73,6 +73,12 @@ def _fixed_seed():
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
 def pytest_collection_modifyitems(config, items):
     """What shares processes runs on one pytest worker: a strategy's cases, or a file's tests."""
+    of_one_process = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if of_one_process:
+        raise pytest.UsageError(
+            "A test's name must be the same in every pytest worker: give `ids` without addresses. "
+            f"Received: {of_one_process[0]}"
+        )
     if not config.getoption("--everything"):
         number = slices.slice_of_this_run()
         left_out = [item for item in items if not slices.is_asked(item, number)]

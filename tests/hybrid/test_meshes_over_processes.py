@@ -95,7 +95,7 @@ DRAWN = [
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("of", "sizes"), DRAWN, ids=str)
+@pytest.mark.parametrize(("of", "sizes"), DRAWN, ids=lambda of: getattr(of, "__name__", str(of)))
 def test_a_step_is_drawn_with_the_devices_of_all_processes(workers, of, sizes):
     """All processes get the same lanes, by one clock."""
     if of is horovod_environments:
