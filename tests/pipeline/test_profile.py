@@ -26,7 +26,7 @@ CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
 def timed(*calls, device=CPUS[1]):
     """Seconds of calls of operations, each with its arguments, which are timed together."""
     times = TimedCalls(device)
-    added = [times.add(operation, args, {}) for operation, *args in calls]
+    added = [times.add(operation, operation, args, {}) for operation, *args in calls]
     times.finish()
     return [call.seconds for call in added]
 
@@ -70,7 +70,8 @@ def test_each_of_several_calls_has_what_it_takes_and_nothing_of_others():
 def test_the_clock_waits_for_a_number_that_a_cpu_has():
     """What a GPU is given is done later: only who has a number of it knows when."""
     x = tf.ones([8, 4])
-    call = timed_calls.TimedCall(*timed_calls._passes(layers.ReLU(), (x,), {}))
+    relu = layers.ReLU()
+    call = timed_calls.TimedCall(*timed_calls._passes(relu, relu, (x,), {}))
     with tf.device("/device:GPU:0"):
         graph = timed_calls._clocked([call], CPUS[0]).graph
     looks = [op for op in graph.get_operations() if op.type == "Timestamp"]
@@ -93,7 +94,7 @@ def test_the_clock_waits_for_a_number_that_a_cpu_has():
 )
 def test_both_passes_are_one_function_on_the_device_with_the_weights_there(layer, inputs):
     with tf.device(CPUS[1]):
-        passes, given = timed_calls._passes(layer, (inputs,), {})
+        passes, given = timed_calls._passes(layer, layer, (inputs,), {})
         concrete = tf.function(passes, autograph=False).get_concrete_function(*given)
     assert {each.device for each in given} == {CPUS[1]}
     assert not concrete.captured_inputs  # no weight is read where it is
@@ -113,10 +114,10 @@ def test_both_passes_are_one_function_on_the_device_with_the_weights_there(layer
 def test_a_mask_comes_along():
     """An LSTM of masked tokens takes another way than one of all tokens."""
     layer, x = built(layers.LSTM(3), None, 5, 4), tf.ones([2, 5, 4])
-    passes, given = timed_calls._passes(layer, (x,), {})
+    passes, given = timed_calls._passes(layer, layer, (x,), {})
     assert len(given) == 1 + len(layer.weights)
     set_keras_mask(x, tf.constant([[True] * 5, [True] * 2 + [False] * 3]))
-    passes, given = timed_calls._passes(layer, (x,), {})
+    passes, given = timed_calls._passes(layer, layer, (x,), {})
     assert len(given) == 2 + len(layer.weights)
     assert tf.bool in {each.dtype for each in given} and np.isfinite(float(passes(*given)))
 
@@ -125,7 +126,8 @@ def test_layers_that_compute_alike_are_timed_once():
     times, x = TimedCalls(CPUS[0]), tf.ones([2, 4])
 
     def added(layer, x=x):
-        return times.add(built(layer, None, 4), (x,), {})
+        own = built(layer, None, 4)
+        return times.add(own, own, (x,), {})
 
     one = added(layers.Dense(3))
     assert added(layers.Dense(3, name="other")) is one
@@ -145,7 +147,8 @@ def test_layers_that_compute_alike_are_timed_once():
 def test_calls_do_not_wait_for_ever(monkeypatch, limit):
     monkeypatch.setattr(timed_calls, limit, 2 if limit == "_MOST_CALLS" else 3 * 1024)
     times = TimedCalls(CPUS[0])
-    calls = [times.add(layers.ReLU(), (tf.ones([512 + i]),), {}) for i in range(3)]
+    relu = layers.ReLU()
+    calls = [times.add(relu, relu, (tf.ones([512 + i]),), {}) for i in range(3)]
     assert [call.seconds > 0 for call in calls] == [True, True, False]
 
 
@@ -187,6 +190,35 @@ def test_what_no_later_layer_needs_is_freed(monkeypatch):
     alive.clear(), made.clear()
     profile_parts(model, find_parts(model), tf.ones([2, 4]), CPUS)
     assert len(alive) >= 8 and max(alive) <= 2
+
+
+@pytest.mark.parametrize("kind", ["functional", "nested", "subclassed"])
+def test_layers_are_timed_as_in_inference_whatever_their_default(kind):
+    seen = []
+
+    class Trains(layers.Layer):
+        def call(self, x, training=True):
+            seen.append(training)
+            return x + 1.0
+
+    class Calls(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.own = [Trains(), Trains()]
+
+        def call(self, x):
+            return self.own[1](self.own[0](x))
+
+    def sequential(*own):
+        return keras.Sequential([keras.Input((4,)), *own])
+
+    model = Calls() if kind == "subclassed" else sequential(Trains(), Trains())
+    model = sequential(model, Trains()) if kind == "nested" else model
+    model(tf.ones([2, 4]))
+    parts = find_parts(model)
+    seen.clear()
+    profile_parts(model, parts, tf.ones([2, 4]), CPUS)
+    assert len(parts) >= 2 and len(seen) > len(parts) and not any(seen)
 
 
 def test_bytes_that_cross_each_cut():

@@ -117,11 +117,20 @@ class _Measured:
         return self._number[part.key] in self._calls
 
     def call(
-        self, key: tuple, operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
+        self,
+        key: tuple,
+        operation: keras.Operation,
+        timed_call: Callable,
+        call: Callable,
+        args: tuple,
+        kwargs: dict,
     ) -> object:
         """`call(*args, **kwargs)`, which is that of `operation`, timed if it is a part of this key.
 
         What the timing itself calls is called as it is.
+
+        Args:
+            timed_call: is timed, with the same arguments.
         """
         number = self._number.get(key)
         if number is None or self._is_timing:
@@ -129,7 +138,7 @@ class _Measured:
         if number not in self._calls:
             self._advance()
         with self._timing():
-            timed = self._timed.add(operation, args, kwargs)
+            timed = self._timed.add(operation, timed_call, args, kwargs)
         self._calls.setdefault(number, []).append(timed)
         self.crossing.take(number, (args, kwargs))
         outputs = call(*args, **kwargs)
@@ -192,7 +201,7 @@ def _is_measured(
                 own = [part for part in parts if part.models[:1] == (each,)]
                 if own and not any(map(measured.has, own)):  # only a `train_step` does
                     each(_zeros(functional_graph(each)), training=False)
-            _Last(measured)(tf.zeros([]), training=False)
+            measured.finish()
     except Exception as error:  # whatever a user's `call` makes of inputs that are not for it
         warnings.warn(
             f"The layers of model '{model.name}' count by their numbers of weights, as it "
@@ -201,20 +210,6 @@ def _is_measured(
         )
         return False
     return is_called or all(map(measured.has, parts))
-
-
-class _Last(keras.Layer):
-    """A call within which what is left is timed: layers of a model are called within one."""
-
-    def __init__(self, measured: _Measured):
-        super().__init__()
-        self._measured = measured
-
-    def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """The same."""
-        del training  # layers find it where they are called
-        self._measured.finish()
-        return inputs
 
 
 def _functional_members(model: keras.Model) -> list[keras.Model]:
@@ -261,7 +256,8 @@ class _CalledParts:
         args, kwargs = member.node.arguments.fill_in(tensors)
         key = member.key(self._around[-1])
         self._around.append(member.within(self._around[-1]))
-        outputs = self._measured.call(key, member.operation, call, args, kwargs)
+        # Keras's graph remembers a default of `training`, in the place of which `call` gives it.
+        outputs = self._measured.call(key, member.operation, call, call, args, kwargs)
         self._around.pop()
         return zip(map(id, member.node.outputs), keras.tree.flatten(outputs))
 
@@ -269,7 +265,8 @@ class _CalledParts:
         self, layer: keras.Layer, original: Callable, *args: object, **kwargs: object
     ) -> object:
         """In the place of `layer.call`."""
-        return self._measured.call((self._around[-1], id(layer)), layer, original, args, kwargs)
+        key = self._around[-1], id(layer)
+        return self._measured.call(key, layer, layer, original, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -59,23 +59,28 @@ class TimedCalls:
         self._known: dict[str, TimedCall] = {}
         self._waiting: list[TimedCall] = []
 
-    def add(self, operation: keras.Operation, args: tuple, kwargs: dict) -> TimedCall:
-        """`operation(*args, **kwargs)` and its backward pass, timed by `finish` at the latest.
+    def add(
+        self, operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
+    ) -> TimedCall:
+        """`call(*args, **kwargs)` and its backward pass, timed by `finish` at the latest.
 
         Others may be timed now, for which whoever calls this must be prepared.
+
+        Args:
+            operation: whose call it is.
         """
         key = _likeness(operation, args, kwargs)
         if key is not None and key in self._known:
             return self._known[key]
         with tf.device(self._device):
-            call = TimedCall(*_passes(operation, args, kwargs))
+            timed = TimedCall(*_passes(operation, call, args, kwargs))
         if key is not None:
-            self._known[key] = call
-        self._waiting.append(call)
+            self._known[key] = timed
+        self._waiting.append(timed)
         num_bytes = sum(nbytes(x) for each in self._waiting for x in each.given)
         if len(self._waiting) == _MOST_CALLS or num_bytes > _MOST_BYTES:
             self.finish()
-        return call
+        return timed
 
     def finish(self) -> None:
         """Times what has been added."""
@@ -110,7 +115,7 @@ def _kind(value: object) -> str:
 
 
 def _passes(
-    operation: keras.Operation, args: tuple, kwargs: dict
+    operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
 ) -> tuple[Callable, list[tf.Tensor]]:
     """A function of tensors that does both passes, and those tensors, on the current device."""
     leaves = tf.nest.flatten((args, kwargs))
@@ -140,7 +145,7 @@ def _passes(
         graph = tf.compat.v1.get_default_graph()
         with apart, constants_shared(graph), tf.GradientTape() as tape:
             tape.watch(asked)
-            outputs = keras.tree.flatten(operation(*args_, **kwargs_))
+            outputs = keras.tree.flatten(call(*args_, **kwargs_))
         outputs = [y for y in outputs if isinstance(y, tf.Tensor)]
         gradients = tape.gradient([y for y in outputs if y.dtype.is_floating], asked)
         return _number_of([*outputs, *(each for each in gradients if each is not None)])
