@@ -1,7 +1,6 @@
 """The audits of steps that other processes have: jobs of several, and meshes of four devices."""
 
 import collections
-import functools
 
 from tests.gpu.audit import DIRECTIONS, Audit
 from tests.multi_process.pool import WorkerPool, cluster_environments, horovod_environments
@@ -39,11 +38,24 @@ def audited_in_job(strategy_name: str, model_name: str | None, size: str) -> Aud
     return Audit(**{**first, **rest, "copies": copies})
 
 
-@functools.cache
+_pools: dict[str, WorkerPool] = {}
+
+
 def _pool(strategy_name: str) -> WorkerPool:
-    return WorkerPool(
-        ["-m", "tests.gpu.job_worker", strategy_name], lambda: _environments(strategy_name)
-    )
+    """That of a strategy, the only one: idle processes have memory, and Horovod's never sleep."""
+    if strategy_name not in _pools:
+        close_pools()
+        _pools[strategy_name] = WorkerPool(
+            ["-m", "tests.gpu.job_worker", strategy_name], lambda: _environments(strategy_name)
+        )
+    return _pools[strategy_name]
+
+
+def close_pools() -> None:
+    """Ends the processes."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
 
 
 def _environments(strategy_name: str) -> list[dict]:

@@ -16,7 +16,7 @@ import tfparallel
 from tests.docs.snippets import ROOT
 from tests.gpu.audit import GPU_0, audit
 from tests.gpu.folding import Folded
-from tests.gpu.jobs import NUM_CPUS, audited_in_job, needs_horovod
+from tests.gpu.jobs import NUM_CPUS, audited_in_job, close_pools, needs_horovod
 from tests.gpu.steps import (
     AUDITED_MODELS,
     BY_DEFAULT,
@@ -31,6 +31,12 @@ from tests.gpu.steps import (
     audited,
 )
 from tests.gpu.table import read_table, risen_directions, row_name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left():
+    yield
+    close_pools()
 
 
 def _steps() -> list:
