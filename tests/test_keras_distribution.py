@@ -4,9 +4,9 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
-import tarfile
 import types
 import unittest
 
@@ -414,8 +414,7 @@ def _keras_source(folder: pathlib.Path) -> pathlib.Path:
     if subprocess.run(command, timeout=600).returncode:
         pytest.skip("KERAS_SOURCE names no source of Keras, and it cannot be downloaded here")
     (archive,) = folder.glob("keras-*.tar.gz")
-    with tarfile.open(archive) as source:
-        source.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 

@@ -78,8 +78,11 @@ def test_what_a_called_function_takes_and_returns_passes_through_the_device_of_i
 def _told_of_arrays(graph) -> set:
     """The names of numbers that are received to say that an array has been written."""
     nodes = {node.name: node for node in graph.node}
-    reads = [node for node in graph.node if node.op == "TensorArrayReadV3"]
-    flows = [nodes[node.input[2].split(":")[0]] for node in reads]
+    given = [node.input[2] for node in graph.node if node.op == "TensorArrayReadV3"]
+    for node in graph.node:
+        if node.attr["f"].func.name.startswith("tfparallel_left"):  # a call that reads one
+            given += node.input
+    flows = [nodes[name.split(":")[0]] for name in given]
     return {node.attr["tensor_name"].s for node in flows if node.op == "_Recv"}
 
 

@@ -47,7 +47,8 @@ def adam():
 
 
 def devices_of(strategy, model):
-    rows = strategy.summary(model).stages
+    summary = strategy.summary(model)
+    rows = getattr(summary, "tables", [summary])[0].stages
     return [[int(name[-1]) for name in row.device.split(", ")] for row in rows]
 
 

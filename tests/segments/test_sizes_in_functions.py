@@ -33,6 +33,14 @@ def products(x, tokens):
     return [y, tape.gradient(loss, x), tokens]
 
 
+def nothing(x, tokens):
+    """Products of no sizes, and none that are put together."""
+    none = tf.shape(x)[3:]
+    rows = tf.reshape(x, [tf.math.reduce_prod(none), -1])
+    stitched = tf.dynamic_stitch([tf.zeros([0], tf.int32)], [none])
+    return [rows, tf.reshape(tokens, tf.concat([stitched, [-1]], 0))]
+
+
 def _step(computation, shape=(None, None, 5)):
     """The computation, traced twice, as a step which calls it as a function on a device."""
     specs = tf.TensorSpec(shape), tf.TensorSpec([shape[0]], tf.int64)
@@ -43,14 +51,14 @@ def _step(computation, shape=(None, None, 5)):
     return step.get_concrete_function(*specs), before, graph.as_graph_def()
 
 
-@pytest.mark.parametrize("computation", [means, products])
+@pytest.mark.parametrize("computation", [means, products, nothing])
 def test_a_call_sends_the_host_nothing_of_sizes(computation):
     found = audit(_step(computation)[0].graph)
     assert not found.faults()
     assert not found.copies["to_host"]
 
 
-@pytest.mark.parametrize("computation", [means, products])
+@pytest.mark.parametrize("computation", [means, products, nothing])
 def test_numbers_are_the_same(computation):
     ours = _step(computation)[0](X, TOKENS)
     plain = tf.function(computation, autograph=False).get_concrete_function(
@@ -60,7 +68,7 @@ def test_numbers_are_the_same(computation):
         tf.debugging.assert_equal(own, other)
 
 
-@pytest.mark.parametrize("computation", [means, products])
+@pytest.mark.parametrize("computation", [means, products, nothing])
 def test_nothing_changes_where_sizes_are_known(computation):
     _, before, after = _step(computation, (3, 2, 5))
     assert before == after

@@ -67,6 +67,8 @@ def _stitched(operation: tf.Operation) -> tf.Tensor | None:
     merged: dict[int, tf.Tensor] = {}
     for positions, numbers in zip(indices, data, strict=True):
         merged.update(zip(np.ravel(positions).tolist(), _elements(numbers), strict=True))
+    if not merged:
+        return tf.zeros([0], operation.outputs[0].dtype)
     return tf.stack([merged.get(i, 0) for i in range(max(merged) + 1)])  # others may be anything
 
 
@@ -82,7 +84,8 @@ def _multiplied(operation: tf.Operation) -> tf.Tensor | None:
     sizes, (result,) = operation.inputs[0], operation.outputs
     if result.shape.rank != 0 or not _is_list(sizes):
         return None
-    return functools.reduce(operator.mul, _elements(sizes))
+    elements = _elements(sizes)
+    return functools.reduce(operator.mul, elements) if elements else tf.ones([], sizes.dtype)
 
 
 _ONE_BY_ONE: dict[str, Callable[[tf.Operation], tf.Tensor | None]] = {

@@ -64,11 +64,18 @@ def calls_of(model: keras.Model, inputs: object = None) -> ModelCalls:
             f"Expected a model whose inputs are known, such as a functional one. Received: model "
             f"'{model.name}' of class {type(model).__name__}. Give a batch of its inputs."
         )
+    try:
+        return _noted_calls(model, specs, training=False)
+    except Exception:  # Keras's `RandomCrop` crops in training alone, for layers behind it
+        return _noted_calls(model, specs, training=True)
+
+
+def _noted_calls(model: keras.Model, specs: object, training: bool) -> ModelCalls:
     calls: list[LayerCall] = []
     with _noting(model, calls), keras.StatelessScope(), FuncGraph("layer_calls").as_default():
         given = keras.tree.map_structure(_placeholder, specs)
         with kept_losses(model), without_remat_of_keras(model):
-            outputs = model(given, training=False)
+            outputs = model(given, training=training)
     return ModelCalls(calls, [*_tensors(given), *_tensors(outputs)])
 
 

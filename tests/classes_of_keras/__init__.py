@@ -1,0 +1,1 @@
+"""Every layer, loss, metric and optimizer that Keras has, under a strategy of each kind."""
