@@ -67,6 +67,7 @@ WITHOUT_LIMIT = {
     "of TensorFlow, whose waits the watch cuts",
     "replicas/batches_ahead.py": "a thread of this process that reads the data, for which the step "
     "itself would wait",
+    "replicas/convolution_hooks.py": "a `ContextVar`, which does not wait",
     "replicas/seed_hooks.py": "a thread of this process that makes a variable",
     "selftest/children.py": "for the reference, a check that has its limit",
     "selftest/forks.py": "until a process of a job ends, which its check ends at its limit; who "

@@ -126,29 +126,50 @@ def test_layers_that_compute_alike_are_timed_once():
     times, x = TimedCalls(CPUS[0]), tf.ones([2, 4])
 
     def added(layer, x=x):
-        own = built(layer, None, 4)
+        own = built(layer, None, x.shape[-1])
         return times.add(own, own, (x,), {})
 
     one = added(layers.Dense(3))
-    assert added(layers.Dense(3, name="other")) is one
+    alike = added(layers.Dense(3, name="other"))
     others = [
         added(layers.Dense(3, "relu")),
-        added(layers.Dense(3), tf.ones([3, 4])),
+        added(layers.Dense(3), tf.ones([5, 4])),
+        added(layers.Dense(3), tf.ones([2, 1])),
+        added(layers.Dense(3), tf.ones([4, 8])),
+        added(layers.Dense(3), tf.ones([0, 4])),
+        added(layers.Dense(3), tf.ones([2, 1, 4])),
         added(layers.Dense(3, trainable=False)),
     ]
-    assert len({one, *others}) == 4 and one.seconds == 0
+    assert len({one, *others}) == 8 and one.seconds == alike.seconds == 0
     times.finish()
-    assert min(call.seconds for call in (one, *others)) > 0
-    assert added(layers.Dense(3)) is one
+    assert min(call.seconds for call in (one, *others)) > 0 and alike.seconds == one.seconds
+    assert added(layers.Dense(3)).seconds == one.seconds
+    # What is at most twice as large, or half as large, takes in proportion as long.
+    for rows, width in (4, 4), (1, 4), (2, 8), (3, 3):
+        times_larger = rows * width / 8
+        assert added(layers.Dense(3), tf.ones([rows, width])).seconds == one.seconds * times_larger
     times.finish()  # nothing is left
+
+
+def test_layers_of_keras_that_give_back_what_they_are_given_cost_nothing():
+    class Counts(layers.Layer):
+        def call(self, x):
+            self.add_loss(tf.reduce_sum(tf.exp(x)))
+            return x
+
+    own = [keras.Input((4,)), layers.Dropout(0.5), Counts(), layers.ReLU()]
+    model = keras.Sequential(own)
+    dropout, counts, relu = profile_parts(model, find_parts(model), tf.ones([2, 4]), CPUS)
+    assert dropout.time == 0 < min(counts.time, relu.time)
+    assert dropout.activation_bytes == 32
 
 
 @pytest.mark.parametrize("limit", ["_MOST_CALLS", "_MOST_BYTES"])
 def test_calls_do_not_wait_for_ever(monkeypatch, limit):
     monkeypatch.setattr(timed_calls, limit, 2 if limit == "_MOST_CALLS" else 3 * 1024)
     times = TimedCalls(CPUS[0])
-    relu = layers.ReLU()
-    calls = [times.add(relu, relu, (tf.ones([512 + i]),), {}) for i in range(3)]
+    own = [layers.Activation(name) for name in ("relu", "tanh", "gelu")]
+    calls = [times.add(each, each, (tf.ones([512]),), {}) for each in own]
     assert [call.seconds > 0 for call in calls] == [True, True, False]
 
 

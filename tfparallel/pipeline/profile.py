@@ -25,8 +25,10 @@ from tfparallel.pipeline.link_speed import seconds_per_byte
 from tfparallel.pipeline.memory import num_values, trained_bytes
 from tfparallel.pipeline.no_trace import without_trace
 from tfparallel.pipeline.parts import Calls, Member, Part, members, variables_by_part
-from tfparallel.pipeline.timed_calls import TimedCall, TimedCalls
+from tfparallel.pipeline.timed_calls import InProportion, TimedCall, TimedCalls
 from tfparallel.replicas.all_rows import own_rows_alone
+from tfparallel.replicas.code_of_keras import is_method_of_keras
+from tfparallel.replicas.convolution_hooks import convolutions_shared
 
 ROWS = 8  # where no batch is known: enough to outweigh the cost of a call
 
@@ -66,6 +68,7 @@ def profile_parts(
         tf.init_scope(),
         without_trace(model),
         own_rows_alone(),
+        convolutions_shared(),
         tf.device(devices[0]),
         _shown_progress(len(parts)) as advance,
     ):
@@ -108,7 +111,7 @@ class _Measured:
         self._number = {part.key: i for i, part in enumerate(parts)}
         self._timed, self._advance = timed, advance
         self._is_timing = False
-        self._calls: dict[int, list[TimedCall]] = {}
+        self._calls: dict[int, list[TimedCall | InProportion]] = {}
         self._bytes: collections.Counter[int] = collections.Counter()
         self.crossing = CrossingBytes(len(parts))
 
@@ -127,7 +130,8 @@ class _Measured:
     ) -> object:
         """`call(*args, **kwargs)`, which is that of `operation`, timed if it is a part of this key.
 
-        What the timing itself calls is called as it is.
+        What the timing itself calls is called as it is. A layer of Keras's that gives back what it
+        is given, as `Dropout` in inference, costs nothing.
 
         Args:
             timed_call: is timed, with the same arguments.
@@ -137,13 +141,15 @@ class _Measured:
             return call(*args, **kwargs)
         if number not in self._calls:
             self._advance()
-        with self._timing():
-            timed = self._timed.add(operation, timed_call, args, kwargs)
-        self._calls.setdefault(number, []).append(timed)
-        self.crossing.take(number, (args, kwargs))
         outputs = call(*args, **kwargs)
-        self.crossing.make(number, outputs)
         tensors = [x for x in keras.tree.flatten(outputs) if isinstance(x, tf.Tensor)]
+        own = self._calls.setdefault(number, [])
+        is_given_back = {*map(id, tensors)} <= {*map(id, keras.tree.flatten((args, kwargs)))}
+        if not (is_given_back and is_method_of_keras(type(operation), "call")):
+            with self._timing():
+                own.append(self._timed.add(operation, timed_call, args, kwargs))
+        self.crossing.take(number, (args, kwargs))
+        self.crossing.make(number, outputs)
         self._bytes[number] += sum(map(nbytes, tensors))
         return outputs
 

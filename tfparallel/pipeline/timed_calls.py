@@ -11,8 +11,10 @@ all outputs and gradients had to be there for; of that, the time of a call of no
 
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -27,6 +29,7 @@ _REPEATS = 3
 _LEAST_S = 1e-7  # of a call: what takes less than a call of nothing still is not free
 _MOST_CALLS = 16  # in one function
 _MOST_BYTES = 1 << 26  # that wait for being timed, beside one call's
+_LIKE_SIZES = 2.0  # how many times larger or smaller is still in proportion
 
 
 class TimedCall:
@@ -45,8 +48,20 @@ class TimedCall:
         self.seconds = 0.0
 
 
+class InProportion(NamedTuple):
+    """A call that is not timed: it does what another one does, with so many times as much."""
+
+    other: TimedCall
+    times: float
+
+    @property
+    def seconds(self) -> float:
+        """As of `TimedCall`."""
+        return self.other.seconds * self.times
+
+
 class TimedCalls:
-    """Times calls of layers; of those that compute alike, the first.
+    """Times calls of layers; of those that compute alike, of tensors of like sizes, the first.
 
     Args:
         device: where.
@@ -56,12 +71,12 @@ class TimedCalls:
         self._device = device
         spec = tf.DeviceSpec.from_string(device)
         self._clock = spec.replace(device_type="CPU", device_index=0).to_string()
-        self._known: dict[str, TimedCall] = {}
+        self._known: dict[str, list[tuple[_Sizes, TimedCall]]] = {}
         self._waiting: list[TimedCall] = []
 
     def add(
         self, operation: keras.Operation, call: Callable, args: tuple, kwargs: dict
-    ) -> TimedCall:
+    ) -> TimedCall | InProportion:
         """`call(*args, **kwargs)` and its backward pass, timed by `finish` at the latest.
 
         Others may be timed now, for which whoever calls this must be prepared.
@@ -69,13 +84,14 @@ class TimedCalls:
         Args:
             operation: whose call it is.
         """
-        key = _likeness(operation, args, kwargs)
-        if key is not None and key in self._known:
-            return self._known[key]
+        key, sizes = _likeness(operation, args, kwargs), _sizes(operation, args, kwargs)
+        known = [] if key is None else self._known.setdefault(key, [])
+        for others, timed in known:
+            if sizes.are_like(others):
+                return InProportion(timed, sizes.num_given / others.num_given)
         with tf.device(self._device):
             timed = TimedCall(*_passes(operation, call, args, kwargs))
-        if key is not None:
-            self._known[key] = timed
+        known.append((sizes, timed))
         self._waiting.append(timed)
         num_bytes = sum(nbytes(x) for each in self._waiting for x in each.given)
         if len(self._waiting) == _MOST_CALLS or num_bytes > _MOST_BYTES:
@@ -91,13 +107,39 @@ class TimedCalls:
                 del call.passes, call.given  # which hold tensors
 
 
+class _Sizes(NamedTuple):
+    """Of what a call is given.
+
+    Attributes:
+        num_given: numbers in its tensors, without masks; 1 where there are none.
+        of_each: all sizes of the tensors, then those of the weights.
+    """
+
+    num_given: int
+    of_each: list[int]
+
+    def are_like(self, others: "_Sizes") -> bool:
+        """Whether none is more than `_LIKE_SIZES` times the other's, of as many."""
+        pairs = zip(self.of_each, others.of_each, strict=True)
+        return all(
+            own == other or max(own, other) <= _LIKE_SIZES * min(own, other)
+            for own, other in [(self.num_given, others.num_given), *pairs]
+        )
+
+
+def _sizes(operation: keras.Operation, args: tuple, kwargs: dict) -> _Sizes:
+    given = [x for x in keras.tree.flatten((args, kwargs)) if isinstance(x, tf.Tensor)]
+    of_each = [size for x in (*given, *getattr(operation, "weights", ())) for size in x.shape]
+    return _Sizes(sum(math.prod(x.shape) for x in given) or 1, of_each)
+
+
 def _likeness(operation: keras.Operation, args: tuple, kwargs: dict) -> str | None:
-    """Equal for calls that compute alike: those of layers of one class, configuration and size."""
+    """Equal for calls that do the same, maybe of other sizes: of one class and configuration."""
     try:
         config = json.dumps(_without_names(operation.get_config()), default=repr, sort_keys=True)
     except Exception:  # of a user's class, which tells nothing: each of its layers is timed
         return None
-    weights = [(tuple(w.shape), w.dtype, w.trainable) for w in getattr(operation, "weights", ())]
+    weights = [(len(w.shape), w.dtype, w.trainable) for w in getattr(operation, "weights", ())]
     given = keras.tree.map_structure(_kind, (args, kwargs))
     return f"{id(type(operation))} {config} {weights} {given}"
 
@@ -111,7 +153,7 @@ def _without_names(config: object) -> object:
 def _kind(value: object) -> str:
     if not isinstance(value, tf.Tensor):
         return repr(value)
-    return f"{value.shape} {value.dtype.name} {get_keras_mask(value) is not None}"
+    return f"{len(value.shape)} {value.dtype.name} {get_keras_mask(value) is not None}"
 
 
 def _passes(

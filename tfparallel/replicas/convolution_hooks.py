@@ -7,11 +7,13 @@ in there, without its gradient. The kernel is read before, where the step is tra
 
 Keras also makes a function of each call, with functions for its gradient, and each of them is sent
 to all tasks of parameter servers. Within a step, calls that are alike share one: those of replicas,
-and of layers.
+and of layers. So do eager calls where that is asked for: XLA compiles each function anew.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -19,6 +21,7 @@ import tensorflow as tf
 from tfparallel.internals.hooks import hook_once, wrapped
 from tfparallel.replicas.replica_step import current_replica_step
 
+_are_shared: contextvars.ContextVar[bool] = contextvars.ContextVar("are_shared", default=False)
 _CONVOLUTIONS = keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
 
 
@@ -34,6 +37,16 @@ def hook_convolution(layer: object) -> None:
             wrapped(layer, name, by_value),
             why="XLA reads no kernel on another device, or in parts: it gets the value.",
         )
+
+
+@contextlib.contextmanager
+def convolutions_shared() -> Iterator[None]:
+    """Within it, calls outside of a step share functions, too, which are kept."""
+    token = _are_shared.set(True)
+    try:
+        yield
+    finally:
+        _are_shared.reset(token)
 
 
 def convolved(layer: keras.Layer, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
@@ -59,7 +72,8 @@ def _of_value(
     """`layer.convolution_op`."""
     value: tf.Tensor = _value(kernel)
     is_of_keras = type(layer).convolution_op is keras.layers.Conv2D.convolution_op
-    if not is_of_keras or current_replica_step() is None or not tf.is_symbolic_tensor(inputs):
+    is_in_step = current_replica_step() is not None and tf.is_symbolic_tensor(inputs)
+    if not is_of_keras or not (is_in_step or _are_shared.get()):
         return convolution_op(inputs, value)
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in (inputs, value)]
     strides, dilation_rate = tuple(layer.strides), tuple(layer.dilation_rate)

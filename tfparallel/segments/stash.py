@@ -77,4 +77,4 @@ def _apart_from_the_rest(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     comes from one operation, whichever of its results each takes (`mkl_layout_pass.cc`, 2.21).
     """
     is_image = shape.rank is None or shape.rank > 3
-    return tf.ensure_shape(tensor, shape) if is_image else tensor
+    return tf.raw_ops.EnsureShape(input=tensor, shape=shape) if is_image else tensor
