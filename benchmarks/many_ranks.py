@@ -57,6 +57,7 @@ def measure(num_ranks: int, hosts: list[network.Host], options: argparse.Namespa
             for size in (kib << 10 for kib in options.sizes):
                 ways = [(ours, way, way) for way in OURS if is_worth(way, size)]
                 ways += [(gloo, way, name) for way, name in GLOO.items() if gloo]
+                ways = [each for each in ways if each[-1] in options.only]
                 first = turn % len(ways)
                 for contestant, way, name in ways[first:] + ways[:first]:
                     seconds = timed(contestant, way, size)
@@ -160,9 +161,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=sizes, help="in KB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=int, help="two hosts with such a link; 0: no limit")
+    ways = [*OURS, *GLOO.values()]
+    parser.add_argument("--only", nargs="+", default=ways, choices=ways, help="and chosen")
     parser.add_argument("--torch-python", help="interpreter that can import torch")
     parser.add_argument("--json", help="also write all numbers to this file")
     options = parser.parse_args()
+    options.only = {*options.only, "chosen"}
     if not options.torch_python:
         print("Skipped: Gloo, which needs --torch-python.")
     lack = network.missing() if options.mbit is not None else None

@@ -35,3 +35,18 @@ def test_those_that_are_alike_are_traced_once_for_all_layers_and_replicas():
     shared = _train(MirroredStrategy(["CPU:0", "CPU:1"]))
     assert convolution_hooks._shared.cache_info().misses == known + 2  # a size of kernels each
     assert_same_training(_train(None), shared)
+
+
+def test_eager_calls_share_one_where_that_is_asked_for():
+    x, layer = np.float32(np.random.default_rng(0).normal(size=(2, 5, 7, 4))), _depthwise(3)
+    expected = layer(x)
+    convolution_hooks.hook_convolution(layer)
+    known = convolution_hooks._shared.cache_info()
+    outside = layer(x)
+    assert convolution_hooks._shared.cache_info() == known
+    with convolution_hooks.convolutions_shared():
+        within = layer(x), layer(x)
+    found = convolution_hooks._shared.cache_info()
+    assert (found.misses, found.hits) == (known.misses + 1, known.hits + 1)
+    for each in (outside, *within):
+        np.testing.assert_allclose(each, expected, rtol=1e-6)
