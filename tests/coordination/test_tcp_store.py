@@ -36,6 +36,17 @@ def test_a_value_is_read_by_all_and_written_once(server):
         second.get("key", 0.01)
 
 
+def test_a_key_is_deleted_with_all_below_it(server):
+    store = client(server, 0)
+    for key in ("a", "a/1", "a/2/3", "ab"):
+        store.put(key, key)
+    store.delete("a")
+    for key in ("a", "a/1", "a/2/3"):
+        with pytest.raises(TimeoutError):
+            store.get(key, 0.01)
+    assert store.get("ab", 1.0) == "ab"
+
+
 def test_a_reader_waits_for_a_writer(server):
     reader, writer = client(server, 0), client(server, 1)
     timer = threading.Timer(0.1, lambda: writer.put("late", "here"))

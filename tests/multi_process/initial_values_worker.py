@@ -1,7 +1,10 @@
 """The program of two workers that make variables, over the ring or Horovod."""
 
+import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,8 +19,13 @@ _strategies: list = []
 
 
 def answer(what: str, **options: Any) -> dict:
-    """What `make` or `make_in_graph_of_session` says."""
-    return {"weight": make, "graph of a session": make_in_graph_of_session}[what](**options)
+    """What the function for it says."""
+    functions = {
+        "weight": make,
+        "graph of a session": make_in_graph_of_session,
+        "exchanges": exchange,
+    }
+    return functions[what](**options)
 
 
 def opened() -> tf.distribute.Strategy:
@@ -55,6 +63,39 @@ def make(seeds: list[int], shape: list[int], dtype: str) -> dict:
     keras.utils.set_random_seed(seeds[0])
     expected = np.asarray(keras.Variable("random_normal", tuple(shape), dtype)).astype("float64")
     return {"is_that_of_rank_zero": bool((value == expected).all()), "bytes": sent}
+
+
+def exchange(count: int) -> dict:
+    """What workers announce so many times, what that asks of the store, and what is left there."""
+    agreement = opened().extended._agreement.sequence("test")
+    asked: dict[str, list[str]] = {"put": [], "get": [], "delete": []}
+
+    def noting(name: str) -> Callable:
+        original = getattr(agreement.store, name)
+
+        def call(key: str, *args: Any) -> Any:
+            asked[name].append(key)
+            return original(key, *args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in asked:
+            patch = mock.patch.object(agreement.store, name, noting(name))
+            stack.enter_context(patch)
+        told = [agreement.exchange("count", [i, agreement.rank]) for i in range(count)]
+    left = []
+    for key in asked["put"][:15]:
+        with contextlib.suppress(TimeoutError):
+            agreement.store.get(key, 0.05)
+            left.append(key)
+    agreement.store.get(asked["put"][15], 30.0)  # it is there
+    agreement.exchange("end", None)
+    return {
+        "is_right": told == [[[i, 0], [i, 1]] for i in range(count)],
+        "requests": {name: len(keys) for name, keys in asked.items()},
+        "first_left": left,
+    }
 
 
 if __name__ == "__main__":

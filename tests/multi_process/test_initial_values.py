@@ -36,6 +36,13 @@ def test_weights_of_one_number_or_none_are_those_of_rank_zero(workers, shape):
     assert all(reply["is_that_of_rank_zero"] for reply in replies)
 
 
+def test_an_exchange_is_two_requests_and_leaves_little_in_the_store(workers):
+    """Over a link with a delay each request is a wait, and each variable an exchange."""
+    for reply in workers.ask({"what": "exchanges", "count": 40}):
+        assert reply["is_right"] and reply["first_left"] == []
+        assert reply["requests"] == {"put": 40, "get": 40, "delete": 1}
+
+
 def test_graphs_of_sessions_take_tensorflows_collectives():
     command = ["-m", "tests.multi_process.initial_values_worker"]
     with contextlib.closing(WorkerPool(command, lambda: cluster_environments(2))) as workers:

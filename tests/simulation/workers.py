@@ -78,7 +78,8 @@ class SimulatedStore:
 
     def delete(self, key: str) -> None:
         self._require_service()
-        self._values.pop(key, None)
+        for own in [own for own in self._values if own == key or own.startswith(f"{key}/")]:
+            del self._values[own]
 
     def describe(self, rank: int) -> str:
         return f"/job:worker/task:{rank}"

@@ -16,6 +16,7 @@ from tfparallel.coordination.store import Store
 from tfparallel.coordination.waited import waiting_for_others
 from tfparallel.coordination.waiting import look
 
+_STEPS_IN_FOLDER = 16  # which are deleted together: a request is a round trip of the network
 _PATIENCE_S = LONGEST_LOOK_S / 2  # until it is asked whether a silent peer is alive
 
 
@@ -80,9 +81,11 @@ class Agreement:
             DisagreementError: if a peer is about to do something of another kind, or says nothing.
         """
         self._step += 1
-        self._put(json.dumps([kind, value]))
+        own = json.dumps([kind, value])
+        self._put(own)
         with waiting_for_others(self.machine.now_s):
-            announced = [json.loads(self._get(rank, kind)) for rank in self.ranks]
+            texts = [own if r == self.rank else self._get(r, kind) for r in self.ranks]
+        announced = [json.loads(text) for text in texts]
         if any(their_kind != kind for their_kind, _ in announced):
             raise DisagreementError(
                 "All workers must do the same, in the same order. Received: "
@@ -144,16 +147,21 @@ class Agreement:
                 f"{kind}. {error} (Rank {self.rank} is speaking.)"
             ) from error
 
-    def _key(self, rank: int, step: int) -> str:
-        return f"tfparallel/{self.name}/{step}/{rank}"
+    def _folder(self, rank: int, number: int) -> str:
+        return f"tfparallel/{self.name}/{rank}/{number}"
+
+    def _key(self, rank: int) -> str:
+        number, place = divmod(self._step, _STEPS_IN_FOLDER)
+        return f"{self._folder(rank, number)}/{place}"
 
     def _put(self, message: str) -> None:
-        self.store.put(self._key(self.rank, self._step), message)
-        if self._step > 2:  # every peer is at most one step behind
-            self.store.delete(self._key(self.rank, self._step - 2))
+        self.store.put(self._key(self.rank), message)
+        number, place = divmod(self._step, _STEPS_IN_FOLDER)
+        if number > 1 and place == 0:  # every peer is at most one step behind
+            self.store.delete(self._folder(self.rank, number - 2))
 
     def _get(self, rank: int, kind: str) -> str:
-        return self.value_of(rank, self._key(rank, self._step), kind)
+        return self.value_of(rank, self._key(rank), kind)
 
     def _by_rank(self, texts: list[str]) -> str:
         texts = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True)]

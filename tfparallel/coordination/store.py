@@ -15,7 +15,7 @@ class RankHasEnded(ConnectionError):
 
 
 class Store(Protocol):
-    """What workers write for one another. A key is written once, and may be deleted."""
+    """What workers write for one another. A key is a path, written once, and may be deleted."""
 
     def put(self, key: str, value: str) -> bool:
         """Writes `value`; returns False, and changes nothing, where the key exists."""
@@ -29,7 +29,7 @@ class Store(Protocol):
         """
 
     def delete(self, key: str) -> None:
-        """Forgets `key`."""
+        """Forgets `key`, and all keys below it."""
 
     def describe(self, rank: int) -> str:
         """Where worker `rank` runs, for messages."""

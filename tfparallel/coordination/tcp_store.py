@@ -117,7 +117,8 @@ class _State:
         return self._values.get(key)
 
     def _delete(self, key: str) -> None:
-        self._values.pop(key, None)
+        for own in [own for own in self._values if own == key or own.startswith(f"{key}/")]:
+            del self._values[own]
 
     def _host(self, rank: int) -> str | None:
         return self._hosts.get(rank)
