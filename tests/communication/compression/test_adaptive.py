@@ -384,6 +384,25 @@ def mlp_of_10_m(interval=500):
     return Controller(sent_bytes, names, [0, 1, 2, 4], 5, max_error=np.inf, interval=interval)
 
 
+@pytest.mark.parametrize(("half_s", "decided"), [(0.09, 1), (0.3, 2)])
+def test_a_finer_level_is_not_judged_by_how_its_bytes_begin(half_s, decided):
+    """Over 50 ms TCP needs four ways more for the first float16 sum behind smaller ones."""
+    sent_bytes = np.array([[4.4e5, 2.2e5, 2e4, 1e4]])
+    plan = Controller(sent_bytes, ["exact", "half", "four", "one"], [0, 1, 2, 3], 4, np.inf, 500)
+    durations_s = {0: 0.6, 1: half_s, 2: 0.1, 3: 0.1, 4: 0.12}
+    clock, now_s, largest, taken = Clock(plan), 0.0, 0.0, []
+    for _ in range(80):
+        (level,) = clock.levels
+        sent = sent_bytes[0, min(level, 3)]
+        ways = np.log2(max(1.0, sent / max(largest, 14_600)))
+        largest = max(largest / 2, sent)
+        done_s = now_s + 0.03 + durations_s[level] + 0.05 * ways
+        times = np.array([now_s + 0.03]), np.array([done_s])
+        looking_s = clock.tick(*times, np.array([[[0, 2e-4, 0.8, 0.9]]]), 0.05, 8e-8)
+        now_s, taken = done_s + looking_s, [*taken, level]
+    assert set(taken[-10:]) <= {decided, 4}
+
+
 def test_an_exact_step_that_waits_for_as_long_as_payloads_told_is_one():
     sent_bytes = np.full((4, 1), 5e4) * np.array([1, 0.5, 0.04, 0.02, 0.01])
     names = ["exact", "half", "four", "two", "one"]

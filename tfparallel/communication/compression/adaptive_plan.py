@@ -28,6 +28,7 @@ SMALL_BYTES = 1 << 20  # what has no more to send begins with an exact step, uns
 _AT_ONCE_S = 0.15  # what exact sums may take for such steps to be the first that are timed
 _HARDLY = 1.2  # times a step without waiting for sums: an exact one that takes no more stays
 FIRST_LOOK = 20  # steps; each interval after it is twice as long
+_SLOWLY = 0.5  # of an approximate step: what is longer by that is not timed as it begins
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
 _COARSER = 0.1  # by which a coarser approximation has to be better: errors grow in training
 _HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
@@ -134,9 +135,10 @@ class Controller:
     def _time(self, level: int, steps: int = MEASURED_STEPS, then_probe: bool = False) -> Steps:
         """Some steps of a level for all buckets, and a probing one.
 
-        A new approximation has one more before them, in which TensorFlow prepares its functions.
+        A new approximation has one more before them, in which TensorFlow prepares its functions;
+        so has a finer level where a step of it would tell most of all how TCP begins.
         """
-        first = int(level > 1 and level not in self._times)
+        first = int(level not in self._times and (level > 1 or self._begins_slowly(level)))
         rows = [self._for_all(level)] * (first + steps) + [self._for_all(self.probe)] * then_probe
         measurement = yield Order(rows, len(rows))
         taken = measurement.of_steps(len(rows))[first : first + steps]
@@ -148,6 +150,12 @@ class Controller:
         self._ready_s = np.median([each.offsets_s for each in self._times[exact]], 0)
         forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
         self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
+
+    def _begins_slowly(self, level: int) -> bool:
+        """Whether the first step after coarser ones takes much longer than those behind it."""
+        known_s = [self._median_s(n) for n in self._times if n > 1]
+        starting_s = self._payloads.starting_s(float(np.sum(self.sent_bytes[:, level])))
+        return starting_s > _SLOWLY * min(known_s, default=np.inf)
 
     def _probe(self) -> Steps:
         measurement = yield self._all(self.probe)

@@ -53,12 +53,16 @@ class Payloads:
         bytes_s = max(0.0, float(np.min(payload_s)) - self.trip_s)
         # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
         byte_s = 2 / len(trip_s) * bytes_s / sent_bytes
-        starts = 1 + np.log2(max(1.0, self._exact_bytes / _IDLE_BYTES))
-        self.exact_s = starts * self.trip_s + byte_s * self._exact_bytes
+        starting_s = self.starting_s(self._exact_bytes)
+        self.exact_s = self.trip_s + starting_s + byte_s * self._exact_bytes
         self.byte_s = byte_s / _LUCK
         most = min(_MOST_BYTES, self._exact_bytes)
         is_enough = bytes_s >= _SEEN_S or sent_bytes >= most
         self.next_bytes = 0 if is_enough else min(most, _MORE * sent_bytes)
+
+    def starting_s(self, sent_bytes: float) -> float:
+        """What so many bytes take longer where fewer were sent before."""
+        return self.trip_s * float(np.log2(max(1.0, sent_bytes / _IDLE_BYTES)))
 
     def have_told(self, waiting_s: float) -> bool:
         """Whether exact steps that wait for so long wait as long as the link makes them."""
