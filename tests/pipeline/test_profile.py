@@ -19,6 +19,7 @@ from tfparallel.pipeline.profile import profile_parts
 from tfparallel.pipeline.stage_scope import Placement
 from tfparallel.pipeline.stages import Budget, divide
 from tfparallel.pipeline.timed_calls import TimedCalls
+from tfparallel.replicas import convolution_hooks
 
 CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
 
@@ -162,6 +163,19 @@ def test_layers_of_keras_that_give_back_what_they_are_given_cost_nothing():
     dropout, counts, relu = profile_parts(model, find_parts(model), tf.ones([2, 4]), CPUS)
     assert dropout.time == 0 < min(counts.time, relu.time)
     assert dropout.activation_bytes == 32
+
+
+def test_convolutions_that_xla_compiles_are_compiled_once_for_layers_that_are_alike():
+    def grouped():
+        return layers.Conv2D(4, 3, groups=4, padding="same")
+
+    model = keras.Sequential([keras.Input((5, 9, 4)), *(grouped() for _ in range(3))])
+    for layer in model.layers:
+        convolution_hooks.hook_convolution(layer)
+    known = convolution_hooks._shared.cache_info()
+    profile_parts(model, find_parts(model), tf.ones([2, 5, 9, 4]), CPUS)
+    found = convolution_hooks._shared.cache_info()
+    assert found.misses == known.misses + 1 and found.hits >= known.hits + 3
 
 
 @pytest.mark.parametrize("limit", ["_MOST_CALLS", "_MOST_BYTES"])

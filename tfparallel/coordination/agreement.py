@@ -148,7 +148,7 @@ class Agreement:
             ) from error
 
     def _folder(self, rank: int, number: int) -> str:
-        return f"tfparallel/{self.name}/{rank}/{number}"
+        return f"tfparallel/{self.name}/told/{rank}/{number}"
 
     def _key(self, rank: int) -> str:
         number, place = divmod(self._step, _STEPS_IN_FOLDER)

@@ -117,7 +117,7 @@ class _Additions:
             inputs = [*before, *gradients, *given]
             for has_rows in given:
                 gradients = [tf.where(has_rows, gradient, 0) for gradient in gradients]
-            pairs = zip(before, gradients, strict=True)  # `+` would take twice as long to trace
+            pairs = zip(before, gradients, strict=True)  # `+` takes longer to trace
             sums = [tf.raw_ops.AddV2(x=a, y=b) for a, b in pairs] if total else gradients
         return GraphFunction(self._name, graph, inputs, sums)
 
