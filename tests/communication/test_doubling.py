@@ -3,6 +3,7 @@
 import pytest
 
 from tfparallel.communication.alpha_beta import (
+    MOST_FAR_BYTES,
     MOST_SMALL_BYTES,
     LinkCosts,
     most_halved_bytes,
@@ -119,13 +120,20 @@ def test_the_limit_is_where_both_take_as_long():
 @pytest.mark.parametrize(
     ("costs", "num_workers"),
     [
-        (LinkCosts(20e-6, 0.0), 8),  # bytes cost nothing
+        (LinkCosts(5e-6, 0.0), 8),  # bytes cost nothing
         (LinkCosts(20e-6, 8e-9), 2),  # two ranks send the same bytes in either way
-        (LinkCosts(50e-3, 8e-8), 8),  # a long way
+        (LinkCosts(10e-6, 0.0), 2),
     ],
 )
 def test_large_arrays_are_never_small(costs, num_workers):
     assert most_small_bytes(costs, num_workers) == MOST_SMALL_BYTES
+
+
+@pytest.mark.parametrize("latency_s", [1e-3, 25e-3, 1.0])
+def test_over_a_long_way_two_exchange_what_adds_up_faster_than_messages_come(latency_s):
+    """Two messages fewer, of the same bytes; at 2 GB a second all is added when it is there."""
+    limit = most_small_bytes(LinkCosts(latency_s, 8e-8), 2)
+    assert limit == min(MOST_FAR_BYTES, 2 * latency_s * 2e9)
 
 
 def test_without_latency_nothing_is_small():

@@ -121,7 +121,7 @@ def test_small_and_large_ones_follow_one_another(num_workers):
 def test_two_choose_alike_by_what_they_measure():
     rings = connect_all(2, small_bytes=None)
     (chosen,) = {ring.small_bytes for ring in rings}
-    assert 0 <= chosen <= alpha_beta.MOST_SMALL_BYTES
+    assert alpha_beta.MOST_SMALL_BYTES <= chosen <= alpha_beta.MOST_FAR_BYTES
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(100_000)))
     np.testing.assert_array_equal(totals, np.full((2, 100_000), 2.0))
 

@@ -27,8 +27,11 @@ from tfparallel.communication.doubling import num_steps
 
 # Equal at 4 ranks for 100 Mbit/s and 0.1 ms a message; on faster links more would be faster still.
 SMALL_BYTES = 1 << 14
-# Beyond it the ring is faster on every link: it adds a part while the next one is on its way.
+# Beyond it the ring is faster where messages take no long time: it adds a part while the next one
+# is on its way. A partner adds all when it is there, at 2 GB a second.
 MOST_SMALL_BYTES = 1 << 18
+_ADDED_BYTE_S = 5e-10
+MOST_FAR_BYTES = 1 << 23  # which take so long that a message more hardly counts
 _BYTES_OF_A_MESSAGE = 1250  # 0.1 ms at 100 Mbit/s; on faster links it is more
 # Halves are copied and added when they are there, segments of a ring while the next one comes: 30
 # us, about as long as a message.
@@ -60,11 +63,12 @@ class LinkCosts(NamedTuple):
 
 def most_small_bytes(costs: LinkCosts, num_workers: int) -> int:
     """Up to how many bytes doubling is not slower than the ring."""
-    messages = 2 * num_workers - 1 - num_steps(num_workers)
+    spared_s = (2 * num_workers - 1 - num_steps(num_workers)) * costs.latency_s
     bytes_more = num_steps(num_workers) - 2 * (num_workers - 1) / num_workers
-    if bytes_more * costs.byte_s * MOST_SMALL_BYTES <= messages * costs.latency_s:
-        return MOST_SMALL_BYTES
-    return int(messages * costs.latency_s / (bytes_more * costs.byte_s))
+    most = min(MOST_FAR_BYTES, max(MOST_SMALL_BYTES, int(spared_s / _ADDED_BYTE_S)))
+    if bytes_more * costs.byte_s * most <= spared_s:
+        return most
+    return int(spared_s / (bytes_more * costs.byte_s))
 
 
 def most_halved_bytes(num_workers: int) -> int:

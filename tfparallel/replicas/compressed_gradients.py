@@ -6,6 +6,7 @@ saves it with the optimizer.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -231,54 +232,66 @@ class WorkersTransport:
         self._extended = weakref.proxy(extended)
 
     def all_reduce_sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """In one collective for each dtype, or two."""
+        """In one collective for each dtype, or two; between two ranks in one, if any is of 16 bits.
+
+        Nobody waits for anybody where no tensor has numbers, as is known when they are there.
+        """
         # Hosts' libraries add 16-bit floats at a thirtieth of TensorFlow's speed, or not at all.
         narrow = [i for i, each in enumerate(tensors) if each.dtype in (tf.float16, tf.bfloat16)]
         wide = [i for i in range(len(tensors)) if i not in narrow]
-        results: dict[int, tf.Tensor] = {}
-        for chosen, sum_all in ((wide, self._sum_wide), (narrow, self._sum_narrow)):
-            sums = sum_all([tensors[i] for i in chosen]) if chosen else []
-            results.update(zip(chosen, sums, strict=True))
-        return [results[i] for i in range(len(tensors))]
+
+        def one_by_one(sum_narrow: Callable = tf.nest.flatten) -> list[tf.Tensor]:
+            sums: dict[int, tf.Tensor] = {}
+            for chosen, add_up in ((wide, self._sum_wide), (narrow, sum_narrow)):
+                own = [tensors[i] for i in chosen]
+                sums.update(zip(chosen, add_up(own) if own else [], strict=True))
+            return [sums[i] for i in range(len(tensors))]
+
+        if not narrow:
+            return self._sum_wide(tensors)
+        if self.world_size != 2:
+            return one_by_one(self._sum_narrow)
+        narrow_ones = [tensors[i] for i in narrow]
+        return _if_any_numbers(narrow_ones, lambda: self._sum_of_both(tensors), one_by_one)
 
     def _sum_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Nobody waits for anybody where no tensor has numbers, as is known when they are there."""
-
         def sums() -> list[tf.Tensor]:
             return self._extended._sum_list_between_hosts(tensors)
 
-        if all(each.shape.is_fully_defined() for each in tensors):
-            return sums()
-        size = tf.add_n([tf.size(each) for each in tensors])
-        return tf.nest.flatten(tf.cond(size > 0, sums, lambda: list(map(tf.identity, tensors))))
+        return _if_any_numbers(tensors, sums, lambda: list(map(tf.identity, tensors)))
 
     def _sum_narrow(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Moves bytes, and adds them in TensorFlow."""
-        if self.world_size == 2:  # gathering sends the same bytes as a ring
-            return self._sum_of_both(tensors)
         if not self._extended._host_has_all_to_all:
             return self._sum_wide(tensors)
         sums: list = [None] * len(tensors)
         for dtype in dict.fromkeys(each.dtype for each in tensors):
             chosen = [i for i, each in enumerate(tensors) if each.dtype == dtype]
-            total = sum_halves(
-                join([tensors[i] for i in chosen]),
-                self.world_size,
-                self._extended._collectives.all_to_all,
-                lambda part: self.all_gather([part])[0],
-            )
-            own = split(total, [tensors[i].shape for i in chosen])
-            for i, part in zip(chosen, own, strict=True):
-                sums[i] = part
+            own = [tensors[i] for i in chosen]
+            add_up = functools.partial(self._sum_halves, own)
+            totals = _if_any_numbers(own, add_up, functools.partial(list, own))
+            for i, total in zip(chosen, totals, strict=True):
+                sums[i] = total
         return sums
 
+    def _sum_halves(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        total = sum_halves(
+            join(tensors),
+            self.world_size,
+            self._extended._collectives.all_to_all,
+            lambda part: self.all_gather([part])[0],
+        )
+        return split(total, [tf.shape(each) for each in tensors])
+
     def _sum_of_both(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        payloads = [tf.reshape(tf.bitcast(each, tf.uint8), [-1]) for each in tensors]
+        """Of whatever dtypes: bytes are exchanged, as many as a sum would send."""
+        own = [tf.reshape(tf.bitcast(each, tf.uint8), [-1]) for each in tensors]
+        others = split(self._bytes_of_other(join(own)), [tf.shape(each) for each in own])
         sums = []
-        for tensor, gathered in zip(tensors, self.all_gather(payloads), strict=True):
-            parts = tf.reshape(gathered, [2, *tensor.shape, 2])
-            first, second = tf.unstack(tf.bitcast(parts, tensor.dtype))
-            sums.append(first + second)
+        for tensor, bytes_of_other in zip(tensors, others, strict=True):
+            rows = tf.reshape(bytes_of_other, [-1, tensor.dtype.size])
+            other = tf.reshape(tf.bitcast(rows, tensor.dtype), tf.shape(tensor))
+            sums.append(tensor + other if self.rank == 0 else other + tensor)
         return sums
 
     def all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -287,7 +300,8 @@ class WorkersTransport:
             return []
         flat = join(tensors)
         if self.world_size == 2:
-            rows = self._gather_of_both(flat)
+            other = self._bytes_of_other(flat)
+            rows = tf.stack([flat, other] if self.rank == 0 else [other, flat])
         else:
             rows = tf.reshape(self._extended._host_gather(flat), [self.world_size, flat.shape[0]])
         parts = tf.split(rows, [each.shape.num_elements() for each in tensors], axis=1)
@@ -296,18 +310,25 @@ class WorkersTransport:
             for part, each in zip(parts, tensors, strict=True)
         ]
 
-    def _gather_of_both(self, own: tf.Tensor) -> tf.Tensor:
-        """`[2, bytes]`: one's own bits taken from the sum of both ranks' bits leave the other's.
+    def _bytes_of_other(self, own: tf.Tensor) -> tf.Tensor:
+        """`[bytes]`, as many as one's own: these taken from the sum of both leave the other's.
 
         As many bytes travel as in an all-gather; but in Gloo's, a rank may begin to send only when
         it has received, so that a slow link takes twice as long.
         """
-        size = own.shape.num_elements()
+        size = tf.size(own)
         words = tf.bitcast(tf.reshape(tf.pad(own, [[0, -size % 4]]), [-1, 4]), tf.int32)
-        (total,) = self._sum_wide([words])
-        other = tf.reshape(tf.bitcast(total - words, tf.uint8), [-1])[:size]
-        return tf.stack([own, other] if self.rank == 0 else [other, own])
+        (total,) = self._extended._sum_list_between_hosts([words])
+        return tf.reshape(tf.bitcast(total - words, tf.uint8), [-1])[:size]
 
     def all_gather_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """In one collective."""
         return self._extended._host_gather(tensor)
+
+
+def _if_any_numbers(tensors: list[tf.Tensor], sums: Callable, otherwise: Callable) -> list:
+    """`sums()`, or where no tensor has numbers `otherwise()`; a branch where shapes do not tell."""
+    if all(each.shape.is_fully_defined() for each in tensors):
+        return sums()
+    size = tf.add_n([tf.size(each) for each in tensors])
+    return tf.nest.flatten(tf.cond(size > 0, sums, otherwise))

@@ -181,6 +181,30 @@ def test_two_workers_add_halves_by_the_sum_of_their_bits(dtype):
     assert meeting.sent == [("sum", 20 * 2)]  # bytes of 19 values, and of one for an even number
 
 
+@pytest.mark.parametrize("size", [0, 2])
+def test_two_workers_add_all_dtypes_in_one_collective(size):
+    """And as ever where it shows that there is no value of 16 bits."""
+    rng = np.random.default_rng(0)
+    dtypes = [tf.float32, tf.float16, tf.float32]
+    parts = [[tf.cast(rng.normal(size=[3, 5]), dtype) for dtype in dtypes] for _ in range(2)]
+
+    def reduce(transport):
+        workers, own = Workers(transport), parts[transport.rank]
+        add = WorkersTransport(workers, transport.rank, 2).all_reduce_sum
+        signature = [[tf.TensorSpec([None, 5], dtype) for dtype in dtypes]]
+        step = tf.function(add, input_signature=signature, autograph=False)
+        return step([own[0], own[1][:size], own[2]])
+
+    meeting = Meeting(2)
+    for received in meeting.run(reduce):
+        for total, first, second in zip(received, *parts, strict=True):
+            assert total.dtype == first.dtype
+            expected = first + second
+            np.testing.assert_array_equal(total, expected[: len(total)])
+    halves = 2 * (5 * size + 1) // 4 * 4 if size else 0
+    assert meeting.sent == [("sum", 2 * 3 * 5 * 4 + halves)]
+
+
 class Workers:
     """What sums over workers, of a strategy."""
 

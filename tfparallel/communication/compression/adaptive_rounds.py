@@ -1,6 +1,7 @@
 """How a step sends a bucket of gradients at the level that was chosen for it: a branch for each."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +14,6 @@ from tfparallel.communication.compression.transport import (
     Rounds,
     Sum,
     Transport,
-    run_together,
 )
 from tfparallel.communication.joining import join, split
 from tfparallel.internals import FuncGraph, run_independently
@@ -48,9 +48,8 @@ def rounds_of_bucket(
 ) -> Rounds:
     """Sends in two sums, of as many values as the level needs, maybe none.
 
-    So buckets of whatever levels share their collectives. Branches hold what is computed here and
-    now, but for float16, whose sum is in a branch. Exact gradients that nothing was left out of go
-    to the first sum as they are: no branch is called for them.
+    So buckets of whatever levels share their collectives. Exact gradients that nothing was left out
+    of go to the first sum as they are: no branch is called for them.
 
     Args:
         half: float16, level 1.
@@ -64,8 +63,7 @@ def rounds_of_bucket(
     if not bucket.tensors:
         return Reduction([])
     own = _Branches(half, of_ranks, bucket, level, is_left, note.probed, transport)
-    *plain, first = yield Sum(own.first())
-    halves = tf.cond(tf.equal(level, 1), own.sum_of_halves, _nothing)
+    *plain, first, halves = yield Sum(own.first())
     part, basis = own.second(first)
     (second,) = yield Sum([part])
     sums, residuals, queries, note.probed = own.results(plain, first, halves, basis, part, second)
@@ -93,7 +91,7 @@ class _Branches:
         nothing_probed: tf.Tensor,
         transport: Transport,
     ):
-        self._bucket, self._transport = bucket, transport
+        self._bucket = bucket
         self._nothing_probed = nothing_probed
         self._matrices = _with_residuals(bucket, is_left)
         self._queries = [state["q"].read_value() for state in bucket.states]
@@ -106,23 +104,26 @@ class _Branches:
         self._is_plain = tf.equal(level, 0) & ~is_left
         self._kind = tf.where(self._is_plain, 0, 1 + tf.minimum(level, 2))
 
-    def _branch(
-        self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable
-    ) -> tf.Tensor:
+    def _branch(self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable) -> Any:
         return tf.switch_case(self._kind, [plain, exact, half, of_rank])
 
     def first(self) -> list[tf.Tensor]:
         """What is summed first: exact gradients as they are or nothing, then what else is sent."""
         # Slices of all or no rows: not copied.
         plain = [m[: tf.where(self._is_plain, m.shape[0], 0)] for m in self._matrices]
-        sent = self._branch(_nothing, lambda: join(self._matrices), _nothing, self._low_rank.first)
-        return [*plain, sent]
+        no_halves = tf.zeros([0], tf.float16)
 
-    def sum_of_halves(self) -> tf.Tensor:
-        """The sum of float16."""
-        rounds = self._half.rounds(self._matrices, [{} for _ in self._matrices], self._ranks)
-        (reduction,) = run_together([rounds], [0], self._transport)
-        return join(reduction.sums)
+        def halves() -> tuple[tf.Tensor, tf.Tensor]:
+            (payload,), _ = self._half.compress(join(self._matrices), {}, self._ranks)
+            return _nothing(), payload
+
+        sent = self._branch(
+            lambda: (_nothing(), no_halves),
+            lambda: (join(self._matrices), no_halves),
+            halves,
+            lambda: (self._low_rank.first(), no_halves),
+        )
+        return [*plain, *sent]
 
     def second(self, first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What is summed then, and what goes to `results`."""
@@ -155,7 +156,8 @@ class _Branches:
         def half() -> tuple:
             payloads = [self._half.compress(m, {}, self._ranks) for m in self._matrices]
             sent = [self._half.decompress(*payload) for payload in payloads]
-            return self._whole(halves, [m - s for m, s in zip(self._matrices, sent, strict=True)])
+            total = self._half.decompress([halves], payloads[0][1])
+            return self._whole(total, [m - s for m, s in zip(self._matrices, sent, strict=True)])
 
         def approximate() -> tuple:
             return self._low_rank.third(basis, part, second)

@@ -25,7 +25,7 @@ class Transport(Protocol):
     def all_reduce_sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all ranks, the same bits on each.
 
-        Takes float16, bfloat16, float32, float64 and the integers, of any static shape, empty ones
+        Takes float16, bfloat16, float32, float64 and the integers, of any shape, empty ones
         included. A library that cannot add 16-bit floats, or slowly, may use `sum_halves`.
         """
 
@@ -124,12 +124,12 @@ def sum_halves(
     all-reduce: `2 (N - 1) / N` times those of the tensor.
 
     Args:
-        tensor: float16 or bfloat16, of static shape.
+        tensor: float16 or bfloat16.
         world_size: the number of ranks, N.
         all_to_all: uint8 `[N, bytes]` to `[N, bytes]`: row j goes to rank j, row i came from i.
         all_gather: uint8 `[bytes]` to `[N, bytes]`.
     """
-    size, dtype = tensor.shape.num_elements(), tensor.dtype
+    size, dtype = tf.size(tensor), tensor.dtype
     part = -(-size // world_size)
     flat = tf.pad(tf.reshape(tensor, [-1]), [[0, part * world_size - size]])
     mine = tf.bitcast(tf.reshape(flat, [world_size, part]), tf.uint8)
@@ -138,4 +138,4 @@ def sum_halves(
     total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), dtype)
     gathered = all_gather(tf.reshape(tf.bitcast(total, tf.uint8), [2 * part]))
     totals = tf.bitcast(tf.reshape(gathered, [world_size * part, 2]), dtype)
-    return tf.reshape(totals[:size], tensor.shape)
+    return tf.reshape(totals[:size], tf.shape(tensor))
