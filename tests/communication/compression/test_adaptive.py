@@ -103,16 +103,35 @@ def test_a_duration_is_that_of_the_rank_that_came_last():
         payload_s=np.zeros(2),
     )
     assert measurement.all_s == 7.5
-    assert [taken.all_s for taken in measurement.of_steps(2)] == [2.5, 5.0]
-    (last,) = measurement.of_steps(1)  # which followed the order
-    assert last.all_s == 7.5
+    assert [taken.all_s for taken in measurement.of_steps(2, 0.0)] == [2.0, 5.0]
+    (last,) = measurement.of_steps(1, 0.0)  # which followed the order
+    assert last.all_s == 7.0
     np.testing.assert_allclose(last.durations_s, [2.0, 2.0])
     np.testing.assert_allclose(last.offsets_s, [0.0, 2.5])
 
 
+@pytest.mark.parametrize(
+    ("later_s", "first_s", "second_s"), [(0.0, 5.0, 5.0), (2.0, 7.0, 3.0), (9.0, 14.0, 2.0)]
+)
+def test_whoever_comes_first_a_sum_takes_what_its_messages_take(later_s, first_s, second_s):
+    """A message is 3 s on its way, and its bytes take 2 s."""
+    measurement = Measurement(
+        ready_s=np.array([[[0.0]], [[later_s]]]),
+        done_s=np.array([[[first_s]], [[later_s + second_s]]]),
+        errors=np.zeros((2, 1, 3)),
+        energies=np.zeros((2, 1)),
+        began_s=np.zeros(2),
+        payload_bytes=0,
+        trip_s=np.full(2, 3.0),
+        payload_s=np.zeros(2),
+    )
+    (taken,) = measurement.of_steps(1, 3.0)
+    assert taken.durations_s == [5.0]
+
+
 def test_buckets_that_are_done_out_of_order_take_no_time_of_their_own():
     measurement = measured([[0.0, 1.0]], [[5.0, 4.0]], np.zeros((1, 2, 3)))
-    (taken,) = measurement.of_steps(1)
+    (taken,) = measurement.of_steps(1, 0.0)
     np.testing.assert_allclose(taken.durations_s, [5.0, 0.0])
     assert taken.all_s == 5.0
 
@@ -213,7 +232,7 @@ def test_it_measures_then_decides_then_looks_again():
     second = [*[[2, 2]] * 10, PROBE]  # only one probing step: times are as expected
     assert taken[: len(first) + 22] == [*first, *second, *second]
     assert "bucket 1 is sent as four" in plan.log[1]
-    assert "exact at least 10000.0 ms" in plan.log[0]  # one rank sends its bytes twice
+    assert "exact at least 5000.0 ms" in plan.log[0]  # half of what payloads took
 
 
 def test_the_time_between_decisions_doubles():

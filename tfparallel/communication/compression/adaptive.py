@@ -216,25 +216,26 @@ class AdaptiveReducer(BucketReducer):
             return tf.constant(True)
 
         left = self._countdown.assign_sub(1)
-        tf.cond(left <= 0, ask, lambda: tf.constant(False))
+        tf.cond(left <= 0, apart(ask), lambda: tf.constant(False))
 
     def _weighed(self, transport: Transport) -> list[tf.Tensor]:
-        """`[1]` each: the payload's bytes, and seconds of the smallest message and of the payload.
+        """`[1]` each: the payload's bytes, and seconds of the smallest sum and of the payload's.
 
-        The shorter of two: the first one wakes up a connection that was idle.
+        The first one makes all come together. Of two payloads the shorter one: the first wakes up a
+        connection that was idle.
         """
         size = self._payload_bytes.read_value()
 
         def weigh() -> list[tf.Tensor]:
             times, after = [], size
-            for rows in (1, size, size):
+            for values in (1, 1, size // 4, size // 4):
                 with tf.control_dependencies([after]):
-                    payload = tf.zeros([rows], tf.uint8)
+                    payload = tf.zeros([values])
                 began_s = time_after([payload])
                 with tf.control_dependencies([began_s]):
-                    after = transport.all_gather_rows(tf.identity(payload))
+                    (after,) = transport.all_reduce_sum([tf.identity(payload)])
                 times.append(time_after([after]) - began_s)
-            return [times[0][tf.newaxis], tf.minimum(times[1], times[2])[tf.newaxis]]
+            return [times[1][tf.newaxis], tf.minimum(times[2], times[3])[tf.newaxis]]
 
         nothing = tf.zeros([1], tf.float64)
         taken = tf.cond(size > 0, weigh, lambda: [nothing, nothing])

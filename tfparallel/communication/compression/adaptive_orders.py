@@ -18,7 +18,7 @@ class Order(NamedTuple):
         rows: the levels of the buckets, step by step, again and again; up to `MOST_ROWS` steps,
             any number if there is one row.
         steps: after which the controller is asked again.
-        payload_bytes: what ranks send one another before it is, to see how long bytes take.
+        payload_bytes: what ranks sum before it is, to see how long bytes take.
     """
 
     rows: list[list[int]]
@@ -31,10 +31,10 @@ class TimesOfStep(NamedTuple):
 
     Attributes:
         offsets_s: `[bucket]`: when each was ready, after the first, on the slowest rank.
-        durations_s: `[bucket]`: how long each took, on the rank that came last, for the others also
-            waited for it. A bucket's second round shares a collective with the next bucket's first:
-            where the network is faster than the backward pass, its time holds the waiting for that.
-        all_s: the whole step, which the pause before it is part of.
+        durations_s: `[bucket]`: how long each took, less the waiting for who came last. A bucket's
+            second round shares a collective with the next bucket's first: where the network is
+            faster than the backward pass, its time holds the waiting for that.
+        all_s: the whole step, which the pause before it is part of; the mean over ranks.
     """
 
     offsets_s: np.ndarray
@@ -52,8 +52,8 @@ class Measurement:
         errors: `[rank, bucket, level]`, if the last step was a probing one; zeros otherwise.
         energies: `[rank, bucket]`, as in `worth`, likewise.
         began_s: `[rank]`: when the order was there.
-        payload_bytes: what ranks sent one another; 0 if they did not.
-        trip_s, payload_s: `[rank]`: what the smallest message and the payload took.
+        payload_bytes: what ranks summed to see how long bytes take; 0 if they did not.
+        trip_s, payload_s: `[rank]`: what the smallest sum and that of the payload took.
     """
 
     ready_s: np.ndarray
@@ -65,15 +65,25 @@ class Measurement:
     trip_s: np.ndarray
     payload_s: np.ndarray
 
-    def of_steps(self, steps: int) -> list[TimesOfStep]:
-        """The last `steps` steps, of which the first followed the order at once."""
+    def of_steps(self, steps: int, trip_s: float) -> list[TimesOfStep]:
+        """The last `steps` steps, of which the first followed the order at once.
+
+        Of two ranks the one that comes later by less than a message is on its way waits for so much
+        less, and the other for so much more: the mean is what a sum takes. Who comes later than
+        that finds the message there, and sees all but its way.
+
+        Args:
+            steps: how many.
+            trip_s: what the smallest sum takes.
+        """
         # One may be decompressed before an earlier one is: then it took no time of its own.
         done_s = np.maximum.accumulate(self.done_s, axis=2)
         before_s = np.concatenate([self.ready_s[:, :, :1], done_s[:, :, :-1]], 2)
-        durations_s = np.min(done_s - np.maximum(self.ready_s, before_s), 0)
+        taken_s = done_s - np.maximum(self.ready_s, before_s)
+        durations_s = np.minimum(np.mean(taken_s, 0), np.min(taken_s, 0) + trip_s)
         offsets_s = np.max(self.ready_s - self.ready_s[:, :, :1], 0)
         ends_s = done_s[:, -steps:, -1]
-        all_s = np.max(np.diff(ends_s, prepend=self.began_s[:, None]), 0)
+        all_s = np.mean(np.diff(ends_s, prepend=self.began_s[:, None]), 0)
         taken = zip(offsets_s[-steps:], durations_s[-steps:], all_s.tolist(), strict=True)
         return [TimesOfStep(*each) for each in taken]
 

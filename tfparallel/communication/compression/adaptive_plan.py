@@ -141,7 +141,7 @@ class Controller:
         first = int(level not in self._times and (level > 1 or self._begins_slowly(level)))
         rows = [self._for_all(level)] * (first + steps) + [self._for_all(self.probe)] * then_probe
         measurement = yield Order(rows, len(rows))
-        taken = measurement.of_steps(len(rows))[first : first + steps]
+        taken = self._steps_of(measurement, len(rows))[first : first + steps]
         self._times[level] = [*self._times.get(level, ()), *taken]
         if then_probe:
             self._take_errors(measurement)
@@ -150,6 +150,9 @@ class Controller:
         self._ready_s = np.median([each.offsets_s for each in self._times[exact]], 0)
         forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
         self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
+
+    def _steps_of(self, measurement: Measurement, steps: int) -> list[TimesOfStep]:
+        return measurement.of_steps(steps, self._payloads.trip_s)
 
     def _begins_slowly(self, level: int) -> bool:
         """Whether the first step after coarser ones takes much longer than those behind it."""
@@ -185,7 +188,7 @@ class Controller:
     def _waits(self) -> str:
         step_ms, waiting_ms = (1e3 * seconds for seconds in self._fastest_exact())
         return (
-            f"of {step_ms:.1f} ms a step waits {waiting_ms:.1f} ms for sums, the smallest message "
+            f"of {step_ms:.1f} ms a step waits {waiting_ms:.1f} ms for sums, the smallest sum "
             f"takes {1e3 * self._payloads.trip_s:.1f} ms"
         )
 
@@ -274,7 +277,7 @@ class Controller:
     def _take_turns(self, candidates: Sequence[list[int]]) -> Steps:
         steps = len(candidates) * TURNS
         measurement = yield Order(list(candidates), steps)
-        steps_s = [taken.all_s for taken in measurement.of_steps(steps)]
+        steps_s = [taken.all_s for taken in self._steps_of(measurement, steps)]
         for number, levels in enumerate(candidates):
             self._turns_s[tuple(levels)] = float(np.median(steps_s[number :: len(candidates)]))
 
@@ -323,7 +326,8 @@ class Controller:
                     f"{steps} steps took {each_ms:.1f} ms each, pauses included "
                     f"(forecast: {1e3 * self._forecast_s(levels):.1f} ms)"
                 )
-            received_s.append(float(np.sum(measurement.of_steps(1)[0].durations_s)))
+            (taken,) = self._steps_of(measurement, 1)
+            received_s.append(float(np.sum(taken.durations_s)))
             median_s = float(np.median(received_s))
             if is_exact and median_s < expected_s:
                 return True  # nothing can be better than what became faster

@@ -5,8 +5,8 @@ import numpy as np
 _FIRST_BYTES, _MOST_BYTES = 1 << 17, 1 << 23
 _OF_A_MODEL = 64  # a payload of a large one is so small a part of what there is to send
 _MORE = 4  # times a payload that was too small to tell anything
-_SEEN_S = 0.005  # what a payload has to take at least, beyond the smallest message
-_IDLE_BYTES = 14_600  # that TCP sends at once (RFC 6928); it doubles them with each way
+_SEEN_S = 0.005  # what a payload has to take at least, beyond the smallest sum
+_IDLE_BYTES = 14_600  # that TCP sends at once (RFC 6928); it doubles them with each answer
 _LUCK = 2.0  # how much faster exact sums may be than payloads were
 
 
@@ -18,7 +18,7 @@ class Payloads:
 
     Attributes:
         next_bytes: of the next payload; 0 where it would tell nothing more.
-        trip_s: what the smallest message takes.
+        trip_s: what the smallest sum takes.
         byte_s: what a byte of a sum takes at least; 0 as long as that is not known.
         exact_s: what exact sums take, where the link was idle; infinite as long as that is not
             known.
@@ -42,17 +42,17 @@ class Payloads:
     def weigh(self, sent_bytes: int, payload_s: np.ndarray, trip_s: np.ndarray) -> None:
         """Takes what a payload took.
 
-        A connection that was idle starts slowly, and takes one way more for each time that it
-        doubles its speed: of two payloads the second tells what bytes take.
+        A connection that was idle starts slowly, and takes a way there and back more for each time
+        that it doubles its speed: of two payloads the second tells what bytes take.
 
         Args:
-            sent_bytes: of the payload, by each rank.
-            payload_s, trip_s: `[rank]`: what gathering it, and the smallest message, took.
+            sent_bytes: of the payload.
+            payload_s, trip_s: `[rank]`: what summing it, and the smallest sum, took. Who comes
+                later than the others waits for so much less.
         """
-        self.trip_s = float(np.min(trip_s))
-        bytes_s = max(0.0, float(np.min(payload_s)) - self.trip_s)
-        # A gather sends all that the others have; around N ranks a sum sends 2 / N of that.
-        byte_s = 2 / len(trip_s) * bytes_s / sent_bytes
+        self.trip_s = float(np.mean(trip_s))
+        bytes_s = max(0.0, float(np.mean(payload_s)) - self.trip_s)
+        byte_s = bytes_s / sent_bytes
         starting_s = self.starting_s(self._exact_bytes)
         self.exact_s = self.trip_s + starting_s + byte_s * self._exact_bytes
         self.byte_s = byte_s / _LUCK
@@ -62,7 +62,7 @@ class Payloads:
 
     def starting_s(self, sent_bytes: float) -> float:
         """What so many bytes take longer where fewer were sent before."""
-        return self.trip_s * float(np.log2(max(1.0, sent_bytes / _IDLE_BYTES)))
+        return 2 * self.trip_s * float(np.log2(max(1.0, sent_bytes / _IDLE_BYTES)))
 
     def have_told(self, waiting_s: float) -> bool:
         """Whether exact steps that wait for so long wait as long as the link makes them."""
