@@ -93,6 +93,46 @@ def test_a_link_of_two_hosts_has_its_rate_and_its_delay(mbit_per_s, round_trip_m
     assert transfer_s >= 0.95 * 8e-6 * size_bytes / mbit_per_s
 
 
+ANSWER = """
+import socket, sys
+connection, _ = socket.create_server((sys.argv[1], 5555)).accept()
+while message := connection.recv(1):
+    connection.sendall(message)
+"""
+PACE = """
+import socket, sys, time
+from tfparallel.communication.pacing import pace_if_far, round_trip_s
+for _ in range(100):
+    try:
+        connection = socket.create_connection((sys.argv[1], 5555))
+        break
+    except ConnectionError:
+        time.sleep(0.1)
+for _ in range(5):
+    connection.sendall(b"x"), connection.recv(1)
+pace_if_far(connection)
+limit = connection.getsockopt(socket.SOL_SOCKET, 47, 8)
+print(round_trip_s(connection), limit != 8 * bytes([255]))
+"""
+
+
+@NEEDS_HOSTS
+@pytest.mark.parametrize(("link", "is_paced"), [((20, 30), True), ((0, 0), False)])
+def test_what_goes_a_long_way_is_paced(link, is_paced):
+    mbit_per_s, round_trip_ms = link
+    with network.two_hosts(mbit_per_s, "cubic", round_trip_ms) as hosts:
+        answer, pace = (
+            [*host.prefix, sys.executable, "-c", program, hosts[0].address]
+            for host, program in zip(hosts, (ANSWER, PACE), strict=True)
+        )
+        with subprocess.Popen(answer) as other:
+            output = subprocess.run(pace, capture_output=True, text=True, check=True).stdout
+            assert other.wait(10) == 0
+    trip_s, paced = output.split()
+    assert float(trip_s) >= round_trip_ms / 1e3
+    assert paced == str(is_paced)
+
+
 def test_a_delay_needs_a_rate():
     with pytest.raises(ValueError, match="has a rate. Received: 0 Mbit/s"):
         network.two_hosts(0, "cubic", 50).__enter__()

@@ -1,15 +1,17 @@
 """Small arrays are summed among partners: right, alike on all ranks, and who is gone is named."""
 
 import multiprocessing
+import socket
 
 import numpy as np
 import pytest
 
 from tests.communication.rings import connect_all, hosts_of, on_all
-from tfparallel.communication import alpha_beta
+from tfparallel.communication import alpha_beta, pacing, ring_opening
 from tfparallel.communication.neighbours import (
     GREETING_BYTES,
     CollectiveMismatchError,
+    Neighbours,
     PeerLostError,
 )
 from tfparallel.communication.ring_opening import connect_ring
@@ -124,6 +126,25 @@ def test_two_choose_alike_by_what_they_measure():
     assert alpha_beta.MOST_SMALL_BYTES <= chosen <= alpha_beta.MOST_FAR_BYTES
     totals = on_all(2, lambda rank: rings[rank].all_reduce(np.ones(100_000)))
     np.testing.assert_array_equal(totals, np.full((2, 100_000), 2.0))
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_connections_of_a_ring_over_a_long_way_are_paced(is_far, monkeypatch):
+    """Whatever goes through this machine alone is near."""
+    if is_far:
+        monkeypatch.setattr(pacing, "FAR_S", 0.0)
+    connections = []
+
+    class Spied(Neighbours):
+        def __init__(self, rank, num_workers, *ends, partners, **options):
+            connections.extend([*ends[:2], *partners.values()])
+            super().__init__(rank, num_workers, *ends, partners=partners, **options)
+
+    monkeypatch.setattr(ring_opening, "Neighbours", Spied)
+    rings = connect_all(3)
+    limits = [each.getsockopt(socket.SOL_SOCKET, 47, 8) for each in connections]
+    assert len(limits) > 2 * len(rings)
+    assert {limit != 8 * bytes([255]) for limit in limits} == {is_far}
 
 
 def test_more_add_in_the_same_order_whenever_they_start():

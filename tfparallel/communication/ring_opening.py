@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tfparallel.communication.alpha_beta import SMALL_BYTES, most_halved_bytes
 from tfparallel.communication.doubling import all_reduce_exchanges
 from tfparallel.communication.neighbours import Liveness, Neighbours
+from tfparallel.communication.pacing import pace_if_far
 from tfparallel.communication.ring import Ring
 from tfparallel.communication.ring_of_hosts import RingOfHosts, equal_groups
 from tfparallel.coordination.listening import Door, listen
@@ -114,6 +115,8 @@ def _connections(
         for connection in connections.values():
             connection.close()
         raise ConnectionError("; ".join(problems))
+    for connection in connections.values():
+        pace_if_far(connection)
     return connections, [where for where, *_ in addresses]
 
 

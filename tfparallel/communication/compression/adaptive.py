@@ -216,7 +216,7 @@ class AdaptiveReducer(BucketReducer):
             return tf.constant(True)
 
         left = self._countdown.assign_sub(1)
-        tf.cond(left <= 0, apart(ask), lambda: tf.constant(False))
+        tf.cond(left <= 0, ask, lambda: tf.constant(False))
 
     def _weighed(self, transport: Transport) -> list[tf.Tensor]:
         """`[1]` each: the payload's bytes, and seconds of the smallest sum and of the payload's.

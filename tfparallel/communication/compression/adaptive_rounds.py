@@ -169,7 +169,7 @@ class _Branches:
 
         results = self._branch(as_summed, exact, half, approximate)
         nothing = self._nothing_probed
-        return *results, tf.cond(self._is_probing, apart(probed), lambda: nothing)
+        return *results, tf.cond(self._is_probing, probed, lambda: nothing)
 
     def _whole(self, total: tf.Tensor, residuals: list[tf.Tensor]) -> tuple:
         return split(total, [matrix.shape for matrix in self._matrices]), residuals, self._queries
@@ -189,7 +189,7 @@ def _with_residuals(bucket: Bucket, is_left: tf.Tensor) -> list[tf.Tensor]:
         pairs = zip(bucket.tensors, bucket.states, strict=True)
         return [tensor + state["residual"] for tensor, state in pairs]
 
-    return _matrices(tf.cond(is_left, apart(add), lambda: bucket.tensors))
+    return _matrices(tf.cond(is_left, add, lambda: bucket.tensors))
 
 
 def _matrices(tensors: object) -> list[tf.Tensor]:
