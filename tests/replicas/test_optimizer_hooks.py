@@ -61,3 +61,16 @@ def test_only_a_loss_scale_optimizer_has_a_loss_scale():
     assert GradientSource(scaled, []).loss_scale() == 8.0
     scaled.build([])
     assert GradientSource(scaled, []).loss_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "counts"),
+    [
+        (keras.optimizers.SGD(0.1, momentum=0.9), True),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), True),
+        (keras.optimizers.Adam(), False),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion()), False),
+    ],
+)
+def test_only_to_sgd_a_late_gradient_is_worth_as_much(optimizer, counts):
+    assert GradientSource(optimizer, []).late_counts() == counts

@@ -94,7 +94,9 @@ class CompressedGradients(WorkersExtended):
         compression = vars(source.optimizer).get(ATTRIBUTE)
         if compression is None:
             assert self._compressor is not None
-            compression = GradientCompression(self._compressor, source.all_variables())
+            compression = GradientCompression(
+                self._compressor, source.all_variables(), late_counts=source.late_counts()
+            )
             setattr(source.optimizer, ATTRIBUTE, compression)
         self._compressions.add(compression)
         return compression

@@ -54,6 +54,11 @@ class GradientSource:
         """All that the optimizer trains, if it knows already."""
         return list(trained_by(self.optimizer)) or self.variables
 
+    def late_counts(self) -> bool:
+        """Whether a gradient is worth as much to the optimizer if it comes a step late."""
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return isinstance(inner, keras.optimizers.SGD)  # others divide it by what came before
+
     def loss_scale(self) -> tf.Tensor | None:
         """What the loss was multiplied with by a `LossScaleOptimizer`; None: by no other factor."""
         unbuilt = getattr(self.optimizer, "initial_scale", None)

@@ -46,9 +46,10 @@ class Adaptive(PowerSGD):
     steps, for each bucket, when its gradients are ready and how long each way takes, and estimates
     the error of each. Then it takes the ways with which a second of training is worth most: the
     cosine between the gradient and what is sent of it, over the time of a step, if a few steps show
-    that none of the measured ways is better for all. It looks again after 20 steps, then at
-    intervals twice as long each time, and measures anew if times have changed. All ranks decide
-    alike, from the measurements of all.
+    that none of the measured ways is better for all. Under SGD, with momentum or without, what is
+    sent one step late counts as sent; under other optimizers, such as Adam, it does not. It looks
+    again after 20 steps, then at intervals twice as long each time, and measures anew if times have
+    changed. All ranks decide alike, from the measurements of all.
 
     Args:
         max_error: the largest relative error of what is sent that is allowed, `|m - sent| / |m|`,
@@ -90,9 +91,11 @@ class Adaptive(PowerSGD):
         bound = "" if self.max_error is None else f"max_error={self.max_error:g}, "
         return f"Adaptive({bound}ranks={ranks}, interval={self.interval})"
 
-    def reducer(self, buckets: Sequence[Sequence[tuple[int, ...]]]) -> BucketReducer:
+    def reducer(
+        self, buckets: Sequence[Sequence[tuple[int, ...]]], late_counts: bool
+    ) -> BucketReducer:
         """With decisions of its own for each bucket."""
-        return AdaptiveReducer(self, buckets)
+        return AdaptiveReducer(self, buckets, late_counts)
 
 
 class AdaptiveReducer(BucketReducer):
@@ -102,7 +105,12 @@ class AdaptiveReducer(BucketReducer):
     steps are kept, one does what it would do without compression, and counts.
     """
 
-    def __init__(self, adaptive: Adaptive, buckets: Sequence[Sequence[tuple[int, ...]]]):
+    def __init__(
+        self,
+        adaptive: Adaptive,
+        buckets: Sequence[Sequence[tuple[int, ...]]],
+        late_counts: bool,
+    ):
         super().__init__(name="adaptive")
         self._adaptive, self._num_buckets = adaptive, len(buckets)
         levels = adaptive.levels
@@ -114,6 +122,7 @@ class AdaptiveReducer(BucketReducer):
             probe=len(levels),
             max_error=np.inf if adaptive.max_error is None else adaptive.max_error,
             interval=adaptive.interval,
+            late_counts=late_counts,
         )
         first = self._controller.order
         self._rows = ResourceVariable(_table(first), dtype=tf.int32, name="rows")

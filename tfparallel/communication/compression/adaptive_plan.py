@@ -66,6 +66,7 @@ class Controller:
         probe: the number that stands for a probing step; it is timed like no level.
         max_error: see `choose_levels`.
         interval: the most steps between two decisions.
+        late_counts: see `worth`.
 
     Attributes:
         order: what is to be done now.
@@ -78,6 +79,7 @@ class Controller:
     probe: int
     max_error: float
     interval: int
+    late_counts: bool = True
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -246,6 +248,7 @@ class Controller:
             self._energies,
             self.max_error,
             self._rest_s,
+            self.late_counts,
         )
 
     def _choose(self) -> Generator[Order, Measurement, list[int]]:
@@ -306,7 +309,7 @@ class Controller:
         return price_s(self._median_s(level), self._worth(self._for_all(level)))
 
     def _worth(self, levels: list[int]) -> float:
-        return worth(levels, self._errors, self._energies)
+        return worth(levels, self._errors, self._energies, self.late_counts)
 
     def _median_s(self, level: int) -> float:
         return float(np.median([taken.all_s for taken in self._times[level]]))

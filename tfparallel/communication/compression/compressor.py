@@ -74,9 +74,16 @@ class Compressor(abc.ABC):
     def payload_bytes(self, shape: Sequence[int]) -> int:
         """The size of the payload of one rank for a tensor of this shape."""
 
-    def reducer(self, buckets: Sequence[Sequence[tuple[int, ...]]]) -> BucketReducer:
-        """What reduces the buckets of one optimizer, of these shapes: all alike, by default."""
-        del buckets
+    def reducer(
+        self, buckets: Sequence[Sequence[tuple[int, ...]]], late_counts: bool
+    ) -> BucketReducer:
+        """What reduces the buckets of one optimizer: all alike, by default.
+
+        Args:
+            buckets: the shapes of each.
+            late_counts: whether a gradient is worth as much to the optimizer if it comes late.
+        """
+        del buckets, late_counts
         return Pipelined(self)
 
     def rounds(self, tensors: Sequence[tf.Tensor], states: Sequence[State], ranks: Ranks) -> Rounds:

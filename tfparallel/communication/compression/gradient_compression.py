@@ -35,6 +35,8 @@ class GradientCompression(tf.Module):
         variables: what the gradients are of: anything with a `shape`, and `path` or `name`. Equal
             on all ranks, in the same order.
         bucket_bytes: gradients are reduced in buckets of so many bytes, the last layers' first.
+        late_counts: whether what is sent a step late is worth as much to the optimizer: SGD adds up
+            what comes; Adam divides it by what came.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GradientCompression(tf.Module):
         compressor: "Compressor | str",
         variables: Sequence[(keras.Variable | tf.Variable)],
         bucket_bytes: int = COMPRESSED_BUCKET_BYTES,
+        late_counts: bool = True,
     ):
         super().__init__(name="gradient_compression")
         self.compressor = as_compressor(compressor)
@@ -53,7 +56,7 @@ class GradientCompression(tf.Module):
             self._loss_scale = ResourceVariable(1.0, name="compression/loss_scale")
             self._states = [self._new_state(i) for i in range(len(variables))]
             shapes = [[self._shapes[i] for i in bucket] for bucket in self._buckets]
-            self._reducer = self.compressor.reducer(shapes)
+            self._reducer = self.compressor.reducer(shapes, late_counts)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
