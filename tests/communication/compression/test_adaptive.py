@@ -224,10 +224,11 @@ def drive(controller, durations_of, error, steps, mixing_s=0.0, byte_s=0.0):
     return taken
 
 
-def controller(max_error=np.inf, interval=10):
+def controller(max_error=np.inf, interval=10, late_counts=True):
     names, timed = ["exact", "half", "four", "one"], [0, 1, 2, 3]
     sent_bytes = 1e5 * np.array([[100, 50, 4, 1]] * 2)
-    return Controller(sent_bytes, names, timed, probe=4, max_error=max_error, interval=interval)
+    limits = {"max_error": max_error, "interval": interval, "late_counts": late_counts}
+    return Controller(sent_bytes, names, timed, probe=4, **limits)
 
 
 SLOW = {0: 10.0, 1: 5.0, 2: 0.5, 3: 0.4, 4: 0.6}
@@ -300,6 +301,16 @@ def test_a_coarser_level_has_to_be_better_by_a_tenth(coarsest_s, decided):
     assert [3, 3] in taken and taken[-9:].count([decided] * 2) >= 8
 
 
+@pytest.mark.parametrize(("late_counts", "decided"), [(True, 2), (False, 1)])
+def test_where_late_does_not_count_an_approximation_has_to_be_better_by_more(late_counts, decided):
+    """Steps of 6.6 and 5.0 s, of which the latter are worth 0.996 or 0.954 of one."""
+    times = {**SLOW, 1: 1.8, 2: 1.0, 3: 1.0}
+    taken = drive(
+        controller(late_counts=late_counts), lambda level, _: times[level], 0.3, 40, byte_s=2e-7
+    )
+    assert taken[-9:].count([decided] * 2) >= 8
+
+
 def test_the_first_step_of_a_new_level_is_not_timed():
     plan = controller()
     drive(plan, lambda level, n: 50.0 if n in (1, 2, 3) else SLOW[level], 0.3, 12, byte_s=1e-6)
@@ -320,7 +331,7 @@ def test_what_was_never_timed_would_not_have_been_chosen(seed):
 
     def cost_s(levels):
         finish_s = finish_time_s([0, 1], durations[[0, 1], levels])
-        return (3.0 + finish_s) / worth(levels, errors, np.ones(2))
+        return (3.0 + finish_s) / worth(levels, errors, np.ones(2), True)
 
     decided = max(taken, key=taken.count)
     assert cost_s(decided) <= 1.03 * cost_s(expected)
