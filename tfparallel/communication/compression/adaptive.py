@@ -228,10 +228,9 @@ class AdaptiveReducer(BucketReducer):
         tf.cond(left <= 0, ask, lambda: tf.constant(False))
 
     def _weighed(self, transport: Transport) -> list[tf.Tensor]:
-        """`[1]` each: the payload's bytes, and seconds of the smallest sum and of the payload's.
+        """The payload's bytes, seconds of the smallest sum, `[1]`, and of two payloads, `[2]`.
 
-        The first one makes all come together. Of two payloads the shorter one: the first wakes up a
-        connection that was idle.
+        One more sum before them makes all come together.
         """
         size = self._payload_bytes.read_value()
 
@@ -244,15 +243,15 @@ class AdaptiveReducer(BucketReducer):
                 with tf.control_dependencies([began_s]):
                     (after,) = transport.all_reduce_sum([tf.identity(payload)])
                 times.append(time_after([after]) - began_s)
-            return [times[1][tf.newaxis], tf.minimum(times[2], times[3])[tf.newaxis]]
+            return [tf.stack(times[1:2]), tf.stack(times[2:])]
 
-        nothing = tf.zeros([1], tf.float64)
-        taken = tf.cond(size > 0, weigh, lambda: [nothing, nothing])
+        nothing = [tf.zeros([number], tf.float64) for number in (1, 2)]
+        taken = tf.cond(size > 0, weigh, lambda: nothing)
         return [tf.cast(size, tf.float64)[tf.newaxis], *taken]
 
     def _ask_controller(self, gathered: np.ndarray) -> np.ndarray:
         ranks, shape = len(gathered), [MOST_ROWS, 2, self._num_buckets]
-        ends = np.cumsum([np.prod(shape), 1, 1, 1, 1])
+        ends = np.cumsum([np.prod(shape), 1, 1, 1, 2])
         times, began, size, trip, payload, probed = np.split(gathered, ends, 1)
         ready_s, done_s = np.moveaxis(times.reshape(ranks, *shape), 2, 0)
         probed = probed.reshape(ranks, self._num_buckets, -1)
@@ -265,7 +264,7 @@ class AdaptiveReducer(BucketReducer):
             began_s=np.where(began[:, 0] > 0, began[:, 0], ended),  # the first step was traced
             payload_bytes=int(size[0, 0]),
             trip_s=trip[:, 0],
-            payload_s=payload[:, 0],
+            payload_s=payload,
         )
         num_lines = len(self._controller.log)
         order = self._controller.advance(measurement)

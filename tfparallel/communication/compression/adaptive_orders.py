@@ -53,7 +53,8 @@ class Measurement:
         energies: `[rank, bucket]`, as in `worth`, likewise.
         began_s: `[rank]`: when the order was there.
         payload_bytes: what ranks summed to see how long bytes take; 0 if they did not.
-        trip_s, payload_s: `[rank]`: what the smallest sum and that of the payload took.
+        trip_s: `[rank]`: what the smallest sum took.
+        payload_s: `[rank, 2]`: what two of the payload took.
     """
 
     ready_s: np.ndarray

@@ -43,15 +43,16 @@ class Payloads:
         """Takes what a payload took.
 
         A connection that was idle starts slowly, and takes a way there and back more for each time
-        that it doubles its speed: of two payloads the second tells what bytes take.
+        that it doubles its speed: of two payloads the faster one tells what bytes take.
 
         Args:
             sent_bytes: of the payload.
-            payload_s, trip_s: `[rank]`: what summing it, and the smallest sum, took. Who comes
-                later than the others waits for so much less.
+            payload_s: `[rank, 2]`: what summing it took, twice.
+            trip_s: `[rank]`: what the smallest sum took. Who comes later than the others waits for
+                so much less.
         """
         self.trip_s = float(np.mean(trip_s))
-        bytes_s = max(0.0, float(np.mean(payload_s)) - self.trip_s)
+        bytes_s = max(0.0, float(np.min(np.mean(payload_s, 0))) - self.trip_s)
         byte_s = bytes_s / sent_bytes
         starting_s = self.starting_s(self._exact_bytes)
         self.exact_s = self.trip_s + starting_s + byte_s * self._exact_bytes
@@ -63,6 +64,10 @@ class Payloads:
     def starting_s(self, sent_bytes: float) -> float:
         """What so many bytes take longer where fewer were sent before."""
         return 2 * self.trip_s * float(np.log2(max(1.0, sent_bytes / _IDLE_BYTES)))
+
+    def bytes_s(self, sent_bytes: float) -> float:
+        """What so many bytes took among those of the last payload."""
+        return _LUCK * self.byte_s * sent_bytes
 
     def have_told(self, waiting_s: float) -> bool:
         """Whether exact steps that wait for so long wait as long as the link makes them."""
