@@ -54,7 +54,7 @@ while left:
     left -= len(connection.recv(1 << 16))
 connection.sendall(b"x")
 """
-SEND = """
+CONNECT = """
 import socket, sys, time
 for _ in range(100):
     try:
@@ -62,6 +62,10 @@ for _ in range(100):
         break
     except ConnectionError:
         time.sleep(0.1)
+"""
+SEND = (
+    CONNECT
+    + """
 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 for _ in range(10):
     began = time.monotonic()
@@ -71,6 +75,7 @@ began = time.monotonic()
 connection.sendall(bytes(int(sys.argv[2]))), connection.recv(1)
 print(time.monotonic() - began)
 """
+)
 
 
 @pytest.mark.long
@@ -99,21 +104,17 @@ connection, _ = socket.create_server((sys.argv[1], 5555)).accept()
 while message := connection.recv(1):
     connection.sendall(message)
 """
-PACE = """
-import socket, sys, time
+PACE = (
+    CONNECT
+    + """
 from tfparallel.communication.pacing import pace_if_far, round_trip_s
-for _ in range(100):
-    try:
-        connection = socket.create_connection((sys.argv[1], 5555))
-        break
-    except ConnectionError:
-        time.sleep(0.1)
 for _ in range(5):
     connection.sendall(b"x"), connection.recv(1)
 pace_if_far(connection)
 limit = connection.getsockopt(socket.SOL_SOCKET, 47, 8)
 print(round_trip_s(connection), limit != 8 * bytes([255]))
 """
+)
 
 
 @NEEDS_HOSTS

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -175,6 +176,27 @@ def test_costs_are_measured_right_and_not_for_long(message_s):
     assert costs == pytest.approx((latency_s, byte_s), rel=1e-6)
     assert clock[0] < 20 * 3 * (latency_s + byte_s * (1 << 16))
     assert latency_s < 0.1 or clock[0] < 7 * 3 * (latency_s + byte_s * (1 << 16))
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.02, -0.02])
+def test_costs_are_the_same_whoever_comes_first(later_s):
+    """A message is 25 ms on its way: who comes 20 ms later waits for 5 ms, and the other for 45."""
+    latency_s, byte_s = 0.025, 1e-7
+    clocks, met, barrier = [0.0, later_s], [None, None], threading.Barrier(2, timeout=10)
+
+    def measure(rank):
+        def add(array):
+            met[rank] = clocks[rank], array.copy()
+            barrier.wait()
+            (own_s, _), (other_s, other) = met[rank], met[1 - rank]
+            barrier.wait()
+            clocks[rank] = max(own_s, other_s + latency_s + byte_s * array.nbytes)
+            return array + other
+
+        return alpha_beta.measured_costs(add, 2, lambda: clocks[rank])
+
+    costs, others = on_all(2, measure)
+    assert costs == others == pytest.approx((latency_s, byte_s), rel=1e-6)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 5])

@@ -17,26 +17,27 @@ import sys
 FAR_S = 1e-3  # there and back; within a building it takes less, and pacing spares nothing
 _SO_MAX_PACING_RATE = 47  # which Python does not name
 _NO_LIMIT = struct.pack("@L", sys.maxsize)  # bytes a second: the kernel's own rate counts
-_ROUND_TRIP = struct.Struct("@I")  # microseconds, `tcpi_rtt` of `struct tcp_info`
-_ROUND_TRIP_AT = 68
+_MICROSECONDS = struct.Struct("@I")
+_ROUND_TRIP_AT = 148  # `tcpi_min_rtt` of `struct tcp_info`, since Linux 4.6
+_NEVER_SEEN = 0xFFFFFFFF
 
 
 def pace_if_far(connection: socket.socket) -> None:
-    """Spreads what `connection` sends, if its other end is far; it may have to be asked first.
+    """Spreads what `connection` sends over TCP, if its other end is far.
 
     The speed is TCP's own, which follows the link. Only Linux can do it.
-
-    Args:
-        connection: over TCP, on which messages went there and back.
     """
-    if sys.platform == "linux" and round_trip_s(connection) >= FAR_S:
-        # A kernel that is none of Linux's, in a sandbox, may not know it: then nothing is lost.
-        with contextlib.suppress(OSError):
+    if sys.platform != "linux":
+        return
+    # A kernel that is none of Linux's, in a sandbox, may not know it: then nothing is lost.
+    with contextlib.suppress(OSError):
+        if round_trip_s(connection) >= FAR_S:
             connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _NO_LIMIT)
 
 
 def round_trip_s(connection: socket.socket) -> float:
-    """What the kernel has seen an answer take, smoothed; 0 as long as it has seen none."""
-    size = _ROUND_TRIP_AT + _ROUND_TRIP.size
+    """The least that the kernel has seen an answer take; 0 as long as it has seen none."""
+    size = _ROUND_TRIP_AT + _MICROSECONDS.size
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-    return 1e-6 * _ROUND_TRIP.unpack_from(info.ljust(size, b"\0"), _ROUND_TRIP_AT)[0]
+    (least,) = _MICROSECONDS.unpack_from(info.ljust(size, b"\0"), _ROUND_TRIP_AT)
+    return 0.0 if least == _NEVER_SEEN else 1e-6 * least

@@ -242,7 +242,7 @@ class WorkersTransport:
         narrow = [i for i, each in enumerate(tensors) if each.dtype in (tf.float16, tf.bfloat16)]
         wide = [i for i in range(len(tensors)) if i not in narrow]
 
-        def one_by_one(sum_narrow: Callable = tf.nest.flatten) -> list[tf.Tensor]:
+        def one_by_one(sum_narrow: Callable = list) -> list[tf.Tensor]:
             sums: dict[int, tf.Tensor] = {}
             for chosen, add_up in ((wide, self._sum_wide), (narrow, sum_narrow)):
                 own = [tensors[i] for i in chosen]

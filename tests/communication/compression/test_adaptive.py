@@ -3,14 +3,20 @@
 import itertools
 import re
 import time
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.communication.compression.ranks import Gradients, Meeting, ThreadTransport
 from tfparallel.communication.compression import adaptive_plan
-from tfparallel.communication.compression.adaptive_orders import MOST_ROWS, Measurement
+from tfparallel.communication.compression.adaptive_orders import (
+    MOST_ROWS,
+    Measurement,
+    TimesOfStep,
+)
 from tfparallel.communication.compression.adaptive_plan import (
     FIRST_LOOK,
     MEASURED_STEPS,
@@ -23,7 +29,11 @@ from tfparallel.communication.compression.level_costs import (
     finish_time_s,
     worth,
 )
+from tfparallel.communication.compression.level_prices import LevelPrices
+from tfparallel.communication.compression.payloads import Payloads
 from tfparallel.compression import Adaptive, Cast, GradientCompression, PowerSGD
+from tfparallel.replicas.compressed_gradients import CompressedGradients
+from tfparallel.replicas.optimizer_hooks import GradientSource
 
 pytestmark = pytest.mark.turns
 
@@ -81,9 +91,8 @@ def test_what_little_of_the_gradient_is_in_may_be_coarse():
     )
     levels = choose_levels([0, 0], durations, errors, np.array([1.0, 99.0]), np.inf, 10, True)
     assert levels == [COARSE, HALF]
-    assert (
-        worth([COARSE, COARSE], np.ones((2, 3)), np.zeros(2), True) == 1.0
-    )  # there is no gradient
+    nothing = np.zeros(2)  # there is no gradient
+    assert worth([COARSE, COARSE], np.ones((2, 3)), nothing, True) == 1.0
 
 
 @pytest.mark.parametrize(("late_counts", "level"), [(True, COARSE), (False, HALF)])
@@ -94,6 +103,21 @@ def test_what_comes_late_is_worth_less_where_an_optimizer_divides_by_what_came(l
     assert squared == pytest.approx(0.75 if late_counts else 0.5)
     durations = np.array([[10, 5, 1]])
     assert choose_levels([0], durations, errors, energies, np.inf, 10, late_counts) == [level]
+
+
+@pytest.mark.parametrize(("late_counts", "plan"), [(True, [0, 2]), (False, [0, 1])])
+def test_a_plan_of_several_levels_knows_whether_late_counts(late_counts, plan):
+    """The first bucket hides behind the second, which is 31 s for 0.94 or 0.87 of a step, or 35."""
+    prices = LevelPrices(
+        np.array([[100.0, 50.0, 1.0]] * 2), [0, 1, 2], np.inf, late_counts, Payloads(200)
+    )
+    prices.errors = np.array([[0, 1e-4, 0.7]] * 2)
+    ready_s = np.array([0.0, 20.0])
+    for level, seconds in enumerate((10.0, 5.0, 1.0)):
+        durations_s = np.full(2, seconds)
+        step_s = 10.0 + finish_time_s(ready_s, durations_s)
+        prices.take(level, [TimesOfStep(ready_s, durations_s, step_s)])
+    assert prices.preferred() == plan
 
 
 def test_errors_above_the_bound_are_not_chosen():
@@ -445,7 +469,7 @@ def test_a_finer_level_is_not_judged_by_how_its_bytes_begin(half_s, decided):
     ],
 )
 def test_where_late_does_not_count_few_approximations_are_tried(trip_s, error, is_tried, decided):
-    """With 20 Mbit/s, and 90 ms of a step besides; what comes late does count for the last one."""
+    """With 20 Mbit/s, and 90 ms of a step besides; where it does count, one is tried first."""
     sent_bytes = np.array([[4.4e5, 2.2e5, 2e4, 1e4]])
     arguments = ["exact", "half", "four", "one"], [0, 1, 2, 3], 4, np.inf, 500
     for late_counts in (False, True):
@@ -459,12 +483,55 @@ def test_where_late_does_not_count_few_approximations_are_tried(trip_s, error, i
             now_s = times[1][0] + clock.tick(*times, errors, trip_s, 4e-7)
             taken.append(level)
         if late_counts:
-            assert 2 in taken  # it is tried before float16
+            assert taken.index(2) == 1
         else:
             assert (2 in taken) == is_tried and taken.index(1) < 20
             assert taken[-8:].count(decided) >= 7
             told = any("no approximation is tried" in line for line in plan.log)
             assert told == (not is_tried)
+
+
+@pytest.mark.parametrize(("max_error", "decided"), [(np.inf, 1), (0.0, 0)])
+def test_what_is_not_tried_is_in_no_plan(max_error, decided):
+    """Not for one bucket of eight either; nor is float16, of which no error was seen, exact."""
+    sent_bytes = np.tile(np.array([4.4e5, 2.2e5, 2e4, 1e4]) / 8, (8, 1))
+    arguments = ["exact", "half", "four", "one"], [0, 1, 2, 3], 4, max_error, 500
+    plan = Controller(sent_bytes, *arguments, late_counts=False)
+    clock, now_s, taken = Clock(plan), 0.0, []
+    for _ in range(80):
+        levels = clock.levels
+        ready_s = now_s + 0.09 + 0.001 * np.arange(8)
+        sums_s = np.cumsum(4e-7 * sent_bytes[range(8), np.minimum(levels, 3)])
+        done_s = ready_s[0] + 0.05 * (1 + (max(levels) > 1)) + sums_s
+        now_s = done_s[-1] + clock.tick(ready_s, done_s, np.zeros((1, 8, 4)), 0.05, 4e-7)
+        taken.append(levels)
+    assert max(map(max, taken)) == 1
+    assert taken[-8:] == [[decided] * 8] * 8
+
+
+def test_payloads_tell_the_same_whoever_comes_first():
+    """A message is 50 ms on its way; rank 1 comes 20 ms later, and after an odd number of sums."""
+    for later_s in (0.0, 0.02):
+        payloads = Payloads(1 << 20)
+        skews_s = later_s * np.array([1.0, -1.0])
+        payload_s = np.stack([0.1 - skews_s, 0.1 + skews_s], 1)
+        payloads.weigh(1 << 17, payload_s, 0.05 + skews_s)
+        assert payloads.trip_s == pytest.approx(0.05)
+        assert payloads.bytes_s(1 << 17) == pytest.approx(0.05)
+        # 14.6 KB are sent at once, and twice as many with each answer, which takes two ways.
+        assert payloads.starting_s(14_600 * 2**10) == pytest.approx(10 * 2 * 0.05)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam()]
+)
+def test_what_is_late_counts_as_the_optimizer_has_it(optimizer):
+    variables = [keras.Variable(np.zeros((40, 30), "float32"))]
+    workers = SimpleNamespace(_compressor=Adaptive(), _compressions=set())
+    source = GradientSource(optimizer, variables)
+    compression = CompressedGradients._compression_of(workers, source)
+    is_sgd = isinstance(optimizer, keras.optimizers.SGD)
+    assert compression._reducer._controller.late_counts == is_sgd
 
 
 def test_an_exact_step_that_waits_for_as_long_as_payloads_told_is_one():

@@ -14,12 +14,8 @@ from tfparallel.communication.compression.adaptive_orders import (
     Order,
     TimesOfStep,
 )
-from tfparallel.communication.compression.level_costs import (
-    choose_levels,
-    finish_time_s,
-    price_s,
-    worth,
-)
+from tfparallel.communication.compression.level_costs import price_s
+from tfparallel.communication.compression.level_prices import COARSER, LevelPrices
 from tfparallel.communication.compression.payloads import Payloads
 
 MEASURED_STEPS = 4  # with each level for all; the median counts: every second step may be longer
@@ -31,10 +27,6 @@ _HARDLY = 1.2  # times a step without waiting for sums: an exact one that takes 
 FIRST_LOOK = 20  # steps; each interval after it is twice as long
 _SLOWLY = 0.5  # of an approximate step: what is longer by that is not timed as it begins
 _TOLERANCE = 0.03  # of what the best costs: within it a forecast is believed
-# By which a coarser approximation has to be better, as errors grow in training: more, if what comes
-# late does not count. Of a GPT with Adam that of rank 4 grew from 0.28 to 0.77 in 25 steps.
-_COARSER = {True: 0.1, False: 0.3}
-_HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 _CHANGE = 1.5  # times that differ by more than this factor are measured again
 
 Steps = Generator[Order, Measurement, None]
@@ -60,7 +52,7 @@ class Controller:
 
     Where what is late does not count, a few approximate steps cost many in the end: of a GPT with
     Adam seven of the first cost up to fourteen. There float16 is timed first, and no approximation
-    is tried that would not be better by `_COARSER` if it had no error.
+    is tried that would not be better by `COARSER` if it had no error.
 
     After `FIRST_LOOK` steps, and then twice as many each time up to `interval`, it looks at one
     step, and at two more if that took another time than expected: it measures everything anew if
@@ -95,7 +87,8 @@ class Controller:
         self._exact_bytes = int(np.sum(self.sent_bytes[:, 0]))
         self._payloads = Payloads(self._exact_bytes)
         self._steps = 0
-        self._forget()
+        known = self.sent_bytes, self.measured, self.max_error, self.late_counts, self._payloads
+        self._known = LevelPrices(*known)
         self._life = self._live()
         self.order = next(self._life)._replace(payload_bytes=self._payloads.next_bytes)
 
@@ -132,12 +125,7 @@ class Controller:
                 is_as_expected = yield from self._keep(levels, wait)
                 wait = min(2 * wait, self.interval)
             self._payloads.start()
-            self._forget()
-
-    def _forget(self) -> None:
-        """Times are to be measured anew."""
-        self._times: dict[int, list[TimesOfStep]] = {}  # of a level for all buckets
-        self._turns_s: dict[tuple[int, ...], float] = {}  # medians of plans that were tried
+            self._known.forget()
 
     # ---- measuring -------------------------------------------------------------------------------
 
@@ -147,25 +135,20 @@ class Controller:
         A new approximation has one more before them, in which TensorFlow prepares its functions;
         so has a finer level where a step of it would tell most of all how TCP begins.
         """
-        first = int(level not in self._times and (level > 1 or self._begins_slowly(level)))
+        first = int(level not in self._known.times and (level > 1 or self._begins_slowly(level)))
         rows = [self._for_all(level)] * (first + steps) + [self._for_all(self.probe)] * then_probe
         measurement = yield Order(rows, len(rows))
         taken = self._steps_of(measurement, len(rows))[first : first + steps]
-        self._times[level] = [*self._times.get(level, ()), *taken]
+        self._known.take(level, taken)
         if then_probe:
             self._take_errors(measurement)
-        self._durations_s = self._times_of_levels()
-        exact = min(self._times)
-        self._ready_s = np.median([each.offsets_s for each in self._times[exact]], 0)
-        forecast_s = finish_time_s(self._ready_s, self._durations_s[:, exact])
-        self._rest_s = max(0.0, self._median_s(exact) - forecast_s)
 
     def _steps_of(self, measurement: Measurement, steps: int) -> list[TimesOfStep]:
         return measurement.of_steps(steps, self._payloads.trip_s)
 
     def _begins_slowly(self, level: int) -> bool:
         """Whether the first step after coarser ones takes much longer than those behind it."""
-        known_s = [self._median_s(n) for n in self._times if n > 1]
+        known_s = [self._known.median_s(n) for n in self._known.times if n > 1]
         starting_s = self._payloads.starting_s(float(np.sum(self.sent_bytes[:, level])))
         return starting_s > _SLOWLY * min(known_s, default=np.inf)
 
@@ -174,28 +157,22 @@ class Controller:
         self._take_errors(measurement)
 
     def _take_errors(self, measurement: Measurement) -> None:
-        self._errors = np.max(measurement.errors, 0)
-        self._energies = np.max(measurement.energies, 0)
+        self._known.errors = np.max(measurement.errors, 0)
+        self._known.energies = np.max(measurement.energies, 0)
 
     def _is_nearly_free(self) -> bool:
         """Whether exact steps wait so little for sums that compression could hardly spare any."""
-        if 0 not in self._times:
+        if 0 not in self._known.times:
             return False
-        step_s, waiting_s = self._fastest_exact()
+        step_s, waiting_s = self._known.fastest_exact()
         return step_s <= _HARDLY * (step_s - max(0.0, waiting_s - self._payloads.trip_s))
 
     def _is_as_payloads_told(self) -> bool:
         """Whether exact steps wait for about as long as the link makes them."""
-        return self._payloads.have_told(self._fastest_exact()[1])
-
-    def _fastest_exact(self) -> tuple[float, float]:
-        """What a step took, and how long it waited for sums: other work makes both longer."""
-        taken = min(self._times[0], key=lambda taken: taken.all_s)
-        finish_s = finish_time_s(taken.offsets_s, taken.durations_s)
-        return taken.all_s, finish_s - float(np.max(taken.offsets_s))
+        return self._payloads.have_told(self._known.fastest_exact()[1])
 
     def _waits(self) -> str:
-        step_ms, waiting_ms = (1e3 * seconds for seconds in self._fastest_exact())
+        step_ms, waiting_ms = (1e3 * seconds for seconds in self._known.fastest_exact())
         return (
             f"of {step_ms:.1f} ms a step waits {waiting_ms:.1f} ms for sums, the smallest sum "
             f"takes {1e3 * self._payloads.trip_s:.1f} ms"
@@ -203,19 +180,24 @@ class Controller:
 
     def _compared(self) -> Generator[Order, Measurement, list[int]]:
         """The best levels, by times and errors."""
-        if not self.late_counts and self._payloads.exact_s <= _SOON_S and 1 not in self._times:
+        if (
+            not self.late_counts
+            and self._payloads.exact_s <= _SOON_S
+            and 1 not in self._known.times
+        ):
             yield from self._time(1)
-        is_in_vain = self._is_approximated_in_vain()
+        is_in_vain = self._known.is_approximated_in_vain()
         if is_in_vain:
-            self._errors = np.tile(np.arange(len(self.names)) > 1, (self.num_buckets, 1)) * 1.0
-            self._energies = np.ones(self.num_buckets)
-        elif self._finest in self._times:
+            self._known.give_up_approximating()
+        elif self._finest in self._known.times:
             yield from self._probe()
         else:
             yield from self._time(self._finest, then_probe=True)
         while (level := self._promising()) is not None:
-            is_unknown = level < 2 and level not in self._times  # it may be hopeless after all
-            timed = len(self._times.get(level, ()))
+            is_unknown = (
+                level < 2 and level not in self._known.times
+            )  # it may be hopeless after all
+            timed = len(self._known.times.get(level, ()))
             yield from self._time(level, 1 if is_unknown else MEASURED_STEPS - timed)
         levels = yield from self._choose()
         if not is_in_vain:
@@ -223,77 +205,36 @@ class Controller:
         elif self.order.rows != [levels]:  # and not kept already
             self._say(
                 "no approximation is tried: even without an error none would be better by "
-                f"{_COARSER[False]:.0%}, as it has to be. This is why: {self._reason(levels)}"
+                f"{COARSER[False]:.0%}, as it has to be. This is why: {self._reason(levels)}"
             )
         return levels
 
-    def _is_approximated_in_vain(self) -> bool:
-        """Whether no approximation can be better by as much as it has to be, by what is known."""
-        if self.late_counts or self._finest in self._times or 1 not in self._times:
-            return False
-        half_s, sent_bytes = self._median_s(1), np.sum(self.sent_bytes, 0)
-        least_s = half_s - self._payloads.bytes_s(sent_bytes[1] - sent_bytes[-1])
-        least_s += self._payloads.trip_s  # of its second sum
-        return half_s <= (1 + _COARSER[False]) * least_s
-
     def _promising(self) -> int | None:
         """A level that the plan uses and that was timed too rarely, the cheapest first."""
-        plan = {n if n in self.measured else self.measured[-1] for n in self._preferred()}
-        rarely = [n for n in plan if len(self._times.get(n, ())) < MEASURED_STEPS]
-        return max((n for n in rarely if not self._is_hopeless(n)), default=None)
-
-    def _is_hopeless(self, level: int) -> bool:
-        """Whether it would cost too much for all buckets, even if they are as fast as may be."""
-        prices_s = [self._price_s(n) for n in self._allowed()]
-        return self._price_of_all_s(level) > _HOPELESS * min(prices_s, default=np.inf)
-
-    def _times_of_levels(self) -> np.ndarray:
-        """`[bucket, level]`: what was timed, and the least that the rest may take."""
-        least_s = self._payloads.byte_s * self.sent_bytes
-        durations = np.where(np.arange(len(self.names)) <= 1, least_s, 0.0)
-        for level, taken in self._times.items():
-            # Of one step: medians of each bucket might be of no step at all.
-            times = sorted((each.durations_s for each in taken), key=np.sum)
-            durations[:, level] = times[(len(times) - 1) // 2]
-        first, last = self.measured[-2:]
-        if first in self._times and last in self._times:
-            for level in range(first + 1, last):
-                share = (level - first) / (last - first)
-                durations[:, level] = (1 - share) * durations[:, first] + share * durations[:, last]
-        # A level computes more than level 0, and its bytes need their time: what looks faster has
-        # left its time to a neighbour.
-        exact_bytes = self.sent_bytes[:, :1]
-        shares = self.sent_bytes / np.where(exact_bytes > 0, exact_bytes, 1.0)
-        return np.maximum(durations, shares * durations[:, :1])
+        plan = {n if n in self.measured else self.measured[-1] for n in self._known.preferred()}
+        rarely = [n for n in plan if len(self._known.times.get(n, ())) < MEASURED_STEPS]
+        return max((n for n in rarely if not self._known.is_hopeless(n)), default=None)
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _plan(self) -> list[int]:
-        return choose_levels(
-            self._ready_s,
-            self._durations_s,
-            self._errors,
-            self._energies,
-            self.max_error,
-            self._rest_s,
-            self.late_counts,
-        )
-
     def _choose(self) -> Generator[Order, Measurement, list[int]]:
         """The plan, unless steps show that the best level for all, or exact steps, are better."""
-        plan = self._preferred()
-        best = self._finest_near(min(self._allowed(), key=self._price_s))
+        plan = self._known.preferred()
+        best = self._known.finest_near(min(self._known.allowed(), key=self._known.price_s))
         candidates = [plan]  # by preference
-        if 0 in self._times and not self._is_hopeless(0):
+        if 0 in self._known.times and not self._known.is_hopeless(0):
             candidates.insert(0, self._for_all(0))  # it loses nothing
         if not self._is_as_good(plan, best):
             candidates.append(self._for_all(best))
         candidates = [levels for n, levels in enumerate(candidates) if levels not in candidates[:n]]
         if len(candidates) == 1:
             return plan
-        if not all(tuple(levels) in self._turns_s for levels in candidates):
+        if not all(tuple(levels) in self._known.turns_s for levels in candidates):
             yield from self._take_turns(candidates)
-        prices_s = [price_s(self._turns_s[tuple(each)], self._worth(each)) for each in candidates]
+        prices_s = [
+            price_s(self._known.turns_s[tuple(each)], self._known.worth(each))
+            for each in candidates
+        ]
         # What is less preferred has to be better.
         chosen = int(np.argmin(prices_s * (1 + _TOLERANCE) ** np.arange(len(candidates))))
         if candidates[chosen] != plan:
@@ -310,43 +251,21 @@ class Controller:
         measurement = yield Order(list(candidates), steps)
         steps_s = [taken.all_s for taken in self._steps_of(measurement, steps)]
         for number, levels in enumerate(candidates):
-            self._turns_s[tuple(levels)] = float(np.median(steps_s[number :: len(candidates)]))
+            self._known.turns_s[tuple(levels)] = float(
+                np.median(steps_s[number :: len(candidates)])
+            )
 
     def _is_as_good(self, plan: list[int], best: int) -> bool:
         """Whether the plan is a measured level for all, and as good as the best of these."""
-        if len(set(plan)) > 1 or plan[0] not in self._times:
+        if len(set(plan)) > 1 or plan[0] not in self._known.times:
             return False
-        return self._price_s(plan[0]) <= (1 + _TOLERANCE) * self._price_s(best)
-
-    def _preferred(self) -> list[int]:
-        """The plan, or a finer level for all that is about as good."""
-        plan = self._plan()
-        return plan if len(set(plan)) > 1 else self._for_all(self._finest_near(plan[0]))
-
-    def _finest_near(self, level: int) -> int:
-        """The finest approximation that was timed and is about as good for all as `level`."""
-        most_s = (1 + _COARSER[self.late_counts]) * self._price_of_all_s(level)
-        near = [n for n in self._allowed() if 0 < n < level and self._price_s(n) <= most_s]
-        return min(near, default=level)
-
-    def _allowed(self) -> list[int]:
-        """The measured levels whose error is nowhere too large."""
-        return [n for n in self._times if np.max(self._errors[:, n]) <= self.max_error]
-
-    def _price_s(self, level: int) -> float:
-        return price_s(self._median_s(level), self._worth(self._for_all(level)))
-
-    def _worth(self, levels: list[int]) -> float:
-        return worth(levels, self._errors, self._energies, self.late_counts)
-
-    def _median_s(self, level: int) -> float:
-        return float(np.median([taken.all_s for taken in self._times[level]]))
+        return self._known.price_s(plan[0]) <= (1 + _TOLERANCE) * self._known.price_s(best)
 
     # ---- afterwards ------------------------------------------------------------------------------
 
     def _keep(self, levels: list[int], wait: int) -> Generator[Order, Measurement, bool]:
         """Runs the decided levels for `wait` steps; returns whether they take what they took."""
-        expected_s = sum(self._durations_s[k, level] for k, level in enumerate(levels))
+        expected_s = sum(self._known.durations_s[k, level] for k, level in enumerate(levels))
         is_exact = levels == self._for_all(0)
         received_s: list[float] = []
         for steps in (wait, 1, 1):
@@ -355,7 +274,7 @@ class Controller:
                 each_ms = 1e3 * measurement.all_s / steps
                 self._say(
                     f"{steps} steps took {each_ms:.1f} ms each, pauses included "
-                    f"(forecast: {1e3 * self._forecast_s(levels):.1f} ms)"
+                    f"(forecast: {1e3 * self._known.forecast_s(levels):.1f} ms)"
                 )
             (taken,) = self._steps_of(measurement, 1)
             received_s.append(float(np.sum(taken.durations_s)))
@@ -373,7 +292,7 @@ class Controller:
             options = ", ".join(
                 f"{name} {self._least(n)}{1e3 * time:.1f} ms, error {error:.3g}"
                 for n, (name, time, error) in enumerate(
-                    zip(self.names, self._durations_s[k], self._errors[k], strict=True)
+                    zip(self.names, self._known.durations_s[k], self._known.errors[k], strict=True)
                 )
             )
             self._say(f"bucket {k} is sent as {self.names[level]} (of: {options})")
@@ -381,12 +300,12 @@ class Controller:
 
     def _reason(self, levels: list[int]) -> str:
         """What the decision gives for its price, and what others would."""
-        step_s, worth_of_step = self._forecast_s(levels), self._worth(levels)
+        step_s, worth_of_step = self._known.forecast_s(levels), self._known.worth(levels)
         others = [
             f"{name} for all {self._least(n)}{1e3 * price:.1f} ms"
             for n, name in enumerate(self.names)
-            if np.max(self._errors[:, n]) <= self.max_error
-            and np.isfinite(price := self._price_of_all_s(n))
+            if np.max(self._known.errors[:, n]) <= self.max_error
+            and np.isfinite(price := self._known.price_of_all_s(n))
             and levels != self._for_all(n)
         ]
         return (
@@ -395,23 +314,10 @@ class Controller:
             f"(others: {', '.join(others) or 'none are allowed'})"
         )
 
-    def _forecast_s(self, levels: list[int]) -> float:
-        """What a step of these levels takes: as was seen, or by its buckets' times."""
-        if tuple(levels) in self._turns_s:
-            return self._turns_s[tuple(levels)]
-        if len(set(levels)) == 1 and levels[0] in self._times:
-            return self._median_s(levels[0])
-        durations_s = self._durations_s[range(self.num_buckets), levels]
-        return self._rest_s + finish_time_s(self._ready_s, durations_s)
-
-    def _price_of_all_s(self, level: int) -> float:
-        levels = self._for_all(level)
-        return price_s(self._forecast_s(levels), self._worth(levels))
-
     def _least(self, level: int) -> str:
         """What stands before a time that nobody has measured."""
         known = level if level in self.measured else self.measured[-1]
-        return "" if known in self._times else "at least "
+        return "" if known in self._known.times else "at least "
 
     def _all(self, level: int) -> Order:
         return Order([self._for_all(level)])

@@ -1,7 +1,6 @@
 """How a step sends a bucket of gradients at the level that was chosen for it: a branch for each."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -104,7 +103,7 @@ class _Branches:
         self._is_plain = tf.equal(level, 0) & ~is_left
         self._kind = tf.where(self._is_plain, 0, 1 + tf.minimum(level, 2))
 
-    def _branch(self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable) -> Any:
+    def _branch(self, plain: Callable, exact: Callable, half: Callable, of_rank: Callable) -> tuple:
         return tf.switch_case(self._kind, [plain, exact, half, of_rank])
 
     def first(self) -> list[tf.Tensor]:

@@ -38,7 +38,8 @@ def worth(
 
     Not so where an optimizer divides by what gradients were before, as Adam does: what is late is
     then divided by something else (Tang et al., https://arxiv.org/abs/2102.02888), and `cos^2 = 1 -
-    e^2`. Measured steps of a GPT with Adam are 1.3 times as many by rank 4, 1.7 by rank 2.
+    e^2`. Measured steps of a GPT with Adam are 1.2 to 1.4 times as many by rank 4, up to 1.7 by
+    rank 2 (docs/measurements/time_to_loss_all.md).
 
     Args:
         levels: of each bucket.

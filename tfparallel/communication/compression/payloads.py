@@ -19,7 +19,6 @@ class Payloads:
     Attributes:
         next_bytes: of the next payload; 0 where it would tell nothing more.
         trip_s: what the smallest sum takes.
-        byte_s: what a byte of a sum takes at least; 0 as long as that is not known.
         exact_s: what exact sums take, where the link was idle; infinite as long as that is not
             known.
     """
@@ -33,7 +32,7 @@ class Payloads:
         """The link may be another one now."""
         part = max(_FIRST_BYTES, self._exact_bytes // _OF_A_MODEL)
         self.next_bytes = min(part, self._exact_bytes, _MOST_BYTES)
-        self.byte_s = 0.0
+        self._byte_s = 0.0  # as long as it is not known
 
     def end(self) -> None:
         """No more are sent."""
@@ -53,10 +52,9 @@ class Payloads:
         """
         self.trip_s = float(np.mean(trip_s))
         bytes_s = max(0.0, float(np.min(np.mean(payload_s, 0))) - self.trip_s)
-        byte_s = bytes_s / sent_bytes
+        self._byte_s = bytes_s / sent_bytes
         starting_s = self.starting_s(self._exact_bytes)
-        self.exact_s = self.trip_s + starting_s + byte_s * self._exact_bytes
-        self.byte_s = byte_s / _LUCK
+        self.exact_s = self.trip_s + starting_s + self.bytes_s(self._exact_bytes)
         most = min(_MOST_BYTES, self._exact_bytes)
         is_enough = bytes_s >= _SEEN_S or sent_bytes >= most
         self.next_bytes = 0 if is_enough else min(most, _MORE * sent_bytes)
@@ -66,8 +64,12 @@ class Payloads:
         return 2 * self.trip_s * float(np.log2(max(1.0, sent_bytes / _IDLE_BYTES)))
 
     def bytes_s(self, sent_bytes: float) -> float:
-        """What so many bytes took among those of the last payload."""
-        return _LUCK * self.byte_s * sent_bytes
+        """What so many bytes of a sum take, by the last payload."""
+        return self._byte_s * sent_bytes
+
+    def least_s(self, sent_bytes: np.ndarray) -> np.ndarray:
+        """What so many bytes of a sum take at least."""
+        return self._byte_s / _LUCK * sent_bytes
 
     def have_told(self, waiting_s: float) -> bool:
         """Whether exact steps that wait for so long wait as long as the link makes them."""
