@@ -140,13 +140,21 @@ def train_torch(hook: str, seed: int, file: str) -> None:
                     print(time.monotonic() - start_s, float(mean), file=out, flush=True)
 
 
-def curve(hosts, problem: str, contestant: str, seed: int, seconds: float) -> np.ndarray:
-    """`[steps, 2]`: seconds and loss of each step of a training of `seconds`."""
+def curve(
+    hosts, problem: str, contestant: str, seed: int, seconds: float, log: Path | None = None
+) -> np.ndarray:
+    """`[steps, 2]`: seconds and loss of each step of a training of `seconds`.
+
+    What rank 0 says goes to the file `log`.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         training(hosts, problem, contestant, seed, Path(folder)) as workers,
     ):
-        return _steps_until(seconds, Path(folder, "0"), workers)
+        steps = _steps_until(seconds, Path(folder, "0"), workers)
+        if log is not None:
+            log.write_text(Path(folder, "0.log").read_text())
+        return steps
 
 
 @contextlib.contextmanager
@@ -317,6 +325,7 @@ def main() -> None:
     parser.add_argument("--tcp", default="cubic", help="congestion control: cubic, or bbr")
     parser.add_argument("--plot", type=Path, help="a folder for pictures")
     parser.add_argument("--json", help="also write all curves to this file")
+    parser.add_argument("--logs", type=Path, help="a folder for what rank 0 of each training says")
     parser.add_argument("--results", nargs="+", type=Path, help="draw what --json wrote: no runs")
     options = parser.parse_args()
     if options.train:
@@ -331,6 +340,8 @@ def main() -> None:
         return print(f"Skipped: benchmarks/time_to_loss.py {lack}.")
     if options.torch:
         os.environ[TORCH_FOLDER] = options.torch
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}
     for spec in options.links:
         mbit, _, round_trip_ms = spec.partition("+")
@@ -343,7 +354,9 @@ def main() -> None:
                 curves: dict[str, list] = {name: [] for name in names}
                 for seed in range(options.seeds):
                     for name in names:
-                        curves[name].append(curve(hosts, problem, name, seed, options.seconds))
+                        what = f"{spec}_{problem}_{name}_{seed}.log"
+                        log = options.logs and options.logs / what
+                        curves[name].append(curve(hosts, problem, name, seed, options.seconds, log))
                 results.setdefault(link, {})[problem] = curves
                 if options.json:  # what was measured stays, whatever ends the rest
                     Path(options.json).write_text(json.dumps(results, default=np.ndarray.tolist))

@@ -405,7 +405,7 @@ def test_it_measures_again_when_times_change_for_good():
     plan = controller()
     times = lambda level, n: (SLOW if n < start + 5 else FAST)[level]  # noqa: E731
     taken = drive(plan, times, 0.3, 60)
-    again = [*COARSE_STEPS, PROBE, [0, 0], [1, 1], *[[0, 0]] * 14]
+    again = [[2, 2], *[[0, 0]] * 20]  # as in the beginning: a payload goes with the first
     assert taken[start + 12 : start + 12 + len(again)] == again
     assert any("s instead of 1.0000 s: measures" in line for line in plan.log)
 
@@ -486,9 +486,24 @@ def test_where_late_does_not_count_few_approximations_are_tried(trip_s, error, i
             assert taken.index(2) == 1
         else:
             assert (2 in taken) == is_tried and taken.index(1) < 20
+            assert 0 not in taken[1:]  # float16 took what its bytes take
             assert taken[-8:].count(decided) >= 7
             told = any("no approximation is tried" in line for line in plan.log)
             assert told == (not is_tried)
+
+
+def test_exact_steps_are_tried_where_their_bytes_hardly_take_longer():
+    """Over 50 ms and 1 Gbit/s float16 is timed first, as TCP begins slowly."""
+    arguments = ["exact", "half", "four"], [0, 1, 2], 3, np.inf, 500
+    plan = Controller(np.array([[4.4e5, 2.2e5, 2e4]]), *arguments, late_counts=False)
+    clock, now_s, taken = Clock(plan), 0.0, []
+    for _ in range(80):
+        (level,) = clock.levels
+        sums_s = 0.05 + (level == 1) * 0.004 + 8e-9 * plan.sent_bytes[0, level]  # it casts
+        times = np.array([now_s + 0.09]), np.array([now_s + 0.09 + sums_s])
+        now_s = times[1][0] + clock.tick(*times, np.zeros((1, 1, 3)), 0.05, 8e-9)
+        taken.append(level)
+    assert taken[1] == 1 and taken[-8:] == [0] * 8
 
 
 @pytest.mark.parametrize(("max_error", "decided"), [(np.inf, 1), (0.0, 0)])

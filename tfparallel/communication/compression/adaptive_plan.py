@@ -126,6 +126,8 @@ class Controller:
                 wait = min(2 * wait, self.interval)
             self._payloads.start()
             self._known.forget()
+            if levels != self._for_all(0):  # what exact steps took is known
+                yield Order([levels])  # and a payload, as in the first step
 
     # ---- measuring -------------------------------------------------------------------------------
 
