@@ -8,6 +8,7 @@ docs/images/worth_it, figures to benchmarks/worth_it.json.
 """
 
 import argparse
+import datetime
 import json
 import sys
 import tempfile
@@ -165,9 +166,9 @@ as logical CPUs, are no faster together than one: they are for trying things out
 
 Below, one training for each cause, with what `Measure` said of it, and the same after the cure.
 Pictures show where the time of a step goes, in milliseconds. Made by
-`python benchmarks/worth_it.py` on {machine}, 29 November 2026, with nothing beside it. The model is
-small, a step takes 3 ms, so what is left after a cure is often Python between the steps. Where
-figures come from: [Where the time goes](measure.md).
+`python benchmarks/worth_it.py` on 2 CPU cores, {dates}. The model is small, a step takes 3 ms, so
+what is left after a cure is often Python between the steps. Where figures come from: [Where the
+time goes](measure.md).
 """
 
 
@@ -182,7 +183,9 @@ def main() -> None:
         is_asked = any(each in example.fault for each in args.only)
         if not is_asked and (args.only or example.fault in known):
             continue
-        pair = [_measured(example.fault, is_cured) for is_cured in (False, True)]
+        date = datetime.date.today().isoformat()
+        measured = [_measured(example.fault, is_cured) for is_cured in (False, True)]
+        pair = [{**each, "date": date} for each in measured]
         known[example.fault] = pair
         FIGURES.write_text(json.dumps(known, indent=1))
         print(f"{example.fault}: {pair[0]['cause']}, then {pair[1]['cause']}", flush=True)
@@ -201,12 +204,10 @@ def _measured(fault: str, is_cured: bool) -> dict[str, Any]:
 
 
 def _page(known: Mapping[str, Any]) -> str:
-    return "\n".join(
-        [
-            HEAD.format(machine="2 CPU cores"),
-            *(_section(e, known) for e in EXAMPLES if e.fault in known),
-        ]
-    )
+    shown = [example for example in EXAMPLES if example.fault in known]
+    dates = sorted({known[example.fault][0]["date"] for example in shown})
+    sections = [_section(example, known) for example in shown]
+    return "\n".join([HEAD.format(dates=" and ".join(dates)), *sections])
 
 
 def _section(example: Example, known: Mapping[str, Any]) -> str:

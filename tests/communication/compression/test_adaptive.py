@@ -1,8 +1,13 @@
 """Adaptive compression: decisions as tables, then decisions that ranks take together."""
 
 import itertools
+import json
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.communication.compression import weighing
 from tests.communication.compression.ranks import Gradients, Meeting, ThreadTransport
 from tfparallel.communication.compression import adaptive_plan
 from tfparallel.communication.compression.adaptive_orders import (
@@ -38,6 +44,7 @@ from tfparallel.replicas.optimizer_hooks import GradientSource
 pytestmark = pytest.mark.turns
 
 EXACT, HALF, COARSE = 0, 1, 2
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -752,6 +759,22 @@ def test_buckets_of_any_levels_share_collectives_and_equal_fixed_compressors(lev
     first, second = meeting.run(run)
     assert num_sums == [3 + 1] * 3  # one for each bucket, and the last one's second round
     tf.nest.map_structure(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("threads", ["1", "8"])
+def test_a_payload_is_weighed_by_itself_however_few_threads_there_are(threads):
+    """One thread goes on to the next sum before it looks at the clock, if nothing is in its way."""
+    done = subprocess.run(
+        [sys.executable, "-m", weighing.__name__],
+        env={**os.environ, "TF_NUM_INTEROP_THREADS": threads},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    trip_s, *payload_s = json.loads(done.stdout.splitlines()[-1])
+    assert min(payload_s) >= weighing.PAYLOAD_S
+    assert trip_s < sum(payload_s)
 
 
 @pytest.mark.parametrize(("countdown", "is_timed"), [(100, False), (MEASURED_STEPS, True)])

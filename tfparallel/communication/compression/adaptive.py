@@ -235,14 +235,16 @@ class AdaptiveReducer(BucketReducer):
         size = self._payload_bytes.read_value()
 
         def weigh() -> list[tf.Tensor]:
-            times, after = [], size
+            times, ended_s = [], size
             for values in (1, 1, size // 4, size // 4):
-                with tf.control_dependencies([after]):
+                # Not behind the sum alone: one thread would look at the clock after all sums.
+                with tf.control_dependencies([ended_s]):
                     payload = tf.zeros([values])
                 began_s = time_after([payload])
                 with tf.control_dependencies([began_s]):
-                    (after,) = transport.all_reduce_sum([tf.identity(payload)])
-                times.append(time_after([after]) - began_s)
+                    sums = transport.all_reduce_sum([tf.identity(payload)])
+                ended_s = time_after(sums)
+                times.append(ended_s - began_s)
             return [tf.stack(times[1:2]), tf.stack(times[2:])]
 
         nothing = [tf.zeros([number], tf.float64) for number in (1, 2)]
