@@ -172,7 +172,6 @@ def training(
         for rank, host in enumerate(hosts):
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
             environment = {
-                "TF_NUM_INTEROP_THREADS": "8",  # as the launcher sets it: what waits holds one
                 **os.environ,
                 "TF_CONFIG": json.dumps(task),
                 "KERAS_BACKEND": "tensorflow",

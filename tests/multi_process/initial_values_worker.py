@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ def answer(what: str, **options: Any) -> dict:
         "weight": make,
         "graph of a session": make_in_graph_of_session,
         "exchanges": exchange,
+        "meeting": meet_in_a_graph,
     }
     return functions[what](**options)
 
@@ -96,6 +98,24 @@ def exchange(count: int) -> dict:
         "requests": {name: len(keys) for name, keys in asked.items()},
         "first_left": left,
     }
+
+
+def meet_in_a_graph(count: int) -> dict:
+    """Whether so many operations of a step can wait for one another."""
+    opened()
+    barrier = threading.Barrier(count)
+
+    def wait(number: np.ndarray) -> np.ndarray:
+        del number
+        return np.int64(barrier.wait(60.0))
+
+    @tf.function
+    def step(first: tf.Tensor) -> list[tf.Tensor]:  # in no order: they have no state
+        numbers = [first + i for i in range(count)]
+        return [tf.numpy_function(wait, [i], tf.int64, stateful=False) for i in numbers]
+
+    places = step(tf.constant(0))
+    return {"places": sorted(int(place) for place in places)}
 
 
 if __name__ == "__main__":

@@ -51,3 +51,13 @@ def test_graphs_of_sessions_take_tensorflows_collectives():
         assert {"CollectiveBcastSend", "CollectiveBcastRecv"} & set(reply["types"])
         assert "CollectiveReduceV2" in reply["types"]
         assert "PyFunc" not in reply["types"], "Our ring cannot be called from a session."
+
+
+def test_sums_of_a_step_can_wait_on_few_cores_whoever_started_the_workers():
+    def untold():
+        return [{**each, "TF_NUM_INTEROP_THREADS": ""} for each in cluster_environments(2)]
+
+    command = ["-m", "tests.multi_process.initial_values_worker"]
+    with contextlib.closing(WorkerPool(command, untold)) as workers:
+        for reply in workers.ask({"what": "meeting", "count": 6}):
+            assert reply["places"] == list(range(6))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -52,6 +53,7 @@ from tfparallel.internals.distribute import (
     launchers_of,
 )
 from tfparallel.internals.eager import has_started
+from tfparallel.machine.processors import MIN_INTEROP_THREADS, usable_cores
 from tfparallel.replicas.compressed_gradients import CompressedGradients, WorkersTransport
 from tfparallel.replicas.device_names import is_in_parts
 
@@ -80,6 +82,7 @@ class MultiWorkerExtended(SumsOnGpus, CompressedGradients, CollectiveAllReduceEx
         tasks, addresses, rank = _workers(cluster_resolver)
         if len(addresses) > 1 and rank is not None and not self._std_server_started:
             _check_is_first(type(container_strategy).__name__, rank)
+            _have_threads_to_wait_in()
             meet(addresses, rank, timeouts.start_s)
         stall_s = communication_options.timeout_seconds or timeouts.stall_s
         super().__init__(container_strategy, cluster_resolver, without_limit(communication_options))
@@ -385,6 +388,14 @@ def _check_is_first(strategy: str, rank: int) -> None:
             "the strategy first, right after the imports; in a notebook, restart the kernel "
             f"before. (Rank {rank} is speaking.)"
         )
+
+
+def _have_threads_to_wait_in() -> None:
+    """As the launcher does, where it did not start this process: unless TensorFlow was told."""
+    environment = os.environ.get("TF_NUM_INTEROP_THREADS")
+    is_told = environment or tf.config.threading.get_inter_op_parallelism_threads()
+    if not is_told and usable_cores() < MIN_INTEROP_THREADS:
+        tf.config.threading.set_inter_op_parallelism_threads(MIN_INTEROP_THREADS)
 
 
 def _workers(

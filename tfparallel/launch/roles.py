@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from tfparallel.coordination.cluster import ClusterConfig
 from tfparallel.logical_devices import LOGICAL_CPUS_VARIABLE
 from tfparallel.machine.gpu_shares import VISIBLE
+from tfparallel.machine.processors import MIN_INTEROP_THREADS
 
-# A collective between replicas of one process holds a thread of TensorFlow's inter-op pool until
-# all replicas have arrived. The pool has one thread a core by default: on a machine with few, all
-# can be held by waiting replicas, and the last one never gets to run. It is a hang, not slowness.
-MIN_INTEROP_THREADS = 8
 # Else the first process on a GPU takes all of its memory.
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 

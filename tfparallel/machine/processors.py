@@ -9,6 +9,10 @@ import psutil
 
 from tfparallel.machine.finding import Finding
 
+# A collective holds a thread of TensorFlow's inter-op pool while it waits for others. The pool has
+# one thread a core by default: on a machine with few, all can be held by replicas that wait, and
+# the last one never gets to run. It is a hang, not slowness.
+MIN_INTEROP_THREADS = 8
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60  # version 1 of cgroups writes a number near 2**63
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")

@@ -25,6 +25,7 @@ from tfparallel.communication.compression.adaptive_orders import (
 )
 from tfparallel.communication.compression.adaptive_plan import (
     FIRST_LOOK,
+    FIRST_TURNS,
     MEASURED_STEPS,
     SMALL_BYTES,
     TURNS,
@@ -368,6 +369,14 @@ def test_a_plan_of_several_levels_stays_if_its_steps_are_worth_as_much(mixing_s,
     turns = [[0, 0], [0, 3], [3, 3]] * TURNS  # with exact ones, which take little longer
     assert taken[first : first + len(turns) + 10] == turns + [decided] * 10
     assert ("exact, one took" in plan.log[0]) == (mixing_s > 0)
+
+
+def test_a_plan_that_turns_out_hopeless_takes_no_more_turns():
+    plan, times = controller(max_error=0.6), {0: 1.0, 1: 1.0, 2: 0.8, 3: 0.1, 4: 0.1}
+    taken = drive(plan, lambda level, _: times[level], 0.1, 60, mixing_s=20.0)
+    first = taken.index([0, 3]) - 1
+    turns = [[0, 0], [0, 3], [3, 3]] * FIRST_TURNS + [[0, 0], [3, 3]] * (TURNS - FIRST_TURNS)
+    assert taken[first : first + len(turns) + 10] == turns + [[3, 3]] * 10
 
 
 def test_a_lucky_measurement_is_no_reason_to_leave_exact_steps():

@@ -192,7 +192,8 @@ def added_loss_before_a_collective_in_the_loss(run: Run):
 
     def build():
         x = keras.Input((6,))
-        return keras.Model(x, keras.layers.Dense(3)(AddsLoss()(keras.layers.Dense(5, "tanh")(x))))
+        hidden = AddsLoss()(keras.layers.Dense(5, "tanh")(x))
+        return keras.Model(x, keras.layers.Dense(3)(keras.layers.Dense(4, "tanh")(hidden)))
 
     return run.train(
         build=build,

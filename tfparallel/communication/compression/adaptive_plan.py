@@ -15,11 +15,12 @@ from tfparallel.communication.compression.adaptive_orders import (
     TimesOfStep,
 )
 from tfparallel.communication.compression.level_costs import price_s
-from tfparallel.communication.compression.level_prices import COARSER, LevelPrices
+from tfparallel.communication.compression.level_prices import COARSER, HOPELESS, LevelPrices
 from tfparallel.communication.compression.payloads import Payloads
 
 MEASURED_STEPS = 4  # with each level for all; the median counts: every second step may be longer
 TURNS = MOST_ROWS // 3  # of a plan, the best level for all buckets, and exact steps
+FIRST_TURNS = 2  # tell what is hopeless
 SMALL_BYTES = 1 << 20  # what has no more to send begins with an exact step, unseen
 _AT_ONCE_S = 0.15  # what exact sums may take for such steps to be the first that are timed
 _SOON_S = 1.0  # what exact sums may take for float16 to be tried before what is approximate
@@ -249,13 +250,26 @@ class Controller:
         return candidates[chosen]
 
     def _take_turns(self, candidates: Sequence[list[int]]) -> Steps:
-        steps = len(candidates) * TURNS
-        measurement = yield Order(list(candidates), steps)
-        steps_s = [taken.all_s for taken in self._steps_of(measurement, steps)]
-        for number, levels in enumerate(candidates):
-            self._known.turns_s[tuple(levels)] = float(
-                np.median(steps_s[number :: len(candidates)])
-            )
+        """Times them in turns; after the first ones no more what is hopeless by these."""
+        left, seen_s = [*candidates], {tuple(levels): np.empty(0) for levels in candidates}
+        for turns in (FIRST_TURNS, TURNS - FIRST_TURNS):
+            steps = len(left) * turns
+            measurement = yield Order(left, steps)
+            steps_s = np.array([taken.all_s for taken in self._steps_of(measurement, steps)])
+            for number, levels in enumerate(left):
+                own_s = steps_s[number :: len(left)]
+                seen_s[tuple(levels)] = np.append(seen_s[tuple(levels)], own_s)
+            least_s = [
+                price_s(np.min(seen_s[tuple(each)]), self._known.worth(each)) for each in left
+            ]
+            left = [
+                levels
+                for levels, price in zip(left, least_s, strict=True)
+                if price <= HOPELESS * min(least_s)
+            ]
+            if len(left) == 1:
+                break
+        self._known.turns_s |= {levels: float(np.median(own_s)) for levels, own_s in seen_s.items()}
 
     def _is_as_good(self, plan: list[int], best: int) -> bool:
         """Whether the plan is a measured level for all, and as good as the best of these."""

@@ -21,7 +21,7 @@ from tfparallel.communication.compression.payloads import Payloads
 COARSER = {True: 0.1, False: 0.3}
 _ROUNDED = 2.0**-11  # the error of float16 at most, of what is not tiny
 _SEEN = 0.1  # of what float16 takes: what exact sums send beyond it has to take so much to be told
-_HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
+HOPELESS = 1.5  # times the best price: what costs so much at the least is not tried
 
 
 class LevelPrices:
@@ -117,7 +117,7 @@ class LevelPrices:
     def is_hopeless(self, level: int) -> bool:
         """Whether it would cost too much for all buckets, even if they are as fast as may be."""
         prices_s = [self.price_s(n) for n in self.allowed()]
-        return self.price_of_all_s(level) > _HOPELESS * min(prices_s, default=np.inf)
+        return self.price_of_all_s(level) > HOPELESS * min(prices_s, default=np.inf)
 
     def preferred(self) -> list[int]:
         """The plan, or a finer level for all that is about as good."""
