@@ -294,6 +294,19 @@ def regularized():
     )
 
 
+@model(helpers.tiny_data, _class_options)
+def orthogonal():
+    """Two regularizers have a tensor for a factor, each its own."""
+    orthogonal = keras.regularizers.OrthogonalRegularizer
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5, activation="tanh", kernel_regularizer=orthogonal(0.1)),
+            layers.Dense(3, kernel_regularizer=orthogonal(0.1, mode="columns")),
+        ]
+    )
+
+
 @keras.saving.register_keras_serializable("tests")
 class MeanSquarePenalty(keras.layers.Layer):
     """Adds the mean square of its input to the loss: a mean over rows, as a loss is."""

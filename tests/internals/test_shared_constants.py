@@ -46,6 +46,19 @@ def test_others_are_made_apart(first, second):
     assert len(constants(lambda: (tf.constant(first), tf.constant(second)))) == 2
 
 
+@pytest.mark.parametrize("value", [3, 0.1])
+def test_equal_tensors_from_outside_are_inputs_of_their_own(value):
+    """TensorFlow refuses a function that has one tensor twice among its inputs."""
+    first, second = tf.constant(value), tf.constant(value)
+
+    @tf.function(autograph=False)
+    def function(x):
+        with constants_shared(tf.compat.v1.get_default_graph()):
+            return first * x + value * second
+
+    assert function(tf.ones([4], first.dtype)).numpy() == pytest.approx(value + value**2)
+
+
 def test_numbers_that_differ_in_their_sign_alone_are_apart():
     assert len(constants(lambda x: (x * 0.0, x * -0.0), VECTOR)) == 2
 

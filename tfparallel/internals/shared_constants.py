@@ -8,7 +8,8 @@ which is there, if it is of the same device, and waits for the same:
     integers of at most one dim, which no tape watches        from anyone
     floating-point numbers                                    that operations make of Python numbers
 
-Other floats stay apart: a user may watch two equal ones, each for a gradient of its own.
+Other floats stay apart: a user may watch two equal ones, each for a gradient of its own. So do
+small tensors from outside: TensorFlow makes a constant of each, an input of the function.
 """
 
 import contextlib
@@ -16,12 +17,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 import tensorflow as tf
 
 # Who makes tensors of the numbers that an operation takes: operations, and Python's operators.
-from tensorflow.python.framework import op_def_library, override_binary_operator
+from tensorflow.python.framework import op_def_library, ops, override_binary_operator
 from tensorflow.python.ops import math_ops
 
 from tfparallel.internals.graphs import FuncGraph
@@ -36,6 +37,10 @@ _FOR_OPERATIONS = [
         math_ops._add_dispatch,
     )
 ]
+
+
+_MAX_FRAMES_OF_INPUT = 4  # from who makes a constant of a tensor from outside
+_FOR_INPUTS = [inspect.unwrap(ops.EagerTensor._capture_as_const).__code__]
 
 
 @contextlib.contextmanager
@@ -85,7 +90,10 @@ def _key(graph: FuncGraph, attributes: Mapping) -> tuple | None:
     if len(sizes) > 1 or any(each.size > _MAX_DIM for each in sizes):
         return None
     dtype = tf.as_dtype(value.dtype)
-    if not (dtype.is_integer or (dtype.is_floating and _is_for_operation())):
+    is_for_anyone = dtype.is_integer or (
+        dtype.is_floating and _is_within(_FOR_OPERATIONS, _MAX_FRAMES)
+    )
+    if not is_for_anyone or _is_within(_FOR_INPUTS, _MAX_FRAMES_OF_INPUT):
         return None
     device, behind = _device(graph), frozenset(graph._current_control_dependencies())
     return None if device is None else (value.SerializeToString(), device, behind)
@@ -112,11 +120,11 @@ class _Placed:
     device = ""
 
 
-def _is_for_operation() -> bool:
-    """Whether a number is made a tensor for an operation, so that no one else gets it."""
+def _is_within(codes: Sequence[CodeType], most_frames: int) -> bool:
+    """Whether any of these is on the way to the call that makes a constant."""
     frame: FrameType | None = sys._getframe(3)
-    for _ in range(_MAX_FRAMES):
-        if frame is None or frame.f_code in _FOR_OPERATIONS:
+    for _ in range(most_frames):
+        if frame is None or frame.f_code in codes:
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code in _FOR_OPERATIONS
+    return frame is not None and frame.f_code in codes

@@ -107,6 +107,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorflow.python.framework.op_def_library": ("_ExtractInputsAndAttrs",),
     "tensorflow.python.framework.op_def_registry": ("get",),
     "tensorflow.python.framework.ops": (
+        "EagerTensor",
         "Graph",
         "get_default_graph",
         "gradient_registry",
@@ -352,6 +353,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_get_function",
         "captures",
     ),
+    "tensorflow.python.framework.ops.EagerTensor": ("_capture_as_const",),
     "tensorflow.python.framework.ops.Operation": (
         "_add_control_input",
         "_add_control_inputs",
