@@ -297,12 +297,12 @@ def regularized():
 @model(helpers.tiny_data, _class_options)
 def orthogonal():
     """Two regularizers have a tensor for a factor, each its own."""
-    orthogonal = keras.regularizers.OrthogonalRegularizer
+    penalty = keras.regularizers.OrthogonalRegularizer
     return keras.Sequential(
         [
             keras.Input((6,)),
-            layers.Dense(5, activation="tanh", kernel_regularizer=orthogonal(0.1)),
-            layers.Dense(3, kernel_regularizer=orthogonal(0.1, mode="columns")),
+            layers.Dense(5, activation="tanh", kernel_regularizer=penalty(0.1)),
+            layers.Dense(3, kernel_regularizer=penalty(0.1, mode="columns")),
         ]
     )
 

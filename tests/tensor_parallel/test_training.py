@@ -130,6 +130,42 @@ def test_norms_of_an_embedding_in_parts_are_of_rows_that_are_not_merged(layouts,
     )
 
 
+class Codebook(layers.Layer):
+    """The nearest of its vectors, of which many rows take the same (a VQ-VAE's)."""
+
+    def build(self, input_shape):
+        self.vectors = self.add_weight(shape=(3, input_shape[-1]), name="vectors")
+
+    def call(self, x):
+        ops, stop = keras.ops, keras.ops.stop_gradient
+        apart = ops.sum((x[:, None] - self.vectors) ** 2, axis=-1)
+        chosen = ops.take(self.vectors, ops.argmin(apart, axis=-1), axis=0)
+        self.add_loss(ops.mean((stop(chosen) - x) ** 2) + ops.mean((chosen - stop(x)) ** 2))
+        return x + stop(chosen - x)
+
+
+@pytest.mark.parametrize(("axes", "replicas"), [(("model", None), 2), ((None, "model"), 1)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.RMSprop(0.01),
+        lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
+        lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+        lambda: keras.optimizers.Lamb(0.01),
+    ],
+    ids=["rmsprop", "clipnorm", "global_clipnorm", "lamb"],
+)
+def test_rows_taken_of_a_weight_in_parts_are_not_merged(axes, replicas, optimizer):
+    def build():
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4, "tanh"), Codebook(name="code"), layers.Dense(3)]
+        )
+
+    strategy = _strategy({".*code/vectors": axes}, replicas)
+    with helpers.in_float64():
+        _assert_same(strategy, build=build, optimizer=optimizer)
+
+
 def test_two_replicas_of_a_transformer_clipped_by_norm():
     """Without Dropout, whose masks differ by replica."""
 

@@ -28,7 +28,8 @@ from tensorflow.python.ops import math_ops
 from tfparallel.internals.graphs import FuncGraph
 
 _MAX_DIM = 16
-_MAX_FRAMES = 14  # from such a call to the operation that is made
+_MAX_FRAMES = 14  # from a call of `_FOR_OPERATIONS` to the constant that it makes
+_MAX_FRAMES_OF_INPUT = 4  # from one of `_FOR_INPUTS`
 _FOR_OPERATIONS = [
     inspect.unwrap(function).__code__
     for function in (
@@ -37,9 +38,7 @@ _FOR_OPERATIONS = [
         math_ops._add_dispatch,
     )
 ]
-
-
-_MAX_FRAMES_OF_INPUT = 4  # from who makes a constant of a tensor from outside
+# Who makes them of tensors from outside.
 _FOR_INPUTS = [inspect.unwrap(ops.EagerTensor._capture_as_const).__code__]
 
 

@@ -16,7 +16,7 @@ Saved files hold the whole under the variable's own name.
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -215,26 +215,29 @@ class SplitVariable(AssignedInParts, ReplicatedVariable):
     def part_values(self) -> list[tf.Tensor]:
         """The value of each part, where it is. Tapes see a read of this variable."""
         values = self.read_parts()
+        self._note_read(values, lambda *gradients: [joined_as(gradients, self.rows)])
+        return values
+
+    def _note_read(self, values: list[tf.Tensor], backward: Callable[..., list]) -> None:
+        """Tells gradient tapes that `values` were read, with a gradient by `backward`."""
         if self.trainable:
             variable_accessed(self._tape_variable())
-            record.record_operation(
-                "ReadParts",
-                values,
-                [self._tape_variable().handle],
-                lambda *gradients: [joined_as(gradients, self.rows)],
-            )
-        return values
+            handles = [self._tape_variable().handle]
+            record.record_operation("ReadParts", values, handles, backward)
 
     def _tape_variable(self) -> tf.Variable:
         """The part whose handle stands for the whole in `tape.gradient`: that of `handle`."""
         return self.own_parts()[0]
 
     def whole(self) -> tf.Tensor:
-        """All parts as one; in a loop, read before it."""
+        """All parts as one; in a loop, read before it. A sparse gradient of it stays sparse."""
         if not self.trainable:
             return put_together(self.read_parts(), self.rows)
         with before_loops():
-            return joined_as(self.part_values(), self.rows)
+            with record.stop_recording():
+                value = joined_as(self.read_parts(), self.rows)
+            self._note_read([value], lambda gradient: [gradient])
+        return value
 
     @property
     def handle(self) -> tf.Tensor:

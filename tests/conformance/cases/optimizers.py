@@ -67,6 +67,29 @@ def adam_on_positions(run: Run):
     return run.train("positions", optimizer=lambda: optimizers.Adam(0.01)).results()
 
 
+@keras.saving.register_keras_serializable("tests")
+class TakesRows(keras.layers.Layer):
+    """Looks up in a weight of its own, as an Embedding does and a codebook."""
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=(20, 4), name="embeddings")
+
+    def call(self, tokens):
+        own = keras.ops.take(self.table, tokens, axis=0)
+        return own + keras.ops.take(self.table, tokens[:, :1], axis=0)
+
+
+@case(core=True)
+def adam_on_rows_of_a_weight(run: Run):
+    """Entries of one row, of one read or of two, are squared apart."""
+
+    def build():
+        pooling, classes = keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)
+        return keras.Sequential([keras.Input((5,), dtype="int32"), TakesRows(), pooling, classes])
+
+    return run.train("embedding", build=build, optimizer=lambda: optimizers.Adam(0.01)).results()
+
+
 @case()
 def clipnorm_on_an_embedding(run: Run):
     return run.train("embedding", optimizer=lambda: optimizers.SGD(0.5, clipnorm=0.02)).results()
